@@ -1,0 +1,46 @@
+# Every target makes its own .venv when it is missing. PYTHON picks the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help demo test test-fast test-gpu lint format clean
+
+help:
+	@echo "make demo       train the small built-in model and watch the loss fall"
+	@echo "make test       everything CI runs: lint, types and all tests"
+	@echo "make test-fast  the tests that matter while editing, under 3 minutes"
+	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     let ruff rewrite what it can"
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet 'torch>=2.11,<2.14'
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python examples/train_tiny.py
+
+test: lint
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not gpu and not slow" -x -q
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

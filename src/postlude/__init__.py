@@ -1,0 +1,25 @@
+"""Postlude: a PyTorch-native post-training core. The names here are the public, stable ones."""
+
+from postlude.data import Microbatch, pack, unpack
+from postlude.hf.export import export_hf
+from postlude.hf.load import load_model
+from postlude.hf.tokenizer import load_tokenizer
+from postlude.layout import Layout, Stage
+from postlude.model import LanguageModel, ModelConfig, OutputHead, OutputInputs, OutputProcessor, Pattern
+
+__all__ = [
+    "LanguageModel",
+    "Layout",
+    "Microbatch",
+    "ModelConfig",
+    "OutputHead",
+    "OutputInputs",
+    "OutputProcessor",
+    "Pattern",
+    "Stage",
+    "export_hf",
+    "load_model",
+    "load_tokenizer",
+    "pack",
+    "unpack",
+]

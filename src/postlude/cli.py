@@ -1,0 +1,165 @@
+"""The `postlude` command. A user's mistake gets one sentence and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from postlude.data import pack
+from postlude.hf.builtin import BUILTIN
+from postlude.hf.export import export_hf
+from postlude.hf.load import adapt, load_model, read_config
+from postlude.hf.tokenizer import load_tokenizer
+from postlude.model import LanguageModel, OutputInputs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join(BUILTIN)}"
+ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parse(arguments)
+    try:
+        options.run(options, Console())
+    except (ValueError, OSError, ImportError) as error:
+        print(f"postlude {options.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def info(options: argparse.Namespace, console: Console) -> None:
+    """Pattern, parameters by block and memory by dtype. Reads the config alone."""
+    _, config = adapt(read_config(options.model))
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    counts: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        counts[parts[2] if parts[0] == "layers" else parts[0]] += parameter.numel()
+    blocks = Counter(name for layer in model.layers.values() for name in layer.block_names)
+    total = sum(counts.values())
+
+    tied = "tied to the embedding" if config.tied_head else "its own"
+    for line in (
+        f"{options.model}  {config.family}, {total:,} parameters",
+        f"pattern  {config.pattern}",
+        f"layers   {len(config.pattern)}, hidden {config.hidden_size}, vocabulary {config.vocab_size}, head {tied}",
+    ):
+        console.print(line, markup=False, highlight=False)  # a pattern's brackets are not markup
+    table = Table("part", "count", "parameters each", "parameters", "share", title="Parameters")
+    for name, size in counts.items():
+        number = blocks.get(name, 1)
+        table.add_row(name, str(number), f"{size // number:,}", f"{size:,}", f"{size / total:.1%}")
+    console.print(table)
+    memory = Table("dtype", "weights", "with gradients", "with AdamW states", title="Memory")
+    for label, dtype in DTYPES.items():
+        each = dtype.itemsize
+        # AdamW keeps two moments and, beside half-precision weights, a master copy; all three in fp32.
+        states = 8 + (4 if each < 4 else 0)
+        memory.add_row(label, *(_bytes(total * size) for size in (each, 2 * each, 2 * each + states)))
+    console.print(memory)
+
+
+def convert(options: argparse.Namespace, console: Console) -> None:
+    """Read any source and write a Hugging Face directory, tokenizer included."""
+    model = load_model(options.source, dtype=_dtype(options.dtype))
+    target = export_hf(model, options.target, tokenizer=load_tokenizer(options.source))
+    console.print(f"wrote {sum(p.numel() for p in model.parameters()):,} parameters to {target}", highlight=False)
+
+
+def logprobs(options: argparse.Namespace, console: Console) -> None:
+    """A table of every token's log-prob, the entropy where it was predicted, and its rank among all tokens."""
+    text = sys.stdin.read() if options.text == "-" else options.text
+    tokenizer = load_tokenizer(options.model)
+    tokens = tokenizer(text)["input_ids"]
+    if len(tokens) < 2:
+        raise ValueError(f"the text has {len(tokens)} token(s), but a log-prob needs one before it; give a longer --text.")
+    model = load_model(options.model, dtype=_dtype(options.dtype), device=options.device).eval()
+    (microbatch,) = pack([tokens], budget=len(tokens))
+    with torch.no_grad():
+        stats = model(microbatch.to(options.device), output_processor=_score)
+    logprob, entropy, rank = (column.tolist() for column in stats)
+    table = Table("#", "token", "log-prob", "entropy", "rank")
+    table.add_row("0", repr(tokenizer.decode(tokens[:1])), "", "", "")
+    for i, token in enumerate(tokens[1:]):
+        table.add_row(str(i + 1), repr(tokenizer.decode([token])), f"{logprob[i]:.4f}", f"{entropy[i]:.4f}", str(rank[i]))
+    console.print(table)
+    mean = sum(logprob[:-1]) / (len(tokens) - 1)
+    console.print(f"mean log-prob {mean:.4f}, perplexity {torch.tensor(-mean).exp().item():.3f}")
+
+
+def _score(inputs: OutputInputs, context: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, entropy and rank (1 is the likeliest) of the next token at every position, each [T]."""
+    targets = inputs.microbatch.targets
+    stats = inputs.head.logprobs(inputs.hidden, targets, entropy=True)
+    assert stats.entropy is not None
+    ranks = []
+    for hidden, target in zip(inputs.hidden.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True):
+        logits = inputs.head.logits(hidden)
+        ranks.append((logits > logits.gather(-1, target.clamp_min(0)[:, None])).sum(-1) + 1)
+    return stats.logprob, stats.entropy, torch.cat(ranks)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong word with one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        known = [f"--{name}" for name in vars(options)]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1)
+        options.parser.error(f"{unknown[0]!r} is not an option" + (f"; did you mean {near[0]}?" if near else ""))
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="postlude", description="A PyTorch-native post-training core.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    command = commands.add_parser("info", help="pattern, parameters by block, memory by dtype", allow_abbrev=False)
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.set_defaults(run=info, parser=command)
+
+    command = commands.add_parser("convert", help="write any source as a Hugging Face directory", allow_abbrev=False)
+    command.add_argument("source", metavar="SRC", help=MODEL_HELP)
+    command.add_argument("target", metavar="DST", help="directory to write")
+    command.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the source's)")
+    command.set_defaults(run=convert, parser=command)
+
+    command = commands.add_parser("logprobs", help="score a text token by token", allow_abbrev=False)
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument("--text", required=True, help="the text to score; - reads standard input")
+    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
+    command.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
+    command.set_defaults(run=logprobs, parser=command)
+    return parser
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return DTYPES[name] if name else None
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

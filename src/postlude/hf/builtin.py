@@ -1,0 +1,52 @@
+"""The built-in models: small enough for any machine, with every degree of parallelism up to 4 dividing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+from postlude.hf.tokenizer import BYTE_VOCABULARY, END
+
+
+def tiny_dense() -> PretrainedConfig:
+    """Four Llama layers over bytes, 0.9 M parameters."""
+    return LlamaConfig(
+        vocab_size=BYTE_VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+        rms_norm_eps=1e-6,
+    )
+
+
+def tiny_moe() -> PretrainedConfig:
+    """Four Qwen3-MoE layers over bytes, 8 experts of which a token sees 2."""
+    return Qwen3MoeConfig(
+        vocab_size=BYTE_VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        moe_intermediate_size=96,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        output_router_logits=True,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=2048,
+        eos_token_id=END,
+    )
+
+
+BUILTIN: Mapping[str, Callable[[], PretrainedConfig]] = MappingProxyType(
+    {"tiny-dense": tiny_dense, "tiny-moe": tiny_moe}
+)

@@ -1,0 +1,161 @@
+"""What the Llama-shaped families have in common: their config's fields and the names of their tensors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from transformers import PretrainedConfig
+
+from postlude.model import ModelConfig, Pattern
+from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig, SlidingAttentionConfig
+from postlude.model.blocks.mlp import Activation
+from postlude.ops.rotary import RotaryConfig
+
+ATTENTION_NAMES = {
+    "attention.norm": "input_layernorm",
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
+    "attention.o_proj": "self_attn.o_proj",
+}
+QK_NORM_NAMES = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+MLP_NAMES = {
+    "mlp.norm": "post_attention_layernorm",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
+
+
+def decoder_config(
+    hf: PretrainedConfig,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: Literal["head", "full"] | None = None,
+    norm: Literal["pre", "post", "both"] = "pre",
+    sliding: Sequence[bool] | None = None,
+    layers: Sequence[str] | None = None,
+    blocks: Mapping[str, BlockConfig] | None = None,
+) -> ModelConfig:
+    """A ModelConfig from the fields these families share.
+
+    `sliding` says which layers attend within the window (default: by `layer_types`, else none). `layers` gives the second
+    block of each layer (default "-" everywhere), and `blocks` the configs of any that is not an MLP.
+    """
+    if getattr(hf, "attention_dropout", 0.0):
+        warnings.warn(f"attention_dropout={hf.attention_dropout} in the config is not applied in training.", stacklevel=2)
+    count = hf.num_hidden_layers
+    sliding = sliding if sliding is not None else sliding_layers(hf)
+    second = layers if layers is not None else ["-"] * count
+    attention: dict[str, Any] = {
+        "heads": hf.num_attention_heads,
+        "kv_heads": getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
+        "head_dim": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "qkv_bias": qkv_bias,
+        "output_bias": output_bias,
+        "qk_norm": qk_norm,
+        "norm": norm,
+    }
+    configs: dict[str, BlockConfig] = dict(blocks or {})
+    if not all(sliding):
+        configs["*"] = AttentionConfig(rotary=rotary(hf, "full_attention"), **attention)
+    if any(sliding):
+        configs["S"] = SlidingAttentionConfig(
+            rotary=rotary(hf, "sliding_attention"), sliding_window=hf.sliding_window, **attention
+        )
+    if "-" in second:
+        configs["-"] = MLPConfig(
+            intermediate_size=hf.intermediate_size, activation=activation(hf), bias=mlp_bias, norm=norm
+        )
+    pattern = tuple(("S" if slides else "*") + block for slides, block in zip(sliding, second, strict=True))
+    return ModelConfig(
+        pattern=Pattern(segments=(pattern,), mtp=()),
+        hidden_size=hf.hidden_size,
+        vocab_size=hf.vocab_size,
+        blocks=configs,
+        tied_head=bool(hf.tie_word_embeddings),
+        norm_eps=hf.rms_norm_eps,
+        initializer_range=hf.initializer_range,
+        family=hf.model_type,
+        hf_config=hf.to_dict(),
+    )
+
+
+def sliding_layers(hf: PretrainedConfig) -> list[bool]:
+    """Which layers attend within a window, by the config's `layer_types`."""
+    kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layer_types holds {', '.join(unknown)}, which {hf.model_type} has no block for.")
+    if "sliding_attention" in kinds and not hf.sliding_window:
+        raise ValueError("layer_types asks for sliding_attention, but sliding_window is not set.")
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def activation(hf: PretrainedConfig) -> Activation:
+    """The MLP's activation by our name."""
+    if hf.hidden_act not in ACTIVATIONS:
+        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported; there are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[hf.hidden_act]
+
+
+def rotary(hf: PretrainedConfig, layer_type: str) -> RotaryConfig:
+    """Rotary frequencies of one kind of layer: the parameters stand by layer type, or once for all."""
+    parameters = hf.rope_parameters
+    parameters = parameters.get(layer_type, parameters)
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported, only 1.0.")
+    kind, theta = parameters.get("rope_type", "default"), parameters["rope_theta"]
+    match kind:
+        case "default":
+            return RotaryConfig(theta=theta)
+        case "linear":
+            return RotaryConfig(theta=theta, scaling="linear", factor=parameters["factor"])
+        case "llama3":
+            return RotaryConfig(
+                theta=theta,
+                scaling="llama3",
+                factor=parameters["factor"],
+                original_length=parameters["original_max_position_embeddings"],
+                low_frequency_factor=parameters["low_freq_factor"],
+                high_frequency_factor=parameters["high_freq_factor"],
+            )
+        case "yarn":
+            return _yarn(hf, parameters, theta)
+    raise ValueError(f"rope_type {kind!r} is not supported; there are default, linear, llama3 and yarn.")
+
+
+def _yarn(hf: PretrainedConfig, parameters: Mapping[str, Any], theta: float) -> RotaryConfig:
+    original = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or hf.max_position_embeddings / original
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        over, under = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        attention_factor = magnitude(over) / magnitude(under) if over and under else magnitude(1.0)
+    return RotaryConfig(
+        theta=theta,
+        scaling="yarn",
+        factor=factor,
+        original_length=original,
+        beta_fast=parameters.get("beta_fast") or 32.0,
+        beta_slow=parameters.get("beta_slow") or 1.0,
+        attention_factor=attention_factor,
+        truncate=parameters.get("truncate", True),
+    )

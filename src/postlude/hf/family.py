@@ -1,0 +1,44 @@
+"""Family: how one Hugging Face model family maps onto Postlude, as plain data and one pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from postlude.model import ModelConfig
+
+OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+EXPERT = "{expert}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`: its config -> ModelConfig, and the names of its tensors.
+
+    `names` maps a module inside one of our layers ("attention.q_proj") to the module inside one of theirs
+    ("self_attn.q_proj"). `{expert}` in their name stands for one tensor an expert, which we hold stacked.
+    """
+
+    model_type: str
+    to_model: Callable[[PretrainedConfig], ModelConfig]
+    names: Mapping[str, str]
+
+    def theirs(self, name: str) -> str:
+        """Their name of our tensor, `{expert}` still in it where we stack: layers.3.mlp.up_proj.weight -> model.layers.3.…"""
+        module, _, leaf = name.rpartition(".")
+        if module in OUTER:
+            return f"{OUTER[module]}.{leaf}"
+        _, layer, inner = module.split(".", 2)
+        # A tensor that is no module's weight or bias is named whole.
+        whole = self.names.get(f"{inner}.{leaf}")
+        return f"model.layers.{layer}.{whole or f'{self.names[inner]}.{leaf}'}"
+
+    def pieces(self, name: str, experts: int) -> Iterator[tuple[int | None, str]]:
+        """The tensors that make up ours: (None, their name), or (expert, their name) for each expert in turn."""
+        theirs = self.theirs(name)
+        if EXPERT in theirs:
+            yield from ((expert, theirs.replace(EXPERT, str(expert))) for expert in range(experts))
+        else:
+            yield None, theirs

@@ -1,0 +1,154 @@
+"""load_model: from a directory, a GGUF file, a config or a built-in name to a LanguageModel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from postlude.hf import FAMILIES, Family
+from postlude.hf.builtin import BUILTIN
+from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource
+from postlude.layout import Layout
+from postlude.model import LanguageModel, ModelConfig
+from postlude.model.blocks import MoEConfig
+
+Source = str | os.PathLike[str] | PretrainedConfig
+
+
+def load_model(
+    source: Source,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    layout: Layout | None = None,
+    seed: int = 0,
+    families: Mapping[str, Family] = FAMILIES,
+) -> LanguageModel:
+    """Load a model, or make one with fresh weights.
+
+    `source` is a Hugging Face directory with safetensors, a GGUF file, a transformers config object (weights drawn from
+    `seed`), or a built-in name: `tiny-dense`, `tiny-moe` (likewise). `dtype` defaults to the one the source names.
+    Tensors are streamed one by one, so the peak is one copy of the model and its largest tensor.
+    """
+    if layout is not None and layout.world_size > 1:
+        raise ValueError(f"load_model loads whole models, but {layout} spreads one over {layout.world_size} ranks.")
+    hf = read_config(source)
+    family, config = adapt(hf, families)
+    with torch.device("meta"):
+        model = LanguageModel(config, layout=layout)
+    model = model.to(dtype or _dtype(hf)).to_empty(device=device)
+    tensors = _tensors(source)
+    model.reset(seed)
+    if tensors is not None:
+        fill(model, tensors, family)
+    return model
+
+
+def read_config(source: Source) -> PretrainedConfig:
+    """The transformers config of any source `load_model` takes, without touching its weights."""
+    if isinstance(source, PretrainedConfig):
+        return source
+    if isinstance(source, str) and source in BUILTIN:
+        return BUILTIN[source]()
+    path = _existing(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} has no config.json, so it is not a Hugging Face model directory.")
+        try:
+            return AutoConfig.from_pretrained(path)
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(f"{path / 'config.json'} cannot be read as a model config: {_first_line(error)}") from error
+    try:
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except ImportError as error:
+        raise ImportError("reading GGUF needs the `gguf` package: pip install 'postlude[gguf]'.") from error
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as GGUF: {_first_line(error)}") from error
+
+
+def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelConfig]:
+    """The family of a transformers config, and our config of the same model."""
+    family = families.get(hf.model_type)
+    if family is None:
+        raise ValueError(f"model_type {hf.model_type!r} has no adapter; there are {', '.join(sorted(families))}.")
+    if getattr(hf, "quantization_config", None):
+        raise ValueError("the weights are quantised (quantization_config in config.json); load a bf16 or fp32 version.")
+    return family, family.to_model(hf)
+
+
+@torch.no_grad()
+def fill(model: LanguageModel, tensors: TensorSource, family: Family) -> None:
+    """Copy every tensor of `model` from the source, and account for every tensor of the source."""
+    available = set(tensors.names())
+    state = model.state_dict()
+    plan = {name: list(family.pieces(name, experts_in(model.config))) for name in state}
+    wanted = {theirs for pieces in plan.values() for _, theirs in pieces}
+    _account(wanted, available, model)
+    for name, pieces in plan.items():
+        for expert, theirs in pieces:
+            target = state[name] if expert is None else state[name][expert]
+            _copy(target, tensors.take(theirs), theirs)
+
+
+def experts_in(config: ModelConfig) -> int:
+    """How many experts a MoE block of this model stacks; 0 where it has none."""
+    return max((block.experts for block in config.blocks.values() if isinstance(block, MoEConfig)), default=0)
+
+
+def _account(wanted: set[str], available: set[str], model: LanguageModel) -> None:
+    missing = sorted(wanted - available)
+    if missing:
+        raise ValueError(f"the source lacks {len(missing)} tensor(s) of {model.config.pattern}: {_some(missing)}.")
+    derived = {name for name in available if name.endswith("rotary_emb.inv_freq")}
+    if model.config.tied_head:
+        derived.add("lm_head.weight")
+    unknown = sorted(available - wanted - derived)
+    if unknown:
+        raise ValueError(
+            f"the source holds {len(unknown)} tensor(s) the model {model.config.pattern} has no place for: {_some(unknown)}."
+        )
+
+
+def _copy(target: Tensor, tensor: Tensor, name: str) -> None:
+    if target.shape != tensor.shape:
+        raise ValueError(f"{name} is {tuple(tensor.shape)} in the source, but the config asks for {tuple(target.shape)}.")
+    target.copy_(tensor)
+
+
+def _tensors(source: Source) -> TensorSource | None:
+    if isinstance(source, PretrainedConfig) or (isinstance(source, str) and source in BUILTIN):
+        return None
+    path = _existing(source)
+    if path.is_dir():
+        return SafetensorsSource(path)
+    return ModuleSource(AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name))
+
+
+def _existing(source: str | os.PathLike[str]) -> Path:
+    path = Path(source).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    built_in = f"a built-in model ({', '.join(BUILTIN)})"
+    if path.is_file():
+        raise ValueError(f"{path} is a file, but not a .gguf; give a model directory, a GGUF file or {built_in}.")
+    raise FileNotFoundError(f"{str(source)!r} is neither a model directory, nor a GGUF file, nor {built_in}.")
+
+
+def _dtype(hf: PretrainedConfig) -> torch.dtype:
+    dtype = getattr(hf, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

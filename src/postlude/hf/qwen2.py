@@ -1,0 +1,15 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values."""
+
+from transformers import PretrainedConfig
+
+from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, decoder_config
+from postlude.hf.family import Family
+from postlude.model import ModelConfig
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """The later layers may slide."""
+    return decoder_config(hf, qkv_bias=True)
+
+
+QWEN2 = Family("qwen2", to_model, ATTENTION_NAMES | MLP_NAMES)

@@ -1,0 +1,46 @@
+"""Qwen3-MoE: Qwen3 with experts in all layers but those the config keeps dense."""
+
+from transformers import PretrainedConfig
+
+from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, activation, decoder_config
+from postlude.hf.family import EXPERT, Family
+from postlude.model import ModelConfig
+from postlude.model.blocks import MoEConfig
+
+MOE_NAMES = {
+    "moe.norm": "post_attention_layernorm",
+    "moe.router": "mlp.gate",
+    "moe.experts.gate_proj": f"mlp.experts.{EXPERT}.gate_proj",
+    "moe.experts.up_proj": f"mlp.experts.{EXPERT}.up_proj",
+    "moe.experts.down_proj": f"mlp.experts.{EXPERT}.down_proj",
+}
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """The balance loss is on where transformers would add it to the loss: with `output_router_logits`."""
+    dense = set(hf.mlp_only_layers or ())
+    sparse = [
+        layer not in dense and hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0
+        for layer in range(hf.num_hidden_layers)
+    ]
+    moe = MoEConfig(
+        experts=hf.num_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        activation=activation(hf),
+        normalise=hf.norm_topk_prob,
+        # Theirs counts each of the top_k choices as a share of its own.
+        balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
+    )
+    return decoder_config(
+        hf,
+        qkv_bias=hf.attention_bias,
+        output_bias=hf.attention_bias,
+        qk_norm="head",
+        sliding=[hf.sliding_window is not None] * hf.num_hidden_layers,
+        layers=["E" if experts else "-" for experts in sparse],
+        blocks={"E": moe} if any(sparse) else None,
+    )
+
+
+QWEN3_MOE = Family("qwen3_moe", to_model, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES)

@@ -1,0 +1,103 @@
+"""Where a model's tensors come from, one at a time and by their Hugging Face names. Never through pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class TensorSource(Protocol):
+    """Tensors by name, read on demand."""
+
+    def names(self) -> Iterable[str]:
+        """Every tensor there is."""
+        ...
+
+    def take(self, name: str) -> Tensor:
+        """One tensor. It is taken once, so a source may let go of it."""
+        ...
+
+
+class SafetensorsSource:
+    """The safetensors of a model directory, sharded or not, memory-mapped and read tensor by tensor."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file_of = _files(directory)
+        self._open: dict[Path, safe_open] = {}
+
+    def names(self) -> Iterable[str]:
+        """Every tensor in the directory."""
+        return self._file_of
+
+    def take(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        path = self._file_of[name]
+        if path not in self._open:
+            self._open[path] = _open(path)
+        tensor: Tensor = self._open[path].get_tensor(name)
+        return tensor
+
+
+class ModuleSource:
+    """The tensors of a transformers model in memory, let go of one by one as they are taken."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors = as_stored(module.state_dict())
+        module.to("meta")  # the tensors above are now the only hold on the memory
+
+    def names(self) -> Iterable[str]:
+        """Every tensor not yet taken."""
+        return self._tensors
+
+    def take(self, name: str) -> Tensor:
+        """One tensor, forgotten here."""
+        return self._tensors.pop(name)
+
+
+def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a transformers module as its files name them: a layer's stacked experts one by one, as views."""
+    stored = {}
+    for name, tensor in tensors.items():
+        stem, _, leaf = name.rpartition(".")
+        if stem.endswith(".experts") and leaf == "gate_up_proj":
+            for expert, matrix in enumerate(tensor):
+                gate, up = matrix.chunk(2)
+                stored |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}
+        elif stem.endswith(".experts") and leaf == "down_proj":
+            stored |= {f"{stem}.{expert}.down_proj.weight": matrix for expert, matrix in enumerate(tensor)}
+        else:
+            stored[name] = tensor
+    return stored
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    index, single = directory / INDEX, directory / SINGLE
+    if index.is_file():
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is not a safetensors index ({error}); download or export the model again.") from error
+        missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
+        if missing:
+            raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which {INDEX} names; fetch the missing shards.")
+        return {name: directory / file for name, file in weight_map.items()}
+    if single.is_file():
+        return dict.fromkeys(_open(single).keys(), single)
+    pickled = sorted(path.name for path in directory.glob("*.bin"))
+    hint = f" It has {', '.join(pickled)}, but pickled weights are never loaded: convert them first." if pickled else ""
+    raise FileNotFoundError(f"{directory} holds neither {SINGLE} nor {INDEX}.{hint}")
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be cut short. Fetch it again.") from error

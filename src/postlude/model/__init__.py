@@ -1,0 +1,8 @@
+"""The model: a pattern of blocks over packed sequences, ending in one output seam. It knows no objective."""
+
+from postlude.model.config import ModelConfig
+from postlude.model.language_model import LanguageModel
+from postlude.model.output import OutputHead, OutputInputs, OutputProcessor
+from postlude.model.pattern import Pattern, PatternError
+
+__all__ = ["LanguageModel", "ModelConfig", "OutputHead", "OutputInputs", "OutputProcessor", "Pattern", "PatternError"]

@@ -1,0 +1,33 @@
+"""The blocks a pattern is made of, one file each. A new block is a file here and a line in this table."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from postlude.model.blocks.attention import Attention, AttentionConfig, SlidingAttention, SlidingAttentionConfig
+from postlude.model.blocks.block import Block, BlockConfig, RMSNorm
+from postlude.model.blocks.mlp import MLP, MLPConfig
+from postlude.model.blocks.moe import MoE, MoEConfig
+
+BLOCKS: Mapping[str, type[Block]] = MappingProxyType(
+    {
+        "*": Attention,
+        "S": SlidingAttention,
+        "-": MLP,
+        "E": MoE,
+    }
+)
+
+__all__ = [
+    "BLOCKS",
+    "MLP",
+    "Attention",
+    "AttentionConfig",
+    "Block",
+    "BlockConfig",
+    "MLPConfig",
+    "MoE",
+    "MoEConfig",
+    "RMSNorm",
+    "SlidingAttention",
+    "SlidingAttentionConfig",
+]

@@ -1,0 +1,81 @@
+"""Block: the base of every block, and the config all block configs extend. Open this before writing a new block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from postlude.model.context import ForwardContext
+from postlude.model.steps import Step, compute
+
+if TYPE_CHECKING:
+    from postlude.model.config import ModelConfig
+
+NOMINAL_LENGTH = 4096  # sequence length at which costs are estimated for pipeline balance
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What every block may choose: whether its norm stands before the work, after it, or both."""
+
+    norm: Literal["pre", "post", "both"] = "pre"
+
+    def flops(self, hidden_size: int) -> float:
+        """Forward FLOPs a token, roughly: pipeline stages are balanced by it."""
+        raise NotImplementedError(f"{type(self).__name__} must estimate its cost in flops().")
+
+
+class Block(nn.Module):
+    """hidden + post_norm(work(norm(hidden))): a block writes `work`, or its own `steps`."""
+
+    Config: ClassVar[type[BlockConfig]]
+
+    def __init__(self, config: BlockConfig, model: ModelConfig, name: str) -> None:
+        super().__init__()
+        self.name = name  # global, such as "layers.17.moe"
+        pre, post = config.norm in ("pre", "both"), config.norm in ("post", "both")
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps) if pre else nn.Identity()
+        self.post_norm = RMSNorm(model.hidden_size, model.norm_eps) if post else nn.Identity()
+
+    def steps(self) -> tuple[Step, ...]:
+        """The block's work in order. Most blocks are one compute step."""
+        return (compute("work", self._residual),)
+
+    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """[T, H] -> [T, H], after the pre-norm and before the post-norm and the residual."""
+        raise NotImplementedError(f"{type(self).__name__} must define work() or steps().")
+
+    def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
+        """Give one parameter of this block (`name` is local) its first value."""
+        reset_parameter(name, parameter, std, generator)
+
+    def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
+        return {"hidden": hidden + self.post_norm(self.work(self.norm(hidden), context))}
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, computed in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+
+
+def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
+    """The usual start: matrices normal, norm weights one, every other vector zero."""
+    if parameter.ndim > 1:
+        parameter.normal_(0.0, std, generator=generator)
+    elif name.endswith("norm.weight"):
+        parameter.fill_(1.0)
+    else:
+        parameter.zero_()

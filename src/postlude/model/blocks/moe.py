@@ -1,0 +1,239 @@
+"""MoE: a router, experts that each see their own tokens, and optional shared experts that see all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from postlude.model.blocks.block import Block, BlockConfig
+from postlude.model.blocks.mlp import Activation, gated
+from postlude.model.context import ForwardContext
+from postlude.model.steps import Step, compute, exchange
+from postlude.ops.experts import expert_order, grouped_linear, replicate_rows, restore_rows
+from postlude.ops.side_loss import add_side_loss
+
+if TYPE_CHECKING:
+    from postlude.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(BlockConfig):
+    """Experts and how a token finds its `top_k` of them.
+
+    `scores` turn router logits into weights over all experts. With `groups` > 1 a token first picks its best `top_groups`
+    groups (by the sum of each one's best top_k / top_groups experts), then experts inside them. `normalise` makes the
+    chosen weights sum to one, `weight_scale` multiplies them after that. `selection_bias` adds a per-expert bias to the
+    choice alone; `update_selection_bias` moves it towards even load, without an auxiliary loss.
+
+    `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e the share of slots, p_e the mean score: 1 when even) and
+    `z_coefficient` weighs the mean squared logsumexp of the router. Both are means over the tokens of the whole batch.
+    """
+
+    experts: int
+    top_k: int
+    intermediate_size: int
+    activation: Activation = "silu"
+    gated: bool = True
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    weight_scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    selection_bias: bool = False
+    router_fp32: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k={self.top_k} of {self.experts} experts: choose at least 1 and at most all of them.")
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"router scores {self.scores!r} are unknown; use softmax or sigmoid.")
+        if self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ValueError(
+                f"{self.experts} experts in {self.groups} groups, {self.top_groups} of them chosen: groups divide the "
+                "experts, and a token picks between 1 and all groups."
+            )
+        if self.groups > 1 and (self.top_k % self.top_groups or self.top_k > self.top_groups * self.experts // self.groups):
+            raise ValueError(
+                f"top_k={self.top_k} from {self.top_groups} groups of {self.experts // self.groups} experts: top_groups "
+                "divides top_k, and the chosen groups hold at least top_k experts."
+            )
+        if self.shared_gate and not self.shared_intermediate_size:
+            raise ValueError("shared_gate needs a shared expert; set shared_intermediate_size.")
+
+    def flops(self, hidden_size: int) -> float:
+        """Router, the chosen experts and the shared one."""
+        products = 3 if self.gated else 2
+        width = self.top_k * self.intermediate_size + self.shared_intermediate_size
+        return 2 * hidden_size * (products * width + self.experts)
+
+
+class MoE(Block):
+    """route -> dispatch -> experts -> combine -> merge."""
+
+    Config = MoEConfig
+
+    def __init__(self, config: MoEConfig, model: ModelConfig, name: str) -> None:
+        super().__init__(config, model, name)
+        self.config = config
+        self.router = nn.Linear(model.hidden_size, config.experts, bias=False)
+        self.experts = Experts(config, model.hidden_size)
+        if config.selection_bias:
+            self.register_buffer("selection_bias", torch.zeros(config.experts, dtype=torch.float32))
+            self.register_buffer("load", torch.zeros(config.experts, dtype=torch.float32), persistent=False)
+        self.shared = SharedExpert(config, model.hidden_size) if config.shared_intermediate_size else None
+
+    def steps(self) -> tuple[Step, ...]:
+        """Dispatch and combine are where tokens change ranks."""
+        return (
+            compute("route", self.route),
+            exchange("dispatch", self.dispatch),
+            compute("experts", self.run_experts),
+            exchange("combine", self.combine),
+            compute("merge", self.merge),
+        )
+
+    def route(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
+        """Choose experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here."""
+        tokens = self.norm(hidden)
+        logits, scores = self.score(tokens)
+        choice = self.choose(scores.detach())
+        weights = scores.gather(-1, choice)
+        if self.config.normalise:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        weights = (weights * self.config.weight_scale).to(tokens.dtype)
+        shared = self.shared(tokens) if self.shared is not None else None
+        if torch.is_grad_enabled():
+            weights = self.balance(weights, logits, scores, choice, context)
+        return {"tokens": tokens, "choice": choice, "weights": weights, "shared": shared}
+
+    def dispatch(self, tokens: Tensor, choice: Tensor, context: ForwardContext) -> Mapping[str, Any]:
+        """Bring every expert its tokens, sorted by expert."""
+        order, inverse, counts = expert_order(choice, self.config.experts)
+        rows = replicate_rows(tokens, order, inverse, self.config.top_k)
+        return {"rows": rows, "order": order, "inverse": inverse, "counts": counts}
+
+    def run_experts(self, rows: Tensor, counts: Tensor, context: ForwardContext) -> Mapping[str, Any]:
+        """Each row through its expert."""
+        return {"rows": self.experts(rows, counts)}
+
+    def combine(
+        self, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor, context: ForwardContext
+    ) -> Mapping[str, Any]:
+        """Bring the rows back to their tokens and sum each token's experts by weight."""
+        slots = restore_rows(rows, order, inverse).unflatten(0, (-1, self.config.top_k))  # [T, top_k, H]
+        return {"routed": (slots * weights[..., None]).sum(1)}
+
+    def merge(
+        self, hidden: Tensor, routed: Tensor, shared: Tensor | None, context: ForwardContext
+    ) -> Mapping[str, Any]:
+        """Add the routed and the shared experts to the residual stream."""
+        return {"hidden": hidden + self.post_norm(routed if shared is None else routed + shared)}
+
+    def score(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Router logits and scores over all experts, fp32 [T, experts]."""
+        if self.config.router_fp32:
+            logits = F.linear(tokens.float(), self.router.weight.float())
+        else:
+            logits = self.router(tokens).float()
+        return logits, logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
+
+    @torch.no_grad()
+    def choose(self, scores: Tensor) -> Tensor:
+        """The experts of each token, [T, top_k]."""
+        config = self.config
+        ranking = scores + self.selection_bias if config.selection_bias else scores
+        if config.groups > 1:
+            grouped = ranking.unflatten(-1, (config.groups, -1))  # [T, groups, experts / groups]
+            group_scores = grouped.topk(config.top_k // config.top_groups, dim=-1).values.sum(-1)
+            chosen = group_scores.topk(config.top_groups, dim=-1).indices
+            allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, True)
+            ranking = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
+        choice = ranking.topk(config.top_k, dim=-1).indices
+        if config.selection_bias and self.training:
+            self.load += torch.bincount(choice.flatten(), minlength=config.experts)
+        return choice
+
+    def balance(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, choice: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """Attach the balance and z losses: their gradient joins at `weights`, so they need no path to the caller."""
+        config, batch_tokens = self.config, context.microbatch.batch_tokens
+        tokens = choice.shape[0]
+        if tokens == 0:
+            return weights
+        if config.balance_coefficient:
+            share = torch.bincount(choice.flatten(), minlength=config.experts) / (tokens * config.top_k)
+            probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+            evenness = config.experts * (share * probability.sum(0)).sum()  # a sum over tokens, like every loss
+            context.report(f"{self.name}.balance", evenness / tokens)
+            weights = add_side_loss(weights, evenness * (config.balance_coefficient / batch_tokens))
+        if config.z_coefficient:
+            squares = logits.logsumexp(-1).square().sum()
+            context.report(f"{self.name}.z", squares / tokens)
+            weights = add_side_loss(weights, squares * (config.z_coefficient / batch_tokens))
+        return weights
+
+    @torch.no_grad()
+    def update_selection_bias(self, rate: float) -> None:
+        """Raise the bias of experts that saw less than the mean load since the last call, lower the others'."""
+        if not self.config.selection_bias:
+            raise ValueError(f"{self.name} has no selection bias; set selection_bias=True in its config.")
+        self.selection_bias += rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
+
+
+class Experts(nn.Module):
+    """All experts' matrices, stacked: gate and up [E, I, H], down [E, H, I]."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.gate_proj = ExpertLinear(config.experts, hidden_size, config.intermediate_size) if config.gated else None
+        self.up_proj = ExpertLinear(config.experts, hidden_size, config.intermediate_size)
+        self.down_proj = ExpertLinear(config.experts, config.intermediate_size, hidden_size)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """`rows` [R, H] sorted by expert, `counts` [E] -> [R, H]."""
+        gate = self.gate_proj(rows, counts) if self.gate_proj is not None else None
+        output: Tensor = self.down_proj(gated(self.activation, gate, self.up_proj(rows, counts)), counts)
+        return output
+
+
+class ExpertLinear(nn.Module):
+    """One matrix an expert, [E, out, in]."""
+
+    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[R, in] -> [R, out]."""
+        return grouped_linear(rows, self.weight, counts)
+
+
+class SharedExpert(nn.Module):
+    """An MLP that every token passes, scaled by its own sigmoid gate where there is one."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.activation = config.activation
+        size = config.shared_intermediate_size
+        self.gate_proj = nn.Linear(hidden_size, size, bias=False) if config.gated else None
+        self.up_proj = nn.Linear(hidden_size, size, bias=False)
+        self.down_proj = nn.Linear(size, hidden_size, bias=False)
+        self.token_gate = nn.Linear(hidden_size, 1, bias=False) if config.shared_gate else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        gate = self.gate_proj(tokens) if self.gate_proj is not None else None
+        output: Tensor = self.down_proj(gated(self.activation, gate, self.up_proj(tokens)))
+        return output if self.token_gate is None else output * self.token_gate(tokens).sigmoid()

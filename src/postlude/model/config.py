@@ -1,0 +1,53 @@
+"""ModelConfig: a pattern of blocks, one small config a block, and the sizes they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from postlude.layout import Stage
+from postlude.model.blocks.block import BlockConfig
+from postlude.model.pattern import Pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything that decides a model's function and its parameters' names and shapes.
+
+    `blocks` holds one config for each symbol of the pattern. `family` names the Hugging Face family the model is exported
+    as; `hf_config` keeps what that family's config.json said beyond the fields here (token ids, lengths, …).
+    """
+
+    pattern: Pattern
+    hidden_size: int
+    vocab_size: int
+    blocks: Mapping[str, BlockConfig]
+    tied_head: bool = False
+    norm_eps: float = 1e-6
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    initializer_range: float = 0.02
+    family: str | None = None
+    hf_config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ModelConfig({name}={getattr(self, name)}): a size is at least 1.")
+        used = dict.fromkeys((*self.pattern.blocks, *(s for depth in self.pattern.mtp for layer in depth for s in layer)))
+        missing = [symbol for symbol in used if symbol not in self.blocks]
+        if missing:
+            raise ValueError(
+                f"the pattern {self.pattern} uses {', '.join(map(repr, missing))}, but `blocks` has configs for "
+                f"{', '.join(map(repr, self.blocks)) or 'nothing'} only. Add a config for each symbol."
+            )
+
+    def stage_layers(self, stage: Stage) -> range:
+        """Logical layers of one pipeline stage: where the pattern is cut, else balanced by cost."""
+        head = 2.0 * self.hidden_size * self.vocab_size
+        stages = self.pattern.stages(
+            stage.count, cost=lambda symbol: self.blocks[symbol].flops(self.hidden_size), head_cost=head
+        )
+        return stages[stage.index]

@@ -1,0 +1,148 @@
+"""LanguageModel: embedding, stack, final norm and head of one pipeline stage, and the forward that ends in the seam."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude.data import Microbatch
+from postlude.layout import Layout, Stage
+from postlude.model.blocks import BLOCKS, Block, RMSNorm
+from postlude.model.blocks.block import reset_parameter
+from postlude.model.config import ModelConfig
+from postlude.model.context import ForwardContext
+from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
+from postlude.model.stack import HybridStack
+
+
+class LanguageModel(nn.Module):
+    """A decoder on packed sequences. It builds the layers of its `stage` only, under their global names.
+
+    Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` it holds none until they are loaded.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layout: Layout | None = None,
+        stage: Stage | None = None,
+        blocks: Mapping[str, type[Block]] = BLOCKS,
+    ) -> None:
+        super().__init__()
+        if config.pattern.mtp:
+            raise ValueError(
+                f"pattern {config.pattern} has {len(config.pattern.mtp)} multi-token-prediction depth(s), which "
+                "LanguageModel does not build yet. Drop the part after '/' to train the trunk alone."
+            )
+        self.config = config
+        self.layout = layout or Layout()
+        self.stage = stage or Stage()
+        # A tied head needs the embedding where the head is; both stages then hold it under the one name.
+        if self.stage.first or (self.stage.last and config.tied_head):
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = HybridStack(config, self.stage, blocks)
+        if self.stage.last:
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+            if not config.tied_head:
+                self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            self.reset()
+
+    def forward(
+        self,
+        microbatch: Microbatch,
+        hidden: Tensor | None = None,
+        *,
+        targets: Tensor | bool = False,
+        output_processor: OutputProcessor | None = None,
+        output_processor_context: Any = None,
+    ) -> Any:
+        """Run this stage. The last one returns what the output processor returns, as it is.
+
+        `hidden` [T, H] comes from the stage before and is given on every stage but the first. Without a processor the
+        last stage returns logits [T, vocab], or per-token losses [T] when `targets` are asked for: True for the
+        microbatch's own next tokens, or a tensor [T] with -100 where there is none. Other stages return hidden [T, H].
+        """
+        processor, context = self._processor(targets, output_processor, output_processor_context)
+        forward = ForwardContext(microbatch)
+        hidden = self.layers(self._enter(microbatch, hidden), forward)
+        if not self.stage.last:
+            return hidden
+        inputs = OutputInputs(
+            hidden=self.norm(hidden),
+            head=self.output_head(),
+            microbatch=microbatch,
+            layout=self.layout,
+            config=self.config,
+            reports=forward.reports,
+        )
+        return processor(inputs, context)
+
+    def output_head(self) -> OutputHead:
+        """The head's weight with tying resolved, and how it makes logits."""
+        if not self.stage.last:
+            raise ValueError(f"stage {self.stage.index} of {self.stage.count} has no output head; the last stage has it.")
+        return OutputHead(
+            weight=self.embedding.weight if self.config.tied_head else self.head.weight,
+            bias=None,
+            vocab_start=0,
+            vocab_size=self.config.vocab_size,
+            logit_scale=self.config.logit_scale,
+            softcap=self.config.logit_softcap,
+        )
+
+    @torch.no_grad()
+    def reset(self, seed: int = 0) -> None:
+        """First values for every parameter. Each depends on the seed and its name alone, not on the stage or layout."""
+        std = self.config.initializer_range
+        owners = {f"{block.name}.": block for block in self.modules() if isinstance(block, Block)}
+        for name, parameter in self.named_parameters():
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            owner = next((prefix for prefix in owners if name.startswith(prefix)), None)
+            if owner is None:
+                reset_parameter(name, parameter, std, generator)
+            else:
+                owners[owner].reset(name.removeprefix(owner), parameter, std, generator)
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def _enter(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
+        if self.stage.first:
+            if hidden is not None:
+                raise ValueError("the first stage embeds the microbatch's tokens itself; leave `hidden` out.")
+            embedded: Tensor = self.embedding(microbatch.tokens)
+            return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale
+        expected = (len(microbatch), self.config.hidden_size)
+        if hidden is None or tuple(hidden.shape) != expected:
+            got = "nothing" if hidden is None else tuple(hidden.shape)
+            raise ValueError(
+                f"stage {self.stage.index} of {self.stage.count} continues from hidden states {expected}, but got {got}."
+            )
+        return hidden
+
+    def _processor(
+        self, targets: Tensor | bool, processor: OutputProcessor | None, context: Any
+    ) -> tuple[OutputProcessor, Any]:
+        asked_for_loss = targets is not False
+        if not self.stage.last and (processor is not None or asked_for_loss):
+            raise ValueError(
+                f"stage {self.stage.index} of {self.stage.count} has no output head, so an output processor or targets "
+                "would be ignored here; give them to the last stage."
+            )
+        if processor is None:
+            if context is not None:
+                raise ValueError("output_processor_context was given without an output_processor to receive it.")
+            if not asked_for_loss:
+                return logits_processor, None
+            return token_loss_processor, None if targets is True else targets
+        if not callable(processor):
+            raise TypeError(f"output_processor must be callable as (inputs, context), but is a {type(processor).__name__}.")
+        if asked_for_loss:
+            raise ValueError("give either targets or an output_processor; a processor finds inputs.microbatch.targets.")
+        return processor, context
+

@@ -1,0 +1,123 @@
+"""The output seam: what a processor receives after the final norm, before anything is projected.
+
+A processor is any callable `(inputs: OutputInputs, context) -> anything`. The model's own logits and token losses are
+processors too, so the default path and yours are the same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.data import Microbatch
+from postlude.layout import Layout
+from postlude.model.config import ModelConfig
+from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The output projection of this rank, tying resolved.
+
+    `weight` [rows, H] holds vocabulary entries from `vocab_start` on; entries at or past `vocab_size` are padding.
+    Logits are softcap(logit_scale · (hidden @ weightᵀ + bias)).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    vocab_start: int
+    vocab_size: int
+    logit_scale: float
+    softcap: float | None
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """Local hidden states -> those of all tokens this rank projects, with the backward that belongs to it."""
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T, vocab], in hidden's dtype. Holds them all: prefer `logprobs` where that is what you need."""
+        logits = F.linear(self.gather(hidden), self.weight, self.bias)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits[:, : self.vocab_size]
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+        topk: int = 0,
+        lse: bool = False,
+        hit: bool = False,
+    ) -> TokenStats:
+        """fp32 log-prob of `targets` [T] and, on request, entropy and more, without holding logits.
+
+        Positions whose target is negative (-100) are not projected: their value and gradient are 0.
+        """
+        return linear_logprobs(
+            self.gather(hidden),
+            self.weight,
+            targets,
+            bias=self.bias,
+            temperature=temperature,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            vocab_start=self.vocab_start,
+            vocab_size=self.vocab_size,
+            entropy=entropy,
+            topk=topk,
+            lse=lse,
+            hit=hit,
+        )
+
+    def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
+        anything = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        with torch.no_grad():
+            stats = self.logprobs(hidden, anything, topk=k)
+        assert stats.topk_logprobs is not None
+        assert stats.topk_ids is not None
+        return stats.topk_logprobs, stats.topk_ids
+
+
+@dataclass(frozen=True)
+class OutputInputs:
+    """What an output processor receives, once a microbatch, on the last stage.
+
+    `hidden` [local tokens, H] is after the final norm. `mtp` holds the hidden states of each multi-token-prediction depth.
+    `reports` are side values of this stage's blocks for the log, such as router balance.
+    """
+
+    hidden: Tensor
+    head: OutputHead
+    microbatch: Microbatch
+    layout: Layout
+    config: ModelConfig
+    mtp: tuple[Tensor, ...] = ()
+    reports: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class OutputProcessor(Protocol):
+    """Turns hidden states and the head into whatever the caller wants. What it returns is what the model returns."""
+
+    def __call__(self, inputs: OutputInputs, context: Any) -> Any: ...
+
+
+def logits_processor(inputs: OutputInputs, context: Any) -> Tensor:
+    """The default: logits [T, vocab]."""
+    return inputs.head.logits(inputs.hidden)
+
+
+def token_loss_processor(inputs: OutputInputs, context: Any) -> Tensor:
+    """Negative log-prob of `context` (targets [T]; None for the microbatch's own), fp32 [T], 0 where there is no target."""
+    targets = inputs.microbatch.targets if context is None else context
+    return -inputs.head.logprobs(inputs.hidden, targets).logprob

@@ -1,0 +1,63 @@
+"""HybridStack: the logical layers of one pipeline stage, whatever blocks they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from torch import Tensor, nn
+
+from postlude.layout import Stage
+from postlude.model.blocks import Block
+from postlude.model.config import ModelConfig
+from postlude.model.context import ForwardContext
+from postlude.model.pattern import SYMBOLS, block_names
+from postlude.model.steps import Step, run_steps
+
+
+class LogicalLayer(nn.Module):
+    """The blocks of one logical layer in order, under names that are distinct within it."""
+
+    def __init__(self, index: int, symbols: str, config: ModelConfig, blocks: Mapping[str, type[Block]]) -> None:
+        super().__init__()
+        titles = {symbol: SYMBOLS.get(symbol, blocks[symbol].__name__.lower()) for symbol in symbols}
+        self.block_names = block_names(symbols, titles)
+        for symbol, name in zip(symbols, self.block_names, strict=True):
+            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"layers.{index}.{name}"))
+
+    def steps(self) -> tuple[Step, ...]:
+        """The layer's whole work, in order."""
+        return tuple(step for name in self.block_names for step in cast(Block, self.get_submodule(name)).steps())
+
+    def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return run_steps(self.steps(), hidden, context)
+
+
+class HybridStack(nn.ModuleDict):
+    """Logical layers by their global index, so that names are the same in every layout."""
+
+    def __init__(self, config: ModelConfig, stage: Stage, blocks: Mapping[str, type[Block]]) -> None:
+        for symbol in dict.fromkeys(config.pattern.blocks):
+            _check(symbol, config, blocks)
+        layers = config.pattern.layers
+        super().__init__(
+            {str(index): LogicalLayer(index, layers[index], config, blocks) for index in config.stage_layers(stage)}
+        )
+
+    def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """[T, H] -> [T, H]."""
+        for layer in self.values():
+            hidden = layer(hidden, context)
+        return hidden
+
+
+def _check(symbol: str, config: ModelConfig, blocks: Mapping[str, type[Block]]) -> None:
+    if symbol not in blocks:
+        raise ValueError(
+            f"pattern {config.pattern} uses {symbol!r} ({SYMBOLS.get(symbol, 'a symbol of your own')}), which has no block "
+            f"yet; there are blocks for {', '.join(map(repr, blocks))}. Write one and pass it in `blocks`."
+        )
+    wanted, given = blocks[symbol].Config, type(config.blocks[symbol])
+    if not issubclass(given, wanted):
+        raise TypeError(f"blocks[{symbol!r}] of the config is a {given.__name__}; {symbol!r} wants a {wanted.__name__}.")

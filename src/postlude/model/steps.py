@@ -1,0 +1,53 @@
+"""Steps: a layer's work, stated once. `forward` runs the list; a schedule may run the same list interleaved."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from postlude.model.context import ForwardContext
+
+Run = Callable[..., Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One named piece of a layer: `run(*reads, context)` returns the values it writes, by name.
+
+    `compute` works on this rank alone; `exchange` moves tokens between ranks. The residual stream is called `hidden`.
+    """
+
+    name: str
+    kind: Literal["compute", "exchange"]
+    reads: tuple[str, ...]
+    run: Run
+
+
+def compute(name: str, run: Run) -> Step:
+    """A step that stays on this rank. What it reads are the names of `run`'s parameters before `context`."""
+    return Step(name, "compute", _reads(run), run)
+
+
+def exchange(name: str, run: Run) -> Step:
+    """A step that moves tokens between ranks. What it reads are the names of `run`'s parameters before `context`."""
+    return Step(name, "exchange", _reads(run), run)
+
+
+def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) -> Tensor:
+    """Run a list from the residual stream that enters to the one that leaves."""
+    values: dict[str, Any] = {"hidden": hidden}
+    for step in steps:
+        values.update(step.run(*(values[name] for name in step.reads), context))
+    leaving: Tensor = values["hidden"]
+    return leaving
+
+
+def _reads(run: Run) -> tuple[str, ...]:
+    names = tuple(inspect.signature(run).parameters)
+    if not names or names[-1] != "context":
+        raise TypeError(f"a step's function ends in a `context` parameter, but {run.__qualname__} takes {names}.")
+    return names[:-1]

@@ -1,0 +1,1 @@
+"""Functions on tensors. They know process groups at most, never a model."""

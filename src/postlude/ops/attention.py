@@ -1,0 +1,135 @@
+"""Causal attention over packed sequences: one protocol, a per-sequence reference and a fused CUDA implementation."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.ops.packing import Packing
+
+
+class PackedAttention(Protocol):
+    """Causal softmax attention that never looks across a sequence border.
+
+    query [T, heads, width], key and value [T, kv_heads, width] -> [T, heads, width]. Query heads share key heads in equal
+    groups. `window` keys are visible, the query's own included; None means all. `softcap` bounds scores by
+    softcap · tanh(score / softcap).
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packing: Packing,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor: ...
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The fastest implementation that computes exactly this on the tensors' device and dtype."""
+    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None
+    implementation: PackedAttention = varlen_attention if flash else per_sequence_attention
+    return implementation(query, key, value, packing, scale=scale, window=window, softcap=softcap)
+
+
+def per_sequence_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The reference: each sequence by itself, those of one length side by side, on any device and dtype."""
+    outputs, rows = [], []
+    for length, starts in _by_length(packing).items():
+        own_rows = torch.tensor(starts, device=query.device)[:, None] + torch.arange(length, device=query.device)
+        q, k, v = (tensor[own_rows].transpose(1, 2) for tensor in (query, key, value))  # [sequences, heads, length, width]
+        if softcap is None:
+            mask = None if window is None or window >= length else _visible(length, window, query.device)
+            heads = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
+        else:
+            group = q.shape[1] // k.shape[1]
+            scores = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * scale
+            scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(~_visible(length, window, query.device), float("-inf"))
+            heads = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v.repeat_interleave(group, dim=1)
+        outputs.append(heads.transpose(1, 2).flatten(0, 1))
+        rows.append(own_rows.flatten())
+    return torch.cat(outputs)[torch.cat(rows).argsort()] if outputs else torch.zeros_like(query)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Flash attention over all sequences at once. CUDA, bf16 or fp16."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - initialises CUDA kernels, so only where used
+
+    if softcap is not None:
+        raise ValueError(f"varlen_attention has no softcap (got {softcap}); use per_sequence_attention.")
+    if len(packing.lengths) == 0:
+        return torch.zeros_like(query)
+    grouped = {}
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            grouped["enable_gqa"] = True
+        else:  # torch 2.11 wants one key head a query head
+            group = query.shape[1] // key.shape[1]
+            key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+    left = -1 if window is None else window - 1  # flash counts the keys before the query's own
+    longest = packing.max_length
+    output: Tensor = varlen_attn(
+        query,
+        key,
+        value,
+        packing.cu_seqlens,
+        packing.cu_seqlens,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(left, 0),
+        **grouped,
+    )
+    return output
+
+
+def _by_length(packing: Packing) -> dict[int, list[int]]:
+    """Where the sequences of each length start."""
+    starts: dict[int, list[int]] = {}
+    for start, stop in packing.slices():
+        starts.setdefault(stop - start, []).append(start)
+    return starts
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, length], True where the query (row) may see the key (column)."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

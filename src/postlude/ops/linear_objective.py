@@ -1,0 +1,214 @@
+"""`linear_objective`: a token-separable loss and all its gradients in one sweep over the logits.
+
+A recomputing head projects twice (8·N·H·V operations with both gradients). If the loss of a token depends on nothing
+but that token's log-prob, entropy and columns, a slab of tokens can be projected, scored and differentiated before its
+logits are gone: 6·N·H·V, a floor 25 % lower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from postlude.ops.linear_logprobs.api import TokenStats, token_results
+from postlude.ops.linear_logprobs.backends import Backend
+from postlude.ops.linear_logprobs.plan import plan_sweep
+from postlude.ops.linear_logprobs.problem import Problem, resolve
+from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state, gradient_coefficients
+from postlude.ops.linear_logprobs.sweep import Gradients, Head, Projection, Wanted
+
+TokenObjective = Callable[[Tensor, Tensor | None, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class LinearObjective:
+    """What `linear_objective` returns. Only `loss` carries a gradient."""
+
+    loss: Tensor  # 0-dim: the sum of the token losses
+    token_loss: Tensor  # in the shape of targets, 0 where ignored
+    stats: TokenStats
+
+
+def linear_objective(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_objective: TokenObjective,
+    columns: Any = None,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    entropy: bool = False,
+    lse: bool = False,
+    hit: bool = False,
+    backend: Backend = "auto",
+    memory_budget: int | None = None,
+) -> LinearObjective:
+    """The sum over tokens of `token_objective(logprob, entropy, columns)`, with gradients to hidden, weight and bias.
+
+    `token_objective` is ordinary torch code: it receives fp32 log-probs [n], entropies [n] (None unless `entropy`) and
+    `columns` for some of the tokens, and returns their losses [n]. It is called once a slab, never with an ignored
+    token, and must treat each token by itself: no mean, no reference to other tokens. Whatever normalises the loss
+    belongs in `columns`, or multiplies the result.
+
+    `columns` is what the objective needs beside the log-probs: a tensor, or a mapping, sequence or dataclass of them,
+    each in the shape of `targets` (more dimensions may follow). Other values, 0-dim tensors among them, are handed on
+    as they are. Gradients reach hidden, weight and bias alone, nothing in `columns` and nothing the objective closes
+    over. They are made forward and wait for backward, which only scales them and cannot itself be differentiated.
+
+    With `group` (and where no gradient is wanted) the statistics come first and backward projects again: the same
+    results at `linear_logprobs`'s cost, still with one collective a call. All other arguments are those of
+    `linear_logprobs`.
+    """
+    problem = resolve(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        group=group,
+        backend=backend,
+        memory_budget=memory_budget,
+    )
+    mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor, targets)))
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    wants_gradient = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    if problem.group is None and wants_gradient and torch.is_grad_enabled():
+        results = _OneSweep.apply(flat, weight, bias, problem, token_objective, mine, entropy)  # type: ignore[no-untyped-call]
+        loss, token_losses, logprobs, entropies, lses, hits = results
+    else:
+        logprobs, entropies, lses, hits, _, _ = token_results(flat, weight, bias, problem, entropy=entropy, topk=0)
+        losses = _call(token_objective, problem.take(logprobs), problem.take(entropies) if entropy else None, mine)
+        loss, token_losses = losses.sum(), problem.put(losses.detach())
+    shape = targets.shape
+    stats = TokenStats(
+        logprob=logprobs.detach().view(shape),
+        entropy=entropies.detach().view(shape) if entropy else None,
+        lse=lses.detach().view(shape) if lse else None,
+        hit=hits.view(shape) if hit else None,
+    )
+    return LinearObjective(loss, token_losses.view(shape), stats)
+
+
+class _OneSweep(torch.autograd.Function):
+    """Gradients are made forward, for an upstream gradient of 1, and scaled backward."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        problem: Problem,
+        objective: TokenObjective,
+        columns: Any,
+        entropy: bool,
+    ) -> tuple[Tensor, ...]:
+        wanted = Wanted(*ctx.needs_input_grad[:3])
+        head = Head(problem.take(hidden), weight, bias)
+        with torch.autocast(hidden.device.type, enabled=False):
+            results, losses, ctx.gradients = _sweep(
+                head, problem, wanted, objective=objective, columns=columns, entropy=entropy
+            )
+        ctx.problem = problem
+        outputs = [problem.put(row) for row in (losses, results.logprob, results.entropy, results.lse, results.hit)]
+        ctx.mark_non_differentiable(*outputs)
+        return losses.sum(), *outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.gradients.finish(scale)
+        return None if hidden is None else ctx.problem.put(hidden), weight, bias, None, None, None, None
+
+
+def _sweep(
+    head: Head, problem: Problem, wanted: Wanted, *, objective: TokenObjective, columns: Any, entropy: bool
+) -> tuple[Results, Tensor, Gradients]:
+    """Statistics and losses [n] of the projected tokens, and the gradients of the losses' sum."""
+    shape = problem.shape(head.hidden.shape[1])
+    plan = plan_sweep(
+        shape,
+        weight_gradient=wanted.weight,
+        weight_cast=head.weight.dtype != problem.operand,
+        memory_budget=problem.memory_budget,
+    )
+    state = empty_state(shape.rows, problem.compute, head.hidden.device)
+    losses = torch.zeros(shape.rows, dtype=problem.compute, device=head.hidden.device)
+    gradients = Gradients(head, problem, wanted, plan, shape)
+    projection = Projection(head, problem, plan, shape)
+    for rows, vocabulary in plan.slabs(shape):
+        slab, part = projection.slab(rows, vocabulary), state[:, rows]
+        problem.epilogue.accumulate(slab, part, entropy=entropy)
+        results = Results.of(part)
+        losses[rows], upstream = _differentiate(objective, results, _map_tensors(columns, itemgetter(rows)), entropy)
+        coefficients = gradient_coefficients(slab.rows, results.lse, results.entropy, upstream)
+        gradients.add(slab, problem.epilogue.differentiate(slab, coefficients, problem.operand))
+    return Results.of(state), losses, gradients
+
+
+def _differentiate(objective: TokenObjective, results: Results, columns: Any, entropy: bool) -> tuple[Tensor, Upstream]:
+    """The losses [n] of a slab, and their sum's gradients with respect to log-prob and entropy."""
+    with torch.enable_grad():
+        logprob = results.logprob.detach().requires_grad_()
+        entropies = results.entropy.detach().requires_grad_() if entropy else None
+        losses = _call(objective, logprob, entropies, columns)
+    if not losses.requires_grad:
+        return losses, Upstream(None, None)
+    leaves = [logprob] if entropies is None else [logprob, entropies]
+    gradients = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
+    return losses.detach(), Upstream(*gradients) if entropy else Upstream(gradients[0], None)
+
+
+def _call(objective: TokenObjective, logprob: Tensor, entropy: Tensor | None, columns: Any) -> Tensor:
+    losses = objective(logprob, entropy, columns)
+    if losses.shape != logprob.shape:
+        raise ValueError(
+            f"token_objective must return one loss a token, {list(logprob.shape)}, but returned {list(losses.shape)}. "
+            "Leave the sum to linear_objective."
+        )
+    return losses
+
+
+def _flat(tensor: Tensor, targets: Tensor) -> Tensor:
+    """[*targets.shape, ...] -> [positions, ...]."""
+    if tensor.shape[: targets.dim()] != targets.shape:
+        raise ValueError(
+            f"columns hold a tensor {list(tensor.shape)}, which does not begin with targets' {list(targets.shape)}. "
+            "Every column has one entry a token."
+        )
+    return tensor.reshape(-1, *tensor.shape[targets.dim() :])
+
+
+def _map_tensors(columns: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `function` to every tensor with dimensions in a mapping, sequence or dataclass of them."""
+    if isinstance(columns, Tensor):
+        return function(columns) if columns.dim() else columns
+    if dataclasses.is_dataclass(columns) and not isinstance(columns, type):
+        named = {field.name: getattr(columns, field.name) for field in dataclasses.fields(columns)}
+        return dataclasses.replace(columns, **_map_tensors(named, function))
+    if isinstance(columns, Mapping):
+        return {name: _map_tensors(column, function) for name, column in columns.items()}
+    if isinstance(columns, (tuple, list)):
+        parts = [_map_tensors(column, function) for column in columns]
+        return type(columns)(*parts) if hasattr(columns, "_fields") else type(columns)(parts)
+    return columns

@@ -1,0 +1,89 @@
+"""Where each sequence lies in a packed run of tokens (THD layout)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The lengths of ``n`` sequences laid end to end over ``T`` tokens, on the host and on the device.
+
+    ``lengths``: n integers, each at least 1; ``n`` may be 0. ``cu_seqlens``: [n + 1] int32, their running sum from 0.
+    The host copy means that no shape ever waits for the device.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor = field(compare=False)
+
+    def __post_init__(self) -> None:
+        for index, length in enumerate(self.lengths):
+            if length < 1:
+                raise ValueError(
+                    f"sequence {index} of a packing has length {length}, but the least is 1. Leave out empty sequences."
+                )
+        if self.cu_seqlens.shape != (self.count + 1,) or self.cu_seqlens.dtype != torch.int32:
+            raise ValueError(
+                f"cu_seqlens is {self.cu_seqlens.dtype} of shape {tuple(self.cu_seqlens.shape)}, but "
+                f"{self.count} lengths need torch.int32 of shape ({self.count + 1},). Use Packing.from_lengths."
+            )
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Packing:
+        """Build the packing of sequences with these ``lengths``, with its ``cu_seqlens`` on ``device``."""
+        boundaries = list(accumulate(lengths, initial=0))
+        return cls(tuple(lengths), torch.tensor(boundaries, dtype=torch.int32, device=device))
+
+    @property
+    def count(self) -> int:
+        """The number of sequences."""
+        return len(self.lengths)
+
+    @property
+    def total(self) -> int:
+        """The number of tokens, T."""
+        return sum(self.lengths)
+
+    @property
+    def max_length(self) -> int:
+        """The length of the longest sequence, 0 when there is none."""
+        return max(self.lengths, default=0)
+
+    def slices(self) -> list[tuple[int, int]]:
+        """Return ``(start, stop)`` of each sequence, as host integers."""
+        return list(pairwise(accumulate(self.lengths, initial=0)))
+
+    def positions(self) -> Tensor:
+        """Return [T] int64: each token's place in its own sequence, from 0."""
+        starts = self.cu_seqlens[self.sequence_index()]
+        return torch.arange(self.total, device=self.cu_seqlens.device) - starts
+
+    def sequence_index(self) -> Tensor:
+        """Return [T] int64: which sequence each token belongs to."""
+        sequences = torch.arange(self.count, device=self.cu_seqlens.device)
+        return sequences.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum ``values`` [T, ...] over each sequence: [n, ...], differentiable.
+
+        Floating values are summed in float32 or, where theirs is wider, in their own dtype; the rest in int64. On CUDA
+        the order of summation is fixed only under ``torch.use_deterministic_algorithms``.
+        """
+        if values.ndim == 0 or values.shape[0] != self.total:
+            raise ValueError(
+                f"values to sum have shape {tuple(values.shape)}, but the packing holds {self.total} tokens. "
+                f"Give one value per token, [{self.total}, ...]."
+            )
+        counted = not (values.is_floating_point() or values.is_complex())
+        dtype = torch.int64 if counted else torch.promote_types(values.dtype, torch.float32)
+        sums = torch.zeros(self.count, *values.shape[1:], dtype=dtype, device=values.device)
+        return sums.index_add(0, self.sequence_index(), values.to(dtype))
+
+    def to(self, device: torch.device | str) -> Packing:
+        """Return the same packing with its ``cu_seqlens`` on ``device``."""
+        return Packing(self.lengths, self.cu_seqlens.to(device))

@@ -1,0 +1,143 @@
+"""Small, oddly shaped models of every family, in pairs: transformers' and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Olmo3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+SMALL = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "max_position_embeddings": 64}
+# transformers gives the padding token's embedding no gradient. Packed batches have no padding, so ours always learns.
+SMALL |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
+MOE = {**SMALL, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama-mha": lambda: LlamaConfig(**SMALL, num_attention_heads=4),
+    "llama-smollm2": lambda: LlamaConfig(**SMALL, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True),
+    "llama-wide-heads": lambda: LlamaConfig(**SMALL, num_attention_heads=3, num_key_value_heads=1, head_dim=20),
+    "llama-biases": lambda: LlamaConfig(
+        **SMALL, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True
+    ),
+    "llama-gelu": lambda: LlamaConfig(**SMALL, num_attention_heads=4, hidden_act="gelu_pytorch_tanh"),
+    "llama-rope-linear": lambda: LlamaConfig(
+        **SMALL, num_attention_heads=4, rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 5e3}
+    ),
+    "llama-rope-llama3": lambda: LlamaConfig(
+        **SMALL,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "llama-rope-yarn": lambda: LlamaConfig(
+        **SMALL,
+        num_attention_heads=4,
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4.0,
+        },
+    ),
+    "llama-rope-yarn-mscale": lambda: LlamaConfig(
+        **SMALL,
+        num_attention_heads=4,
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
+    ),
+    "mistral": lambda: MistralConfig(
+        **SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=None
+    ),
+    "mistral-sliding": lambda: MistralConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, sliding_window=5),
+    "qwen2": lambda: Qwen2Config(**SMALL, num_attention_heads=6, num_key_value_heads=3),
+    "qwen2-tied-sliding": lambda: Qwen2Config(
+        **SMALL,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+    ),
+    "qwen3": lambda: Qwen3Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    "qwen3-tied-biases": lambda: Qwen3Config(
+        **SMALL,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=10,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**MOE, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+    "qwen3_moe-normalised-dense-first": lambda: Qwen3MoeConfig(
+        **MOE,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=8,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe-every-other": lambda: Qwen3MoeConfig(
+        **{**MOE, "num_hidden_layers": 4}, num_attention_heads=4, num_key_value_heads=1, head_dim=16, decoder_sparse_step=2
+    ),
+    "olmo3": lambda: Olmo3Config(
+        **{**SMALL, "num_hidden_layers": 4}, num_attention_heads=4, num_key_value_heads=2, sliding_window=5
+    ),
+    "olmo3-yarn-tied": lambda: Olmo3Config(
+        **{**SMALL, "num_hidden_layers": 2},
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        tie_word_embeddings=True,
+        attention_bias=True,
+    ),
+}
+
+
+def transformers_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model whose every parameter is random and large enough to matter, norms and biases included."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    return model.eval()
+
+
+def saved(config: PretrainedConfig, directory: Path, seed: int = 0) -> PreTrainedModel:
+    """The same model, also written to `directory`."""
+    model = transformers_model(config, seed)
+    model.save_pretrained(directory)
+    return model

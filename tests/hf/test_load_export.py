@@ -1,0 +1,237 @@
+"""Loading and exporting: bit-exact round trips, every source, streaming, and a sentence for every broken input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests.hf.families import CONFIGS, saved
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
+
+from postlude import LanguageModel, Layout, export_hf, load_model, load_tokenizer, pack
+from postlude.hf.load import read_config
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip_through_export_is_bit_exact(name: str, tmp_path: Path) -> None:
+    theirs = saved(CONFIGS[name](), tmp_path / "first")
+    export_hf(load_model(tmp_path / "first"), tmp_path / "second")
+    first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("first", "second"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "second", attn_implementation="eager")
+    tokens = torch.arange(11)[None]
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_its_dtype_and_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = load_model("tiny-moe", dtype=dtype)
+    export_hf(model, tmp_path / "half")
+    again = load_model(tmp_path / "half")
+    assert {parameter.dtype for parameter in again.parameters()} == {dtype}
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_sharded_directories_in_and_out(tmp_path: Path) -> None:
+    model = load_model("tiny-moe")
+    export_hf(model, tmp_path / "ours", max_shard_bytes=1_000_000)
+    shards = sorted(path.name for path in (tmp_path / "ours").glob("*.safetensors"))
+    assert len(shards) > 2
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="1MB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    again = load_model(tmp_path / "theirs")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
+    export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
+    model = load_model("tiny-dense", seed=3)
+    export_hf(model, tmp_path / "model", tokenizer=load_tokenizer("tiny-dense"))
+    assert [path.name for path in (tmp_path / "model").glob("*.safetensors*")] == ["model.safetensors"]
+    assert torch.equal(load_model(tmp_path / "model").embedding.weight, model.embedding.weight)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([72, 105]) == "Hi"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -> None:
+    old = load_model("tiny-dense")
+    export_hf(old, tmp_path / "model")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("postlude.hf.export.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export_hf(load_model("tiny-dense", seed=1), tmp_path / "model")
+    assert torch.equal(load_model(tmp_path / "model").embedding.weight, old.embedding.weight)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_config_alone_gives_fresh_weights_by_seed() -> None:
+    config = CONFIGS["qwen3"]()
+    first, same, other = (load_model(config, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.head.weight, same.head.weight)
+    assert not torch.equal(first.head.weight, other.head.weight)
+    assert abs(first.head.weight.std().item() - config.initializer_range) < 0.1 * config.initializer_range
+    assert (first.norm.weight == 1).all()
+
+
+def test_a_config_changed_behind_the_familys_back_is_not_exported(tmp_path: Path) -> None:
+    config = load_model("tiny-dense").config
+    changed = LanguageModel(dataclasses.replace(config, logit_softcap=3.0))
+    with pytest.raises(ValueError, match="changed after it was read"):
+        export_hf(changed, tmp_path / "model")
+    homeless = LanguageModel(dataclasses.replace(config, family=None))
+    with pytest.raises(ValueError, match="did not come from a Hugging Face config"):
+        export_hf(homeless, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return export_hf(load_model("tiny-dense"), tmp_path / "model")
+
+
+def rewrite(directory: Path, change) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+class TestBrokenSources:
+    def test_nowhere(self) -> None:
+        with pytest.raises(FileNotFoundError, match="neither a model directory, nor a GGUF file, nor a built-in model"):
+            load_model("no/such/model")
+
+    def test_a_file_that_is_no_gguf(self, tmp_path: Path) -> None:
+        (tmp_path / "model.txt").write_text("hello")
+        with pytest.raises(ValueError, match=r"is a file, but not a \.gguf"):
+            load_model(tmp_path / "model.txt")
+
+    def test_a_broken_gguf(self, tmp_path: Path) -> None:
+        (tmp_path / "model.gguf").write_bytes(b"GGUX" + bytes(100))
+        with pytest.raises(ValueError, match="cannot be read as GGUF"):
+            load_model(tmp_path / "model.gguf")
+
+    def test_a_directory_without_config(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+            load_model(tmp_path)
+
+    def test_a_config_that_is_no_json(self, directory: Path) -> None:
+        (directory / "config.json").write_text("{")
+        with pytest.raises(ValueError, match="cannot be read as a model config"):
+            load_model(directory)
+
+    def test_a_family_without_adapter(self) -> None:
+        with pytest.raises(ValueError, match="model_type 'gpt2' has no adapter; there are llama, mistral"):
+            load_model(GPT2Config())
+
+    def test_no_weights(self, directory: Path) -> None:
+        (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+        with pytest.raises(FileNotFoundError, match="pickled weights are never loaded"):
+            load_model(directory)
+
+    def test_a_file_cut_short(self, directory: Path) -> None:
+        path = directory / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1000])
+        with pytest.raises(ValueError, match="may be cut short"):
+            load_model(directory)
+
+    def test_a_missing_shard(self, tmp_path: Path) -> None:
+        directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
+        sorted(directory.glob("*.safetensors"))[1].unlink()
+        with pytest.raises(FileNotFoundError, match="lacks model-00002-of-"):
+            load_model(directory)
+
+    def test_a_missing_tensor(self, directory: Path) -> None:
+        rewrite(directory, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
+        with pytest.raises(ValueError, match=r"lacks 1 tensor\(s\) .*: model\.layers\.2\.mlp\.up_proj\.weight"):
+            load_model(directory)
+
+    def test_a_tensor_nobody_wants(self, directory: Path) -> None:
+        rewrite(directory, lambda tensors: tensors.update({"model.layers.9.surprise": torch.zeros(2)}))
+        with pytest.raises(ValueError, match=r"no place for: model\.layers\.9\.surprise"):
+            load_model(directory)
+
+    def test_a_tensor_of_another_shape(self, directory: Path) -> None:
+        rewrite(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
+        with pytest.raises(ValueError, match=r"model\.norm\.weight is \(7,\) in the source, but the config asks for \(128,\)"):
+            load_model(directory)
+
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
+            ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+            ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
+        ],
+    )
+    def test_what_the_config_asks_for_and_we_lack(self, directory: Path, changes: dict, sentence: str) -> None:
+        edit_config(directory, **changes)
+        with pytest.raises(ValueError, match=sentence):
+            load_model(directory)
+
+    def test_a_layout_of_several_ranks(self) -> None:
+        with pytest.raises(ValueError, match="loads whole models"):
+            load_model("tiny-dense", layout=Layout(tp=2))
+
+    def test_export_onto_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(FileExistsError, match="is a file"):
+            export_hf(load_model("tiny-dense"), tmp_path / "file")
+
+
+MEASURE = """
+import resource, sys
+import torch, transformers
+from postlude import load_model
+load_model("tiny-dense")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = load_model(sys.argv[1])
+peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+print(peak / sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+def test_loading_peaks_near_one_copy_of_the_model(tmp_path: Path) -> None:
+    """Memory-mapped pages of the file count while they are read, so one copy of the model and one shard of the file."""
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=8
+    )
+    directory = export_hf(load_model(config), tmp_path / "model", max_shard_bytes=64 * 1024**2)
+    result = subprocess.run([sys.executable, "-c", MEASURE, str(directory)], capture_output=True, text=True, check=True)
+    copies = float(result.stdout)
+    with safe_open(directory / "model-00001-of-00017.safetensors", "pt") as shard:
+        assert shard.keys()
+    assert copies < 1.35, f"loading peaked at {copies:.2f} copies of the model"
+
+
+def test_the_config_is_read_without_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    assert read_config(directory).model_type == "llama"
+
+
+def test_the_byte_tokenizer_is_its_own_inverse() -> None:
+    tokenizer = load_tokenizer("tiny-dense")
+    text = "naïve ☃\n\t\x00 12+3=15"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert max(tokenizer(chat)["input_ids"]) < load_model("tiny-dense").config.vocab_size
+    assert pack([tokenizer("ab")["input_ids"]], budget=4)[0].tokens.tolist() == [97, 98]

@@ -1,0 +1,62 @@
+"""Every family equals transformers: logits, loss and every parameter's gradient, on packed unequal sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.equality import assert_equal
+from tests.hf.families import CONFIGS, saved
+from torch import Tensor
+
+from postlude import load_model, pack, unpack
+from postlude.hf import FAMILIES
+from postlude.hf.load import experts_in
+from postlude.hf.tensors import as_stored
+
+LENGTHS = (7, 1, 13, 2, 19, 10)
+
+
+def sequences(vocabulary: int, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_path) -> None:
+    theirs = saved(CONFIGS[name](), tmp_path)
+    ours = load_model(tmp_path)
+    batch = sequences(theirs.config.vocab_size)
+    microbatches = pack(batch, budget=32)
+    assert len(microbatches) > 1
+    assert max(len(microbatch.packing.lengths) for microbatch in microbatches) > 1
+
+    expected_logits = [theirs(sequence[None]).logits[0] for sequence in batch]
+    count = sum(len(sequence) - 1 for sequence in batch)
+    expected_losses = [
+        F.cross_entropy(logits[:-1], sequence[1:], reduction="none")
+        for logits, sequence in zip(expected_logits, batch, strict=True)
+    ]
+    expected_loss = torch.cat(expected_losses).sum() / count
+    expected_loss.backward()
+
+    logits = unpack(microbatches, [ours(microbatch) for microbatch in microbatches], shifted=False)
+    for actual, expected in zip(logits, expected_logits, strict=True):
+        assert_equal(actual, expected, "logits")
+
+    losses = [ours(microbatch, targets=True) for microbatch in microbatches]
+    for actual, expected in zip(unpack(microbatches, losses), expected_losses, strict=True):
+        assert_equal(actual[1:], expected, "token losses")
+    loss = torch.stack([part.sum() for part in losses]).sum() / count
+    loss.backward()
+    assert_equal(loss, expected_loss, "loss")
+
+    expected_gradients = as_stored({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    family = FAMILIES[theirs.config.model_type]
+    compared = set()
+    for parameter_name, parameter in ours.named_parameters():
+        for expert, their_name in family.pieces(parameter_name, experts_in(ours.config)):
+            gradient = parameter.grad if expert is None else parameter.grad[expert]
+            assert_equal(gradient, expected_gradients[their_name], f"gradient of {their_name}")
+            compared.add(their_name)
+    assert compared == set(expected_gradients)

@@ -1,0 +1,42 @@
+"""Small models and batches for tests that need no family in particular."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude import LanguageModel, Microbatch, ModelConfig, Pattern, Stage, pack
+from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig, MoEConfig, SlidingAttentionConfig
+
+VOCABULARY = 37
+
+
+def small_config(pattern: str = "[*-][S-][*E]*", **changes: Any) -> ModelConfig:
+    """Every block there is, in sizes that do not divide each other."""
+    attention: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 6}
+    blocks: dict[str, BlockConfig] = {
+        "*": AttentionConfig(**attention),
+        "S": SlidingAttentionConfig(**attention, sliding_window=3),
+        "-": MLPConfig(intermediate_size=20),
+        "E": MoEConfig(experts=5, top_k=2, intermediate_size=12),
+    }
+    blocks |= changes.pop("blocks", {})
+    settings = {"hidden_size": 16, "vocab_size": VOCABULARY, "initializer_range": 0.3} | changes
+    return ModelConfig(pattern=Pattern.parse(pattern), blocks=blocks, **settings)
+
+
+def small_model(pattern: str = "[*-][S-][*E]*", *, stage: Stage | None = None, **changes: Any) -> LanguageModel:
+    return LanguageModel(small_config(pattern, **changes), stage=stage)
+
+
+def sequences(*lengths: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def small_microbatch(*lengths: int, **columns: Any) -> Microbatch:
+    batch = sequences(*(lengths or (5, 1, 8, 3)))
+    (microbatch,) = pack(batch, budget=64, columns=columns or None)
+    return microbatch

@@ -1,0 +1,117 @@
+"""The model itself: stages add up to the whole, sequences never see each other, names are global."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.equality import assert_equal, difference
+from tests.model.small import sequences, small_config, small_microbatch, small_model
+
+from postlude import LanguageModel, Stage, pack, unpack
+from postlude.model.blocks import BLOCKS, AttentionConfig, MLPConfig
+
+PATTERNS = ["[*-]{4}", "*-*E", "[*-][S-][*E]*", "[S*-][*E]{3}"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_packed_equals_each_sequence_alone(pattern: str) -> None:
+    model = small_model(pattern)
+    batch = sequences(6, 1, 9, 2, 6, 4)
+    (together,) = pack(batch, budget=64)
+    packed = unpack([together], [model(together)], shifted=False)
+    for sequence, logits in zip(batch, packed, strict=True):
+        (alone,) = pack([sequence], budget=64)
+        assert_equal(logits, model(alone))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_no_sequence_sees_another_or_its_own_future(pattern: str) -> None:
+    """Changing one token changes nothing before it, and nothing in any other sequence."""
+    model = small_model(pattern)
+    batch = sequences(6, 5, 7)
+    (microbatch,) = pack(batch, budget=64)
+    before = unpack([microbatch], [model(microbatch)], shifted=False)
+    batch[1] = batch[1].clone()
+    batch[1][3] = (batch[1][3] + 1) % 37
+    (changed,) = pack(batch, budget=64)
+    after = unpack([changed], [model(changed)], shifted=False)
+    assert_equal(after[0], before[0])
+    assert_equal(after[2], before[2])
+    assert_equal(after[1][:3], before[1][:3])
+    assert difference(after[1][3:], before[1][3:]) > 0.01
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("pattern", "count"), [("[*-]{4}", 2), ("[*-]{4}", 4), ("*-|*E|[S-]", 3), ("|[*-]{3}|", 3)])
+def test_stages_in_a_row_equal_the_whole_model(pattern: str, count: int, tied: bool) -> None:
+    whole = small_model(pattern, tied_head=tied)
+    stages = [small_model(pattern, tied_head=tied, stage=Stage(i, count)) for i in range(count)]
+    microbatch = small_microbatch()
+    hidden = None
+    for stage in stages[:-1]:
+        hidden = stage(microbatch, hidden)
+    losses = stages[-1](microbatch, hidden, targets=True)
+    expected = whole(microbatch, targets=True)
+    assert torch.equal(losses, expected)  # the same weights by name, so the same bits
+
+    losses.sum().backward()
+    expected.sum().backward()
+    whole_parameters = dict(whole.named_parameters())
+    gradients: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, whole_parameters[name])
+            gradients[name] = gradients.get(name, 0) + parameter.grad
+    assert gradients.keys() == whole_parameters.keys()
+    for name, gradient in gradients.items():
+        assert_equal(gradient, whole_parameters[name].grad, name)
+
+
+def test_a_stage_builds_its_own_layers_only() -> None:
+    names = {name for name, _ in small_model("[*-]{4}", stage=Stage(1, 4)).named_parameters()}
+    assert names
+    assert all(name.startswith("layers.1.") for name in names)
+
+
+def test_a_stage_refuses_the_wrong_hidden_states() -> None:
+    stage, microbatch = small_model("[*-]{2}", stage=Stage(1, 2)), small_microbatch(4)
+    with pytest.raises(ValueError, match=r"continues from hidden states \(4, 16\), but got nothing"):
+        stage(microbatch)
+    with pytest.raises(ValueError, match=r"but got \(3, 16\)"):
+        stage(microbatch, torch.zeros(3, 16))
+
+
+def test_blocks_of_one_kind_in_a_layer_have_names_of_their_own() -> None:
+    names = {name for name, _ in small_model("[S*-]").named_parameters()}
+    assert {"layers.0.attention.q_proj.weight", "layers.0.attention_2.q_proj.weight", "layers.0.mlp.up_proj.weight"} <= names
+
+
+def test_reset_depends_on_seed_and_name_alone() -> None:
+    model, other = small_model("[*-]{3}"), small_model("[*-]{3}", stage=Stage(2, 3))
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameter, parameters[name]) for name, parameter in other.named_parameters())
+    model.reset(seed=1)
+    assert not torch.equal(model.embedding.weight, small_model("[*-]{3}").embedding.weight)
+
+
+def test_what_cannot_be_built_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"uses 'M' \(mamba\), which has no block yet"):
+        small_model("[M-]", blocks={"M": MLPConfig(intermediate_size=4)})
+    with pytest.raises(ValueError, match="uses 'G', but `blocks` has configs for"):
+        small_config("[G-]")
+    with pytest.raises(TypeError, match=r"blocks\['-'\] of the config is a AttentionConfig; '-' wants a MLPConfig"):
+        small_model("*-", blocks={"-": AttentionConfig(heads=1, kv_heads=1, head_dim=2)})
+    with pytest.raises(ValueError, match="multi-token-prediction"):
+        small_model("[*-]{2}/[*-]")
+
+
+def test_outside_blocks_are_passed_in_not_registered() -> None:
+    config = small_config("[*-]")
+
+    class Doubled(BLOCKS["-"]):
+        def work(self, hidden, context):
+            return 2 * super().work(hidden, context)
+
+    microbatch = small_microbatch()
+    plain, doubled = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "-": Doubled})
+    assert not torch.equal(plain(microbatch), doubled(microbatch))

@@ -1,0 +1,210 @@
+"""MoE equals transformers' routers of two kinds, and its side losses do what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.equality import assert_equal
+from tests.model.small import small_config, small_microbatch, small_model
+from torch import Tensor, nn
+from transformers import DeepseekV3Config, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+from postlude import load_model, pack
+from postlude.model.blocks import MoE, MoEConfig
+from postlude.model.context import ForwardContext
+from postlude.model.steps import run_steps
+
+HIDDEN = 16
+
+
+def block(**settings) -> MoE:
+    config = MoEConfig(experts=8, top_k=2, intermediate_size=12, **settings)
+    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe")
+    moe.norm = nn.Identity()  # theirs have the norm outside
+    return moe
+
+
+def randomise(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.normal_(0.0, 0.4, generator=generator)
+
+
+def copy_experts(moe: MoE, theirs: nn.Module) -> None:
+    gate, up = theirs.experts.gate_up_proj.chunk(2, dim=1)
+    moe.experts.gate_proj.weight.data.copy_(gate)
+    moe.experts.up_proj.weight.data.copy_(up)
+    moe.experts.down_proj.weight.data.copy_(theirs.experts.down_proj)
+    moe.router.weight.data.copy_(theirs.gate.weight)
+
+
+def copy_shared(moe: MoE, theirs: nn.Module) -> None:
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        moe.shared.get_submodule(name).weight.data.copy_(theirs.get_submodule(name).weight)
+
+
+def compare(moe: MoE, theirs: nn.Module) -> None:
+    hidden = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    upstream = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(1))
+    output = run_steps(moe.steps(), hidden, ForwardContext(small_microbatch(40))) - hidden
+    gradient, router, experts = torch.autograd.grad(
+        output, (hidden, moe.router.weight, moe.experts.down_proj.weight), upstream
+    )
+    expected = theirs(hidden[None])
+    expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
+    expected_gradient, expected_router, expected_experts = torch.autograd.grad(
+        expected, (hidden, theirs.gate.weight, theirs.experts.down_proj), upstream
+    )
+    assert_equal(output, expected, "output")
+    assert_equal(gradient, expected_gradient, "gradient of hidden")
+    assert_equal(router, expected_router, "gradient of the router")
+    assert_equal(experts, expected_experts, "gradient of the experts")
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_sigmoid_scores_groups_bias_and_shared_experts_equal_deepseek_v3(normalise: bool) -> None:
+    theirs = DeepseekV3MoE(
+        DeepseekV3Config(
+            hidden_size=HIDDEN,
+            moe_intermediate_size=12,
+            n_routed_experts=8,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            routed_scaling_factor=2.5,
+            norm_topk_prob=normalise,
+        )
+    )
+    randomise(theirs)
+    config = MoEConfig(
+        experts=8,
+        top_k=4,
+        intermediate_size=12,
+        scores="sigmoid",
+        groups=4,
+        top_groups=2,
+        normalise=normalise,
+        weight_scale=2.5,
+        selection_bias=True,
+        router_fp32=True,
+        shared_intermediate_size=24,
+    )
+    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe")
+    moe.norm = nn.Identity()
+    copy_experts(moe, theirs)
+    copy_shared(moe, theirs.shared_experts)
+    moe.selection_bias.copy_(theirs.gate.e_score_correction_bias)
+    compare(moe, theirs)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_gated_shared_expert_equals_qwen2_moe(normalise: bool) -> None:
+    theirs = Qwen2MoeSparseMoeBlock(
+        Qwen2MoeConfig(
+            hidden_size=HIDDEN,
+            moe_intermediate_size=12,
+            shared_expert_intermediate_size=20,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=normalise,
+        )
+    )
+    randomise(theirs)
+    moe = block(normalise=normalise, shared_intermediate_size=20, shared_gate=True)
+    copy_experts(moe, theirs)
+    copy_shared(moe, theirs.shared_expert)
+    moe.shared.token_gate.weight.data.copy_(theirs.shared_expert_gate.weight)
+    compare(moe, theirs)
+
+
+def test_balance_loss_and_its_gradient_equal_transformers_on_one_layer(tmp_path) -> None:
+    """One layer, because transformers multiplies means over all layers where each layer should have its own."""
+    config = Qwen3MoeConfig(
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        output_router_logits=True,
+        router_aux_loss_coef=0.3,
+    )
+    theirs = Qwen3MoeForCausalLM(config).eval()
+    randomise(theirs)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    sequence = torch.arange(23) * 7 % 31
+    theirs(sequence[None], labels=sequence[None], output_router_logits=True).loss.backward()
+    (microbatch,) = pack([sequence], budget=32)
+    (ours(microbatch, targets=True).sum() / microbatch.batch_targets).backward()
+    assert_equal(ours.layers["0"].moe.router.weight.grad, theirs.model.layers[0].mlp.gate.weight.grad, "router")
+    assert_equal(ours.embedding.weight.grad, theirs.model.embed_tokens.weight.grad, "embedding")
+
+
+def gradients(model: nn.Module, batches: list) -> dict[str, Tensor]:
+    model.zero_grad()
+    for microbatch in batches:
+        (model(microbatch, targets=True).sum() / microbatch.batch_targets).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_z_loss_adds_the_gradient_of_the_mean_squared_logsumexp() -> None:
+    settings = {"experts": 5, "top_k": 2, "intermediate_size": 12}
+    microbatches = pack([torch.arange(9), torch.arange(20, 26)], budget=9)
+    with_z = small_model("[*E]", blocks={"E": MoEConfig(**settings, z_coefficient=0.5)})
+    without = small_model("[*E]", blocks={"E": MoEConfig(**settings)})
+    moe = without.layers["0"].moe
+    for microbatch in microbatches:
+        hidden = without.layers["0"].attention._residual(without.embedding(microbatch.tokens), ForwardContext(microbatch))
+        logits, _ = moe.score(moe.norm(hidden["hidden"]))
+        (0.5 * logits.logsumexp(-1).square().sum() / 15).backward()
+        (without(microbatch, targets=True).sum() / microbatch.batch_targets).backward()
+    actual = gradients(with_z, microbatches)
+    for name, parameter in without.named_parameters():
+        assert_equal(actual[name], parameter.grad, name)
+
+
+def test_selection_bias_moves_towards_even_load_and_changes_no_weight() -> None:
+    moe = block(selection_bias=True)
+    randomise(moe)
+    moe.selection_bias.zero_()
+    moe.load.zero_()
+    tokens = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(5))
+    _, scores = moe.score(tokens)
+    first = torch.bincount(moe.choose(scores).flatten(), minlength=8)
+    assert torch.equal(moe.load, first.float())
+    before = moe.selection_bias.clone()
+    moe.update_selection_bias(0.01)
+    assert torch.equal(moe.selection_bias - before, 0.01 * torch.sign(first.float().mean() - first))
+    assert moe.load.sum() == 0
+    for _ in range(400):
+        moe.choose(scores)
+        moe.update_selection_bias(0.002)
+    last = torch.bincount(moe.choose(scores).flatten(), minlength=8).float()
+    assert last.std() < 0.25 * first.float().std()
+    with pytest.raises(ValueError, match="has no selection bias"):
+        block().update_selection_bias(0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"top_k": 9}, "top_k=9 of 8 experts"),
+        ({"groups": 3}, "groups divide the experts"),
+        ({"groups": 4, "top_groups": 3, "top_k": 4}, "top_groups divides top_k"),
+        ({"groups": 4, "top_groups": 1, "top_k": 4}, "hold at least top_k"),
+        ({"scores": "relu"}, "use softmax or sigmoid"),
+        ({"shared_gate": True}, "needs a shared expert"),
+    ],
+)
+def test_impossible_routers_are_refused(settings: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        MoEConfig(**({"experts": 8, "top_k": 2, "intermediate_size": 4} | settings))

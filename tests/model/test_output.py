@@ -1,0 +1,167 @@
+"""The seam: defaults are processors, results come back untouched, and gradients reach everything."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.equality import assert_equal
+from tests.model.small import VOCABULARY, small_microbatch, small_model
+
+from postlude import Microbatch, OutputInputs, Stage, load_model
+from postlude.model.output import logits_processor, token_loss_processor
+
+TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+
+
+@TIED
+def test_default_path_is_bit_identical_with_and_without_the_seam(tied: bool) -> None:
+    model, microbatch = small_model(tied_head=tied), small_microbatch()
+    logits = model(microbatch)
+    assert logits.shape == (len(microbatch), VOCABULARY)
+    assert torch.equal(logits, model(microbatch, output_processor=None, output_processor_context=None))
+    assert torch.equal(logits, model(microbatch, output_processor=logits_processor))
+    losses = model(microbatch, targets=True)
+    assert torch.equal(losses, model(microbatch, output_processor=token_loss_processor))
+    assert torch.equal(losses, model(microbatch, targets=microbatch.targets))
+
+
+def test_token_losses_are_cross_entropy_and_zero_without_a_target() -> None:
+    model, microbatch = small_model(), small_microbatch()
+    expected = F.cross_entropy(model(microbatch), microbatch.targets, reduction="none", ignore_index=-100)
+    assert_equal(model(microbatch, targets=True), expected)
+    assert (model(microbatch, targets=True)[microbatch.targets < 0] == 0).all()
+
+
+def test_the_processors_result_comes_back_as_the_very_object_it_returned() -> None:
+    model, microbatch, context = small_model(), small_microbatch(), object()
+    result = {"anything": object()}
+    calls = []
+
+    def processor(inputs: OutputInputs, given: object) -> object:
+        calls.append((inputs, given))
+        return result
+
+    assert model(microbatch, output_processor=processor, output_processor_context=context) is result
+    ((inputs, given),) = calls  # once
+    assert given is context
+    assert inputs.microbatch is microbatch
+    assert inputs.config is model.config
+    assert inputs.layout == model.layout
+    assert inputs.hidden.shape == (len(microbatch), model.config.hidden_size)
+
+
+def test_inputs_are_frozen() -> None:
+    def processor(inputs: OutputInputs, context: None) -> None:
+        with pytest.raises(FrozenInstanceError):
+            inputs.hidden = torch.zeros(1)
+        with pytest.raises(FrozenInstanceError):
+            inputs.head.weight = torch.zeros(1)
+
+    small_model()(small_microbatch(), output_processor=processor)
+
+
+@TIED
+def test_gradients_through_a_processor_equal_those_through_logits(tied: bool) -> None:
+    microbatch = small_microbatch()
+
+    def custom(inputs: OutputInputs, context: None) -> torch.Tensor:
+        return -inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob.sum()
+
+    seam, dense = small_model(tied_head=tied), small_model(tied_head=tied)
+    seam(microbatch, output_processor=custom).backward()
+    F.cross_entropy(dense(microbatch), microbatch.targets, reduction="sum").backward()
+    head = "embedding.weight" if tied else "head.weight"
+    assert dict(seam.named_parameters())[head].grad.abs().sum() > 0
+    for (name, actual), expected in zip(seam.named_parameters(), dense.parameters(), strict=True):
+        assert_equal(actual.grad, expected.grad, f"gradient of {name}")
+
+
+def test_head_applies_scale_and_softcap_alike_on_both_paths() -> None:
+    model, microbatch = small_model(logit_scale=0.7, logit_softcap=2.0), small_microbatch()
+    logits = model(microbatch)
+    assert logits.abs().max() < 2.0
+    expected = logits.log_softmax(-1)
+    entropy_expected = -(expected.exp() * expected).sum(-1)
+
+    def both(inputs: OutputInputs, context: None):
+        return inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
+
+    stats = model(microbatch, output_processor=both)
+    kept = microbatch.targets >= 0
+    assert_equal(stats.logprob[kept], expected.gather(-1, microbatch.targets.clamp_min(0)[:, None])[:, 0][kept])
+    assert_equal(stats.entropy[kept], entropy_expected[kept])
+
+
+def test_topk_equals_sorted_log_softmax() -> None:
+    model, microbatch = small_model(), small_microbatch()
+    values, ids = model(microbatch, output_processor=lambda inputs, _: inputs.head.topk(inputs.hidden, 4))
+    expected = model(microbatch).log_softmax(-1).topk(4)
+    assert_equal(values, expected.values)
+    assert torch.equal(ids, expected.indices)
+
+
+def test_sequence_level_objective_sees_its_own_sequences() -> None:
+    model = small_model()
+    microbatch = small_microbatch(4, 6, 2)
+    sums = model(
+        microbatch,
+        output_processor=lambda inputs, _: inputs.microbatch.sequence_sum(
+            inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
+        ),
+    )
+    losses = model(microbatch, targets=True)
+    assert_equal(sums, torch.stack([-losses[:4].sum(), -losses[4:10].sum(), -losses[10:].sum()]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"output_processor": 3}, "must be callable"),
+        ({"output_processor_context": 3}, "without an output_processor"),
+        ({"output_processor": logits_processor, "targets": True}, "either targets or an output_processor"),
+        ({"hidden": torch.zeros(17, 16)}, "embeds the microbatch's tokens itself"),
+    ],
+)
+def test_misuse_is_refused_in_a_sentence(arguments: dict, sentence: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        small_model()(small_microbatch(), **arguments)
+
+
+def test_a_processor_on_a_stage_without_a_head_is_refused() -> None:
+    first = small_model("[*-]{2}", stage=Stage(0, 2))
+    with pytest.raises(ValueError, match="stage 0 of 2 has no output head"):
+        first(small_microbatch(), output_processor=logits_processor)
+    with pytest.raises(ValueError, match="stage 0 of 2 has no output head"):
+        first.output_head()
+
+
+def test_side_values_of_blocks_reach_the_processor() -> None:
+    model = load_model("tiny-moe")
+    (microbatch,) = [small_microbatch()]
+    reports = model(microbatch, output_processor=lambda inputs, _: inputs.reports)
+    assert set(reports) == {f"layers.{i}.moe.balance" for i in range(4)}
+    assert all(0.9 < value < 8 for value in reports.values())
+
+
+def test_an_empty_microbatch_weighs_nothing() -> None:
+    model = small_model()
+    full = small_microbatch()
+    empty = Microbatch(
+        tokens=full.tokens[:0],
+        packing=type(full.packing).from_lengths(()),
+        positions=full.positions[:0],
+        targets=full.targets[:0],
+        columns={},
+        sequences=(),
+        index=0,
+        count=1,
+        batch_tokens=len(full),
+        batch_targets=1,
+    )
+    loss = model(empty, targets=True).sum()
+    assert loss == 0
+    loss.backward()
+    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.parameters())

@@ -1,0 +1,62 @@
+"""Sorting tokens by expert and back is exact, and one grouped product equals one product an expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.equality import assert_equal
+
+from postlude.ops.experts import expert_order, grouped_linear, replicate_rows, restore_rows
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.integers(0, 20), top_k=st.integers(1, 4), experts=st.integers(4, 9), seed=st.integers(0, 99))
+def test_sorting_by_expert_and_back(tokens: int, top_k: int, experts: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 3, generator=generator, requires_grad=True)
+    choice = torch.randint(experts, (tokens, top_k), generator=generator)
+    order, inverse, counts = expert_order(choice, experts)
+    rows = replicate_rows(hidden, order, inverse, top_k)
+    assert counts.sum() == tokens * top_k
+    assert torch.equal(choice.flatten()[order], torch.repeat_interleave(torch.arange(experts), counts))
+    assert torch.equal(rows, hidden[order // top_k])
+    slots = restore_rows(rows, order, inverse)
+    assert torch.equal(slots, hidden.repeat_interleave(top_k, 0))
+    upstream = torch.randn(slots.shape, generator=generator)
+    (gradient,) = torch.autograd.grad(slots, hidden, upstream)
+    assert_equal(gradient, upstream.view(tokens, top_k, 3).sum(1))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 5], [0, 0, 0, 0], [1, 1, 1, 1]])
+@pytest.mark.parametrize(("inside", "outside"), [(7, 5), (8, 16)])
+def test_grouped_linear_equals_one_product_an_expert(counts: list[int], inside: int, outside: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), inside, generator=generator, requires_grad=True)
+    weight = torch.randn(4, outside, inside, generator=generator, requires_grad=True)
+    product = grouped_linear(rows, weight, torch.tensor(counts))
+    expected = torch.cat([part @ matrix.T for part, matrix in zip(rows.split(counts), weight, strict=True)])
+    assert_equal(product, expected)
+    gradients = torch.autograd.grad(product.sum(), (rows, weight))  # an expanded upstream gradient
+    for gradient, reference in zip(gradients, torch.autograd.grad(expected.sum(), (rows, weight)), strict=True):
+        assert_equal(gradient, reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("inside", "outside"), [(64, 96), (60, 33)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_linear_on_cuda_equals_float64(inside: int, outside: int, dtype: torch.dtype) -> None:
+    """bf16 holds 1e-2 of the scale; fp32 products may run in TF32-free cuBLAS, so 1e-5."""
+    counts = [300, 0, 77, 128]
+    rows = torch.randn(sum(counts), inside, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, outside, inside, device="cuda", dtype=dtype, requires_grad=True)
+    product = grouped_linear(rows, weight, torch.tensor(counts, device="cuda"))
+    exact = [tensor.detach().double().requires_grad_() for tensor in (rows, weight)]
+    expected = torch.cat([part @ matrix.T for part, matrix in zip(exact[0].split(counts), exact[1], strict=True)])
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    assert_equal(product, expected, tolerance=tolerance)
+    upstream = torch.randn_like(product)
+    gradients = torch.autograd.grad(product, (rows, weight), upstream)
+    for gradient, reference in zip(gradients, torch.autograd.grad(expected, exact, upstream.double()), strict=True):
+        assert_equal(gradient, reference, tolerance=tolerance)

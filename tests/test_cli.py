@@ -1,0 +1,87 @@
+"""The command line: what it prints is what the library computes; a mistake is a sentence and exit code 2."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from postlude import load_model, pack
+from postlude.cli import main
+
+
+def test_info_counts_every_parameter(capsys) -> None:
+    assert main(["info", "tiny-moe"]) == 0
+    printed = capsys.readouterr().out
+    model = load_model("tiny-moe")
+    assert "[*E]{4}" in printed
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in printed
+    moe = sum(parameter.numel() for name, parameter in model.named_parameters() if ".moe." in name)
+    assert f"{moe:,}" in printed
+
+
+def test_info_shows_every_pattern_as_it_is(tmp_path: Path, capsys) -> None:
+    from transformers import MistralConfig
+
+    MistralConfig(sliding_window=8, num_hidden_layers=3).save_pretrained(tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    assert "[S-]{3}" in capsys.readouterr().out
+
+
+def test_logprobs_prints_the_models_log_probs(capsys) -> None:
+    assert main(["logprobs", "tiny-dense", "--text", "hello"]) == 0
+    rows = re.findall(r"│ (\d+)\s+│ '(.)'\s+│ (-[\d.]+)\s+│ ([\d.]+)\s+│ (\d+)", capsys.readouterr().out)
+    (microbatch,) = pack([list(b"hello")], budget=8)
+    distribution = load_model("tiny-dense")(microbatch).log_softmax(-1)
+    for i, letter, logprob, entropy, rank in rows:
+        row = distribution[int(i) - 1]
+        assert float(logprob) == pytest.approx(row[ord(letter)].item(), abs=1e-4)
+        assert float(entropy) == pytest.approx(-(row.exp() * row).sum().item(), abs=1e-4)
+        assert int(rank) == 1 + int((row > row[ord(letter)]).sum())
+    assert [letter for _, letter, *_ in rows] == list("ello")
+
+
+def test_convert_writes_a_model_that_scores_the_same(tmp_path: Path, capsys) -> None:
+    assert main(["convert", "tiny-moe", str(tmp_path / "moe"), "--dtype", "bfloat16"]) == 0
+    written = load_model(tmp_path / "moe")
+    assert torch.equal(written.head.weight, load_model("tiny-moe").head.weight.bfloat16())
+    capsys.readouterr()
+    assert main(["logprobs", str(tmp_path / "moe"), "--text", "hello", "--dtype", "float32"]) == 0
+    assert "'o'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["info", "no/such/model"], "postlude info: 'no/such/model' is neither a model directory"),
+        (["info", "tiny-dense", "--verbose"], "postlude info: '--verbose' is not an option"),
+        (["logprobs", "tiny-dense", "--text", "hi", "--dtyp", "float32"], "did you mean --dtype?"),
+        (["logprobs", "tiny-dense"], "the following arguments are required: --text"),
+        (["logprobs", "tiny-dense", "--text", "h"], "the text has 1 token(s)"),
+        (["logprobs", "tiny-dense", "--text", "hi", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["logprobs", "tiny-dense", "--text", "hi", "--device", "warp"], "postlude logprobs: "),
+        (["convert", "tiny-dense"], "the following arguments are required: DST"),
+        (["dance"], "invalid choice: 'dance'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_exit_code_2(arguments: list[str], sentence: str, capsys) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert sentence in printed.err
+    assert "Traceback" not in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+
+def test_the_installed_command_answers() -> None:
+    command = Path(sys.executable).with_name("postlude")
+    result = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    assert all(name in result.stdout for name in ("info", "convert", "logprobs"))

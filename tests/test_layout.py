@@ -1,0 +1,56 @@
+"""A layout is a value: what is written is read back, and what is impossible is refused in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from postlude import Layout, Stage
+
+AXES = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+@given(st.fixed_dictionaries({}, optional={axis: st.integers(1, 4) for axis in AXES}))
+def test_parse_equals_the_constructor(degrees: dict[str, int]) -> None:
+    text = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+    try:
+        expected = Layout(**degrees)
+    except ValueError as error:
+        with pytest.raises(ValueError, match="Layout") as raised:
+            Layout.parse(text)
+        assert str(raised.value) == str(error)
+        return
+    assert Layout.parse(text) == expected
+    assert Layout.parse(str(expected).removeprefix("Layout(").removesuffix(")")) == expected
+    pp, dp = degrees.get("pp", 1), degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    assert expected.world_size == pp * dp * degrees.get("cp", 1) * degrees.get("tp", 1)
+    assert expected.stages == pp * degrees.get("vpp", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("pq=2", "'pq' is no axis; did you mean 'pp'"),
+        ("zebra=2", "the axes are pp, vpp"),
+        ("pp", "'pp' is not of the form pp=N"),
+        ("pp=two", "'pp=two' is not of the form"),
+        ("pp=²", "is not of the form"),
+        ("pp=2,pp=2", "'pp' is given twice"),
+        ("tp=0", "at least 1"),
+        ("vpp=2", "need pp of at least 2"),
+        ("ep=3,tp=2", "ep=3 does not divide dp_shard·cp·tp = 1·1·2 = 2"),
+    ],
+)
+def test_impossible_layouts_are_refused(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Layout.parse(text)
+
+
+def test_stages_count_from_zero() -> None:
+    assert Stage().first
+    assert Stage().last
+    assert not Stage(1, 3).first
+    assert not Stage(1, 3).last
+    with pytest.raises(ValueError, match="stage 3 of 3 does not exist"):
+        Stage(3, 3)

@@ -1,0 +1,87 @@
+"""The rooms of the package: imports point up the list only, and the core needs torch alone."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import postlude
+
+ROOT = Path(postlude.__file__).parent
+ROOMS = (
+    "layout",
+    "ops",
+    "integrations",
+    "data",
+    "model",
+    "hf",
+    "pipeline",
+    "objectives",
+    "engine",
+    "rollout",
+    "recipes",
+    "verify",
+    "plan",
+    "cli",
+)
+ALONE = {"integrations": {"ops"}}  # a room that may import less than everything above it
+TORCH_ONLY = ("layout", "ops", "model", "pipeline")
+OUTSIDE = {"torch", "triton", "numpy"}
+RL_WORDS = ("reward", "advantage", "policy", "rollout", "grpo", "ppo", "dpo", "reinforce", "rlhf")
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return "" if first in ("__init__", "__main__") else first
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found.add(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_up_the_list(path: Path) -> None:
+    room = room_of(path)
+    if not room:
+        return  # the package's own front door
+    assert room in ROOMS, f"{room} is not a room; give it a place in ROOMS and in docs/architecture.md"
+    allowed = ALONE.get(room, set(ROOMS[: ROOMS.index(room)])) | {room}
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("postlude.")}
+    assert used <= allowed, f"{path.relative_to(ROOT)} in {room} imports {sorted(used - allowed)}"
+    assert "postlude" not in imports(path), f"{path.relative_to(ROOT)} imports the front door; import the room itself"
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if room_of(p) in TORCH_ONLY], ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_core_needs_torch_alone(path: Path) -> None:
+    import sys
+
+    outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"postlude"}
+    assert outside <= OUTSIDE, f"{path.relative_to(ROOT)} imports {sorted(outside - OUTSIDE)}"
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if room_of(p) == "model"], ids=lambda p: p.name)
+def test_no_word_of_reinforcement_learning_in_the_model(path: Path) -> None:
+    text = path.read_text().lower()
+    assert not [word for word in RL_WORDS if word in text]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_patched_forwards_and_no_globals(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.Global), f"{path.relative_to(ROOT)}:{node.lineno} has a global"
+        if isinstance(node, ast.Assign):
+            targets = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
+            assert "forward" not in targets, f"{path.relative_to(ROOT)}:{node.lineno} rebinds a forward"
