@@ -12,13 +12,13 @@ from postlude import LanguageModel, OutputInputs, load_model, load_tokenizer, pa
 
 
 def problems(count: int, rng: random.Random) -> list[tuple[str, str]]:
-    """Sums of two numbers below 10 · 10, as (question, answer)."""
+    """Sums of two numbers below 20, as (question, answer)."""
     pairs = [(rng.randrange(20), rng.randrange(20)) for _ in range(count)]
     return [(f"{a}+{b}=", f"{a + b}") for a, b in pairs]
 
 
 def answer_loss(inputs: OutputInputs, context: None) -> torch.Tensor:
-    """Mean negative log-prob of the answer's tokens."""
+    """Negative log-prob of the answer's tokens, summed."""
     microbatch = inputs.microbatch
     targets = microbatch.targets.where(microbatch.column("answer"), -100)
     return -inputs.head.logprobs(inputs.hidden, targets).logprob.sum()
@@ -50,7 +50,7 @@ def accuracy(model: LanguageModel, tokenizer, batch: list[tuple[str, str]]) -> f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny-dense", help="tiny-dense or tiny-moe")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -59,7 +59,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=options.steps)
     held_out = problems(256, random.Random(-1))
-    console.print(f"{options.model}: {model.config.pattern}, two numbers below 20 to add, {options.steps} steps", markup=False)
+    console.print(
+        f"{options.model}: {model.config.pattern}, two numbers below 20 to add, {options.steps} steps", markup=False
+    )
     console.print(f"accuracy before: {accuracy(model, tokenizer, held_out):.0%}")
 
     losses, started = [], time.perf_counter()

@@ -6,7 +6,7 @@ from postlude import OutputInputs, load_model, pack
 
 model = load_model("tiny-dense")
 value_head = torch.nn.Linear(model.config.hidden_size, 1)
-optimizer = torch.optim.AdamW([*model.parameters(), *value_head.parameters()], lr=1e-3)
+optimizer = torch.optim.AdamW([*model.parameters(), *value_head.parameters()], lr=3e-3)
 sequences = [list(b"a good answer"), list(b"a bad answer"), list(b"another good one")]
 microbatches = pack(sequences, budget=32, columns={"reward": [1.0, -1.0, 1.0]})
 

@@ -63,7 +63,7 @@ def test_convert_writes_a_model_that_scores_the_same(tmp_path: Path, capsys) -> 
         (["logprobs", "tiny-dense"], "the following arguments are required: --text"),
         (["logprobs", "tiny-dense", "--text", "h"], "the text has 1 token(s)"),
         (["logprobs", "tiny-dense", "--text", "hi", "--dtype", "int8"], "invalid choice: 'int8'"),
-        (["logprobs", "tiny-dense", "--text", "hi", "--device", "warp"], "postlude logprobs: "),
+        (["logprobs", "tiny-dense", "--text", "hi", "--device", "warp"], "'warp' is no device here"),
         (["convert", "tiny-dense"], "the following arguments are required: DST"),
         (["dance"], "invalid choice: 'dance'"),
         ([], "required: COMMAND"),

@@ -64,7 +64,9 @@ def test_imports_point_up_the_list(path: Path) -> None:
     assert "postlude" not in imports(path), f"{path.relative_to(ROOT)} imports the front door; import the room itself"
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if room_of(p) in TORCH_ONLY], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in modules() if room_of(p) in TORCH_ONLY], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_the_core_needs_torch_alone(path: Path) -> None:
     import sys
 

@@ -7,7 +7,7 @@ import difflib
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from rich.console import Console
@@ -20,6 +20,7 @@ from postlude.hf.export import export_hf
 from postlude.hf.load import adapt, load_model, read_config
 from postlude.hf.tokenizer import load_tokenizer
 from postlude.model import LanguageModel, OutputInputs
+from postlude.model.stack import LogicalLayer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join(BUILTIN)}"
@@ -46,7 +47,7 @@ def info(options: argparse.Namespace, console: Console) -> None:
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         counts[parts[2] if parts[0] == "layers" else parts[0]] += parameter.numel()
-    blocks = Counter(name for layer in model.layers.values() for name in layer.block_names)
+    blocks = Counter(name for layer in model.layers.values() for name in cast(LogicalLayer, layer).block_names)
     total = sum(counts.values())
 
     tied = "tied to the embedding" if config.tied_head else "its own"
@@ -83,7 +84,9 @@ def logprobs(options: argparse.Namespace, console: Console) -> None:
     tokenizer = load_tokenizer(options.model)
     tokens = tokenizer(text)["input_ids"]
     if len(tokens) < 2:
-        raise ValueError(f"the text has {len(tokens)} token(s), but a log-prob needs one before it; give a longer --text.")
+        raise ValueError(
+            f"the text has {len(tokens)} token(s), but a log-prob needs one before it; give a longer --text."
+        )
     model = load_model(options.model, dtype=_dtype(options.dtype), device=options.device).eval()
     (microbatch,) = pack([tokens], budget=len(tokens))
     with torch.no_grad():
@@ -92,7 +95,9 @@ def logprobs(options: argparse.Namespace, console: Console) -> None:
     table = Table("#", "token", "log-prob", "entropy", "rank")
     table.add_row("0", repr(tokenizer.decode(tokens[:1])), "", "", "")
     for i, token in enumerate(tokens[1:]):
-        table.add_row(str(i + 1), repr(tokenizer.decode([token])), f"{logprob[i]:.4f}", f"{entropy[i]:.4f}", str(rank[i]))
+        table.add_row(
+            str(i + 1), repr(tokenizer.decode([token])), f"{logprob[i]:.4f}", f"{entropy[i]:.4f}", str(rank[i])
+        )
     console.print(table)
     mean = sum(logprob[:-1]) / (len(tokens) - 1)
     console.print(f"mean log-prob {mean:.4f}, perplexity {torch.tensor(-mean).exp().item():.3f}")
@@ -144,13 +149,22 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     command.add_argument("--text", required=True, help="the text to score; - reads standard input")
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
-    command.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
+    command.add_argument("--device", type=_device, default="cpu", help="device to compute on (default: cpu)")
     command.set_defaults(run=logprobs, parser=command)
     return parser
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return DTYPES[name] if name else None
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device here ({str(error).splitlines()[0]})") from error
+    return device
 
 
 def _bytes(count: float) -> str:

@@ -52,8 +52,8 @@ class Layout:
                 raise ValueError(f"Layout({axis.name}={degree!r}): a degree is a whole number of at least 1.")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
-                f"Layout(pp=1, vpp={self.vpp}): virtual stages interleave pipeline ranks, so they need pp of at least 2. "
-                "Use vpp=1, or raise pp."
+                f"Layout(pp=1, vpp={self.vpp}): virtual stages interleave pipeline ranks, so they need pp of at least "
+                "2. Use vpp=1, or raise pp."
             )
         if (self.dp_shard * self.cp * self.tp) % self.ep:
             raise ValueError(
@@ -90,5 +90,7 @@ class Layout:
         return self.pp * self.vpp
 
     def __str__(self) -> str:
-        degrees = ", ".join(f"{axis.name}={getattr(self, axis.name)}" for axis in fields(self) if getattr(self, axis.name) > 1)
+        degrees = ", ".join(
+            f"{axis.name}={getattr(self, axis.name)}" for axis in fields(self) if getattr(self, axis.name) > 1
+        )
         return f"Layout({degrees})"

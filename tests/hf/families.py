@@ -18,14 +18,22 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-SMALL = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "max_position_embeddings": 64}
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+}
 # transformers gives the padding token's embedding no gradient. Packed batches have no padding, so ours always learns.
 SMALL |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
 MOE = {**SMALL, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-mha": lambda: LlamaConfig(**SMALL, num_attention_heads=4),
-    "llama-smollm2": lambda: LlamaConfig(**SMALL, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True),
+    "llama-smollm2": lambda: LlamaConfig(
+        **SMALL, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True
+    ),
     "llama-wide-heads": lambda: LlamaConfig(**SMALL, num_attention_heads=3, num_key_value_heads=1, head_dim=20),
     "llama-biases": lambda: LlamaConfig(
         **SMALL, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True
@@ -108,7 +116,11 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         tie_word_embeddings=True,
     ),
     "qwen3_moe-every-other": lambda: Qwen3MoeConfig(
-        **{**MOE, "num_hidden_layers": 4}, num_attention_heads=4, num_key_value_heads=1, head_dim=16, decoder_sparse_step=2
+        **{**MOE, "num_hidden_layers": 4},
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        decoder_sparse_step=2,
     ),
     "olmo3": lambda: Olmo3Config(
         **{**SMALL, "num_hidden_layers": 4}, num_attention_heads=4, num_key_value_heads=2, sliding_window=5

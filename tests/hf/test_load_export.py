@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.hf.families import CONFIGS, saved
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
 from postlude import LanguageModel, Layout, export_hf, load_model, load_tokenizer, pack
 from postlude.hf.load import read_config
+from tests.hf.families import CONFIGS, saved
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -169,7 +168,9 @@ class TestBrokenSources:
 
     def test_a_tensor_of_another_shape(self, directory: Path) -> None:
         rewrite(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
-        with pytest.raises(ValueError, match=r"model\.norm\.weight is \(7,\) in the source, but the config asks for \(128,\)"):
+        with pytest.raises(
+            ValueError, match=r"model\.norm\.weight is \(7,\) in the source, but the config asks for \(128,\)"
+        ):
             load_model(directory)
 
     @pytest.mark.parametrize(
@@ -216,8 +217,6 @@ def test_loading_peaks_near_one_copy_of_the_model(tmp_path: Path) -> None:
     directory = export_hf(load_model(config), tmp_path / "model", max_shard_bytes=64 * 1024**2)
     result = subprocess.run([sys.executable, "-c", MEASURE, str(directory)], capture_output=True, text=True, check=True)
     copies = float(result.stdout)
-    with safe_open(directory / "model-00001-of-00017.safetensors", "pt") as shard:
-        assert shard.keys()
     assert copies < 1.35, f"loading peaked at {copies:.2f} copies of the model"
 
 
@@ -231,7 +230,9 @@ def test_the_byte_tokenizer_is_its_own_inverse() -> None:
     text = "naïve ☃\n\t\x00 12+3=15"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert max(tokenizer(chat)["input_ids"]) < load_model("tiny-dense").config.vocab_size
     assert pack([tokenizer("ab")["input_ids"]], budget=4)[0].tokens.tolist() == [97, 98]

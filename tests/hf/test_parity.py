@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.equality import assert_equal
-from tests.hf.families import CONFIGS, saved
 from torch import Tensor
 
 from postlude import load_model, pack, unpack
 from postlude.hf import FAMILIES
 from postlude.hf.load import experts_in
 from postlude.hf.tensors import as_stored
+from tests.equality import assert_equal
+from tests.hf.families import CONFIGS, saved
 
 LENGTHS = (7, 1, 13, 2, 19, 10)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.equality import difference
 from transformers import AutoModelForCausalLM
 
 from postlude import export_hf, load_model, load_tokenizer, pack, unpack
+from tests.equality import difference
 
 pytestmark = pytest.mark.slow
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.equality import assert_equal, difference
-from tests.model.small import sequences, small_config, small_microbatch, small_model
 
 from postlude import LanguageModel, Stage, pack, unpack
 from postlude.model.blocks import BLOCKS, AttentionConfig, MLPConfig
+from tests.equality import assert_equal, difference
+from tests.model.small import sequences, small_config, small_microbatch, small_model
 
 PATTERNS = ["[*-]{4}", "*-*E", "[*-][S-][*E]*", "[S*-][*E]{3}"]
 
@@ -83,7 +83,11 @@ def test_a_stage_refuses_the_wrong_hidden_states() -> None:
 
 def test_blocks_of_one_kind_in_a_layer_have_names_of_their_own() -> None:
     names = {name for name, _ in small_model("[S*-]").named_parameters()}
-    assert {"layers.0.attention.q_proj.weight", "layers.0.attention_2.q_proj.weight", "layers.0.mlp.up_proj.weight"} <= names
+    assert {
+        "layers.0.attention.q_proj.weight",
+        "layers.0.attention_2.q_proj.weight",
+        "layers.0.mlp.up_proj.weight",
+    } <= names
 
 
 def test_reset_depends_on_seed_and_name_alone() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.equality import assert_equal
-from tests.model.small import small_config, small_microbatch, small_model
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -16,6 +14,8 @@ from postlude import load_model, pack
 from postlude.model.blocks import MoE, MoEConfig
 from postlude.model.context import ForwardContext
 from postlude.model.steps import run_steps
+from tests.equality import assert_equal
+from tests.model.small import small_config, small_microbatch, small_model
 
 HIDDEN = 16
 
@@ -163,7 +163,9 @@ def test_z_loss_adds_the_gradient_of_the_mean_squared_logsumexp() -> None:
     without = small_model("[*E]", blocks={"E": MoEConfig(**settings)})
     moe = without.layers["0"].moe
     for microbatch in microbatches:
-        hidden = without.layers["0"].attention._residual(without.embedding(microbatch.tokens), ForwardContext(microbatch))
+        hidden = without.layers["0"].attention._residual(
+            without.embedding(microbatch.tokens), ForwardContext(microbatch)
+        )
         logits, _ = moe.score(moe.norm(hidden["hidden"]))
         (0.5 * logits.logsumexp(-1).square().sum() / 15).backward()
         (without(microbatch, targets=True).sum() / microbatch.batch_targets).backward()

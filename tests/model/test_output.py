@@ -7,11 +7,11 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.equality import assert_equal
-from tests.model.small import VOCABULARY, small_microbatch, small_model
 
 from postlude import Microbatch, OutputInputs, Stage, load_model
 from postlude.model.output import logits_processor, token_loss_processor
+from tests.equality import assert_equal
+from tests.model.small import VOCABULARY, small_microbatch, small_model
 
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.equality import assert_equal
 from torch import Tensor
 
 from postlude.ops.attention import attend, per_sequence_attention, varlen_attention
 from postlude.ops.packing import Packing
+from tests.equality import assert_equal
 
 LENGTHS = (5, 1, 9, 5, 3)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.equality import assert_equal
 
 from postlude.ops.experts import expert_order, grouped_linear, replicate_rows, restore_rows
+from tests.equality import assert_equal
 
 
 @settings(max_examples=100, deadline=None)

@@ -52,11 +52,13 @@ def decoder_config(
 ) -> ModelConfig:
     """A ModelConfig from the fields these families share.
 
-    `sliding` says which layers attend within the window (default: by `layer_types`, else none). `layers` gives the second
-    block of each layer (default "-" everywhere), and `blocks` the configs of any that is not an MLP.
+    `sliding` says which layers attend within the window (default: by `layer_types`, else none). `layers` gives the
+    second block of each layer (default "-" everywhere), and `blocks` the configs of those that are no gated MLP.
     """
     if getattr(hf, "attention_dropout", 0.0):
-        warnings.warn(f"attention_dropout={hf.attention_dropout} in the config is not applied in training.", stacklevel=2)
+        warnings.warn(
+            f"attention_dropout={hf.attention_dropout} in the config is not applied in training.", stacklevel=2
+        )
     count = hf.num_hidden_layers
     sliding = sliding if sliding is not None else sliding_layers(hf)
     second = layers if layers is not None else ["-"] * count
@@ -76,7 +78,7 @@ def decoder_config(
         configs["S"] = SlidingAttentionConfig(
             rotary=rotary(hf, "sliding_attention"), sliding_window=hf.sliding_window, **attention
         )
-    if "-" in second:
+    if "-" in second and "-" not in configs:
         configs["-"] = MLPConfig(
             intermediate_size=hf.intermediate_size, activation=activation(hf), bias=mlp_bias, norm=norm
         )

@@ -26,9 +26,10 @@ def export_hf(
     max_shard_bytes: int = 5 * 1024**3,
     families: Mapping[str, Family] = FAMILIES,
 ) -> Path:
-    """Write config.json, safetensors (sharded past `max_shard_bytes`) and, if given, the tokenizer. Returns the directory.
+    """Write config.json, safetensors (sharded past `max_shard_bytes`) and, if given, the tokenizer.
 
-    Everything is written beside the target and moved in when complete, so an interrupted export leaves nothing half-done.
+    Everything is written beside the target and moved in when complete, so a failed export leaves an older one as it
+    was. Returns the directory.
     """
     target = Path(directory).expanduser()
     if target.exists() and not target.is_dir():
@@ -59,16 +60,18 @@ def _hf_config(model: LanguageModel, families: Mapping[str, Family]) -> tuple[Fa
     config = model.config
     if config.family is None or not config.hf_config:
         raise ValueError(
-            "this model's config did not come from a Hugging Face config, so there is none to export; load the model from "
-            "a transformers config to give it a family."
+            "this model's config did not come from a Hugging Face config, so there is none to export; load the model "
+            "from a transformers config to give it a family."
         )
     family = families[config.family]
-    settings = {key: value for key, value in config.hf_config.items() if key not in ("model_type", "transformers_version")}
+    settings = {
+        key: value for key, value in config.hf_config.items() if key not in ("model_type", "transformers_version")
+    }
     hf = AutoConfig.for_model(config.family, **settings)
     if family.to_model(hf) != config:
         raise ValueError(
-            "the model's config was changed after it was read from its Hugging Face config, so the two describe different "
-            "models; change the transformers config and load from that instead."
+            "the model's config was changed after it was read from its Hugging Face config, so the two describe "
+            "different models; change the transformers config and load from that instead."
         )
     hf.dtype = next(model.parameters()).dtype
     return family, hf
@@ -84,7 +87,9 @@ def _write_tensors(model: LanguageModel, family: Family, directory: Path, max_sh
             filled = 0
         shards[-1].append(name)
         filled += sizes[name]
-    names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in _count(shards)]
+    names = (
+        [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in _count(shards)]
+    )
     tensors = hf_tensors(model, family)
     for name, shard in zip(names, shards, strict=True):
         content = {theirs: tensor.detach().cpu().contiguous() for theirs, tensor in _take(tensors, len(shard))}
@@ -112,5 +117,3 @@ def _move_in(aside: Path, target: Path) -> None:
         stale.unlink(missing_ok=True)
     for path in sorted(aside.iterdir()):
         path.replace(target / path.name)
-
-

@@ -26,7 +26,7 @@ class Family:
     names: Mapping[str, str]
 
     def theirs(self, name: str) -> str:
-        """Their name of our tensor, `{expert}` still in it where we stack: layers.3.mlp.up_proj.weight -> model.layers.3.…"""
+        """Their name of our tensor, `{expert}` still in it where we stack: layers.3.… -> model.layers.3.…."""
         module, _, leaf = name.rpartition(".")
         if module in OUTER:
             return f"{OUTER[module]}.{leaf}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import MoEConfig
 
-Source = str | os.PathLike[str] | PretrainedConfig
+Source: TypeAlias = str | os.PathLike[str] | PretrainedConfig
+GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install 'postlude[gguf]'."
 
 
 def load_model(
@@ -62,11 +65,13 @@ def read_config(source: Source) -> PretrainedConfig:
         try:
             return AutoConfig.from_pretrained(path)
         except (ValueError, KeyError, OSError) as error:
-            raise ValueError(f"{path / 'config.json'} cannot be read as a model config: {_first_line(error)}") from error
+            raise ValueError(
+                f"{path / 'config.json'} cannot be read as a model config: {_first_line(error)}"
+            ) from error
     try:
         return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except ImportError as error:
-        raise ImportError("reading GGUF needs the `gguf` package: pip install 'postlude[gguf]'.") from error
+        raise ImportError(GGUF_NEEDS) from error
     except (ValueError, KeyError, OSError) as error:
         raise ValueError(f"{path} cannot be read as GGUF: {_first_line(error)}") from error
 
@@ -110,13 +115,15 @@ def _account(wanted: set[str], available: set[str], model: LanguageModel) -> Non
     unknown = sorted(available - wanted - derived)
     if unknown:
         raise ValueError(
-            f"the source holds {len(unknown)} tensor(s) the model {model.config.pattern} has no place for: {_some(unknown)}."
+            f"the source holds {len(unknown)} tensor(s) {model.config.pattern} has no place for: {_some(unknown)}."
         )
 
 
 def _copy(target: Tensor, tensor: Tensor, name: str) -> None:
     if target.shape != tensor.shape:
-        raise ValueError(f"{name} is {tuple(tensor.shape)} in the source, but the config asks for {tuple(target.shape)}.")
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} in the source, but the config asks for {tuple(target.shape)}."
+        )
     target.copy_(tensor)
 
 
@@ -126,6 +133,8 @@ def _tensors(source: Source) -> TensorSource | None:
     path = _existing(source)
     if path.is_dir():
         return SafetensorsSource(path)
+    if importlib.util.find_spec("accelerate") is None:
+        raise ImportError(GGUF_NEEDS)
     return ModuleSource(AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name))
 
 

@@ -9,9 +9,7 @@ from postlude.model import ModelConfig
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
     """Rotary scaling belongs to the full layers alone; the config carries parameters for each kind of layer."""
-    return decoder_config(
-        hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, qk_norm="full", norm="post"
-    )
+    return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, qk_norm="full", norm="post")
 
 
 POST_NORM_NAMES = {

@@ -64,7 +64,7 @@ class ModuleSource:
 
 def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a transformers module as its files name them: a layer's stacked experts one by one, as views."""
-    stored = {}
+    stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem, _, leaf = name.rpartition(".")
         if stem.endswith(".experts") and leaf == "gate_up_proj":
@@ -84,10 +84,14 @@ def _files(directory: Path) -> dict[str, Path]:
         try:
             weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{index} is not a safetensors index ({error}); download or export the model again.") from error
+            raise ValueError(
+                f"{index} is not a safetensors index ({error}); download or export the model again."
+            ) from error
         missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
         if missing:
-            raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which {INDEX} names; fetch the missing shards.")
+            raise FileNotFoundError(
+                f"{directory} lacks {', '.join(missing)}, which {INDEX} names; fetch the missing shards."
+            )
         return {name: directory / file for name, file in weight_map.items()}
     if single.is_file():
         return dict.fromkeys(_open(single).keys(), single)
@@ -100,4 +104,6 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be cut short. Fetch it again.") from error
+        raise ValueError(
+            f"{path} is not a readable safetensors file ({error}); it may be cut short. Fetch it again."
+        ) from error

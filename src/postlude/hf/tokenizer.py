@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """One token a byte, then the special tokens. It is a transformers tokenizer, so it is saved and exported like any."""
+    """One token a byte, then the special tokens; a transformers tokenizer, so it is saved and exported like any."""
     tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -15,8 +15,8 @@ from postlude.model.pattern import Pattern
 class ModelConfig:
     """Everything that decides a model's function and its parameters' names and shapes.
 
-    `blocks` holds one config for each symbol of the pattern. `family` names the Hugging Face family the model is exported
-    as; `hf_config` keeps what that family's config.json said beyond the fields here (token ids, lengths, …).
+    `blocks` holds one config for each symbol of the pattern. `family` names the Hugging Face family the model is
+    exported as; `hf_config` keeps all that family's config.json said, token ids and lengths included.
     """
 
     pattern: Pattern
@@ -36,7 +36,9 @@ class ModelConfig:
         for name in ("hidden_size", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelConfig({name}={getattr(self, name)}): a size is at least 1.")
-        used = dict.fromkeys((*self.pattern.blocks, *(s for depth in self.pattern.mtp for layer in depth for s in layer)))
+        used = dict.fromkeys(
+            (*self.pattern.blocks, *(s for depth in self.pattern.mtp for layer in depth for s in layer))
+        )
         missing = [symbol for symbol in used if symbol not in self.blocks]
         if missing:
             raise ValueError(

@@ -86,7 +86,9 @@ class LanguageModel(nn.Module):
     def output_head(self) -> OutputHead:
         """The head's weight with tying resolved, and how it makes logits."""
         if not self.stage.last:
-            raise ValueError(f"stage {self.stage.index} of {self.stage.count} has no output head; the last stage has it.")
+            raise ValueError(
+                f"stage {self.stage.index} of {self.stage.count} has no output head; the last stage has it."
+            )
         return OutputHead(
             weight=self.embedding.weight if self.config.tied_head else self.head.weight,
             bias=None,
@@ -121,7 +123,8 @@ class LanguageModel(nn.Module):
         if hidden is None or tuple(hidden.shape) != expected:
             got = "nothing" if hidden is None else tuple(hidden.shape)
             raise ValueError(
-                f"stage {self.stage.index} of {self.stage.count} continues from hidden states {expected}, but got {got}."
+                f"stage {self.stage.index} of {self.stage.count} continues from hidden states {expected}, "
+                f"but got {got}."
             )
         return hidden
 
@@ -141,8 +144,9 @@ class LanguageModel(nn.Module):
                 return logits_processor, None
             return token_loss_processor, None if targets is True else targets
         if not callable(processor):
-            raise TypeError(f"output_processor must be callable as (inputs, context), but is a {type(processor).__name__}.")
+            raise TypeError(
+                f"output_processor must be callable as (inputs, context), but is a {type(processor).__name__}."
+            )
         if asked_for_loss:
             raise ValueError("give either targets or an output_processor; a processor finds inputs.microbatch.targets.")
         return processor, context
-

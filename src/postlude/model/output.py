@@ -93,8 +93,8 @@ class OutputHead:
 class OutputInputs:
     """What an output processor receives, once a microbatch, on the last stage.
 
-    `hidden` [local tokens, H] is after the final norm. `mtp` holds the hidden states of each multi-token-prediction depth.
-    `reports` are side values of this stage's blocks for the log, such as router balance.
+    `hidden` [local tokens, H] is after the final norm. `mtp` holds the hidden states of each multi-token-prediction
+    depth. `reports` are side values of this stage's blocks for the log, such as router balance.
     """
 
     hidden: Tensor
@@ -107,9 +107,11 @@ class OutputInputs:
 
 
 class OutputProcessor(Protocol):
-    """Turns hidden states and the head into whatever the caller wants. What it returns is what the model returns."""
+    """Turns hidden states and the head into whatever the caller wants."""
 
-    def __call__(self, inputs: OutputInputs, context: Any) -> Any: ...
+    def __call__(self, inputs: OutputInputs, context: Any) -> Any:
+        """What this returns is what the model returns."""
+        ...
 
 
 def logits_processor(inputs: OutputInputs, context: Any) -> Tensor:
@@ -118,6 +120,6 @@ def logits_processor(inputs: OutputInputs, context: Any) -> Tensor:
 
 
 def token_loss_processor(inputs: OutputInputs, context: Any) -> Tensor:
-    """Negative log-prob of `context` (targets [T]; None for the microbatch's own), fp32 [T], 0 where there is no target."""
+    """Negative log-prob of `context` (targets [T]; None for the microbatch's own), fp32 [T], 0 without a target."""
     targets = inputs.microbatch.targets if context is None else context
     return -inputs.head.logprobs(inputs.hidden, targets).logprob

@@ -11,19 +11,18 @@ from postlude.layout import Stage
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.pattern import SYMBOLS, block_names
+from postlude.model.pattern import Layer
 from postlude.model.steps import Step, run_steps
 
 
 class LogicalLayer(nn.Module):
     """The blocks of one logical layer in order, under names that are distinct within it."""
 
-    def __init__(self, index: int, symbols: str, config: ModelConfig, blocks: Mapping[str, type[Block]]) -> None:
+    def __init__(self, layer: Layer, config: ModelConfig, blocks: Mapping[str, type[Block]]) -> None:
         super().__init__()
-        titles = {symbol: SYMBOLS.get(symbol, blocks[symbol].__name__.lower()) for symbol in symbols}
-        self.block_names = block_names(symbols, titles)
-        for symbol, name in zip(symbols, self.block_names, strict=True):
-            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"layers.{index}.{name}"))
+        self.block_names = layer.names
+        for symbol, name in zip(layer.blocks, layer.names, strict=True):
+            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"layers.{layer.index}.{name}"))
 
     def steps(self) -> tuple[Step, ...]:
         """The layer's whole work, in order."""
@@ -40,10 +39,8 @@ class HybridStack(nn.ModuleDict):
     def __init__(self, config: ModelConfig, stage: Stage, blocks: Mapping[str, type[Block]]) -> None:
         for symbol in dict.fromkeys(config.pattern.blocks):
             _check(symbol, config, blocks)
-        layers = config.pattern.layers
-        super().__init__(
-            {str(index): LogicalLayer(index, layers[index], config, blocks) for index in config.stage_layers(stage)}
-        )
+        layers = (config.pattern.layer(index) for index in config.stage_layers(stage))
+        super().__init__({str(layer.index): LogicalLayer(layer, config, blocks) for layer in layers})
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -55,9 +52,11 @@ class HybridStack(nn.ModuleDict):
 def _check(symbol: str, config: ModelConfig, blocks: Mapping[str, type[Block]]) -> None:
     if symbol not in blocks:
         raise ValueError(
-            f"pattern {config.pattern} uses {symbol!r} ({SYMBOLS.get(symbol, 'a symbol of your own')}), which has no block "
-            f"yet; there are blocks for {', '.join(map(repr, blocks))}. Write one and pass it in `blocks`."
+            f"pattern {config.pattern} uses {symbol!r} ({config.pattern.symbols[symbol]}), which has no "
+            f"block yet; there are blocks for {', '.join(map(repr, blocks))}. Write one and pass it in `blocks`."
         )
     wanted, given = blocks[symbol].Config, type(config.blocks[symbol])
     if not issubclass(given, wanted):
-        raise TypeError(f"blocks[{symbol!r}] of the config is a {given.__name__}; {symbol!r} wants a {wanted.__name__}.")
+        raise TypeError(
+            f"blocks[{symbol!r}] of the config is a {given.__name__}; {symbol!r} wants a {wanted.__name__}."
+        )

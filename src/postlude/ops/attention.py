@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ from postlude.ops.packing import Packing
 class PackedAttention(Protocol):
     """Causal softmax attention that never looks across a sequence border.
 
-    query [T, heads, width], key and value [T, kv_heads, width] -> [T, heads, width]. Query heads share key heads in equal
-    groups. `window` keys are visible, the query's own included; None means all. `softcap` bounds scores by
+    query [T, heads, width], key and value [T, kv_heads, width] -> [T, heads, width]. Query heads share key heads in
+    equal groups. `window` keys are visible, the query's own included; None means all. `softcap` bounds scores by
     softcap · tanh(score / softcap).
     """
 
@@ -30,7 +30,9 @@ class PackedAttention(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """[T, heads, width]."""
+        ...
 
 
 def attend(
@@ -63,7 +65,9 @@ def per_sequence_attention(
     outputs, rows = [], []
     for length, starts in _by_length(packing).items():
         own_rows = torch.tensor(starts, device=query.device)[:, None] + torch.arange(length, device=query.device)
-        q, k, v = (tensor[own_rows].transpose(1, 2) for tensor in (query, key, value))  # [sequences, heads, length, width]
+        q, k, v = (
+            tensor[own_rows].transpose(1, 2) for tensor in (query, key, value)
+        )  # [sequences, heads, length, width]
         if softcap is None:
             mask = None if window is None or window >= length else _visible(length, window, query.device)
             heads = F.scaled_dot_product_attention(
@@ -97,7 +101,7 @@ def varlen_attention(
         raise ValueError(f"varlen_attention has no softcap (got {softcap}); use per_sequence_attention.")
     if len(packing.lengths) == 0:
         return torch.zeros_like(query)
-    grouped = {}
+    grouped: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             grouped["enable_gqa"] = True
@@ -106,7 +110,7 @@ def varlen_attention(
             key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     left = -1 if window is None else window - 1  # flash counts the keys before the query's own
     longest = packing.max_length
-    output: Tensor = varlen_attn(
+    output = varlen_attn(
         query,
         key,
         value,
@@ -118,6 +122,7 @@ def varlen_attention(
         window_size=(left, 0),
         **grouped,
     )
+    assert isinstance(output, Tensor)  # not the pair it returns when asked for more
     return output
 
 

@@ -24,23 +24,26 @@ def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def replicate_rows(tokens: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-    """Row order[i] // copies of `tokens` [T, H] at row i, [T·copies, H]. The gradient sums a token's copies in slot order."""
-    rows: Tensor = _Rows.apply(tokens, order, inverse, copies)  # type: ignore[no-untyped-call]
+    """Row order[i] // copies of `tokens` [T, H] at row i, [T·copies, H]. The gradient sums each token's copies."""
+    rows: Tensor = _Rows.apply(tokens, order, inverse, copies)
     return rows
 
 
 def restore_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """Undo the sort: [T·k, H] in slot order."""
-    restored: Tensor = _Rows.apply(rows, inverse, order, 1)  # type: ignore[no-untyped-call]
+    restored: Tensor = _Rows.apply(rows, inverse, order, 1)
     return restored
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`rows` [R, in] sorted by expert, `weight` [E, out, in], `counts` [E] -> [R, out], each row by its expert's matrix."""
+    """Each of `rows` [R, in] by its expert's matrix of `weight` [E, out, in]: [R, out].
+
+    Rows are sorted by expert; `counts` [E] says how many each has.
+    """
     if _grouped_kernel_fits(rows, weight):
         offsets = counts.cumsum(0).to(torch.int32)
         product = F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
-        dense: Tensor = _DenseGradient.apply(product)  # type: ignore[no-untyped-call]
+        dense: Tensor = _DenseGradient.apply(product)
         return dense
     pieces = rows.split(counts.tolist())
     return torch.cat([piece @ matrix.T for piece, matrix in zip(pieces, weight, strict=True)])

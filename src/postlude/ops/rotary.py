@@ -14,8 +14,9 @@ from torch import Tensor
 class RotaryConfig:
     """Frequencies `theta^(-2i/d)` and the rule that stretches them beyond the trained length.
 
-    `linear` divides every frequency by `factor`. `llama3` divides the slow ones, keeps the fast ones and blends between.
-    `yarn` blends by the number of turns within `original_length`, and scales the rotated vectors by `attention_factor`.
+    `linear` divides every frequency by `factor`. `llama3` divides the slow ones, keeps the fast ones and blends
+    between. `yarn` blends by the number of turns within `original_length`, and scales the rotated vectors by
+    `attention_factor`.
     """
 
     theta: float = 10_000.0

@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 def add_side_loss(values: Tensor, loss: Tensor) -> Tensor:
     """`values` unchanged; when their gradient passes, `loss` (a scalar) is minimised along with the caller's."""
-    result: Tensor = _SideLoss.apply(values, loss)  # type: ignore[no-untyped-call]
+    result: Tensor = _SideLoss.apply(values, loss)
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -42,11 +42,13 @@ class AttentionConfig(BlockConfig):
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim) < 1 or self.heads % self.kv_heads:
             raise ValueError(
-                f"attention with heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}: every size is at "
-                "least 1 and kv_heads divides heads."
+                f"attention with heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}: every size is "
+                "at least 1 and kv_heads divides heads."
             )
         if self.rotary and self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs; use an even head_dim.")
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs; use an even head_dim."
+            )
 
     def flops(self, hidden_size: int) -> float:
         """Projections, and scores over half of a nominal sequence."""
@@ -75,7 +77,7 @@ class SlidingAttentionConfig(AttentionConfig):
 class Attention(Block):
     """Softmax attention over the packed sequences."""
 
-    Config = AttentionConfig
+    Config: ClassVar[type[AttentionConfig]] = AttentionConfig
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, name: str) -> None:
         super().__init__(config, model, name)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class MoEConfig(BlockConfig):
     """Experts and how a token finds its `top_k` of them.
 
-    `scores` turn router logits into weights over all experts. With `groups` > 1 a token first picks its best `top_groups`
-    groups (by the sum of each one's best top_k / top_groups experts), then experts inside them. `normalise` makes the
-    chosen weights sum to one, `weight_scale` multiplies them after that. `selection_bias` adds a per-expert bias to the
-    choice alone; `update_selection_bias` moves it towards even load, without an auxiliary loss.
+    `scores` turn router logits into weights over all experts. With `groups` > 1 a token first picks its best
+    `top_groups` groups (by the sum of each one's best top_k / top_groups experts), then experts inside them.
+    `normalise` makes the chosen weights sum to one, `weight_scale` multiplies them after that. `selection_bias` adds a
+    per-expert bias to the choice alone; `update_selection_bias` moves it towards even load, without an auxiliary loss.
 
     `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e the share of slots, p_e the mean score: 1 when even) and
     `z_coefficient` weighs the mean squared logsumexp of the router. Both are means over the tokens of the whole batch.
@@ -53,7 +53,9 @@ class MoEConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k={self.top_k} of {self.experts} experts: choose at least 1 and at most all of them.")
+            raise ValueError(
+                f"top_k={self.top_k} of {self.experts} experts: choose at least 1 and at most all of them."
+            )
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"router scores {self.scores!r} are unknown; use softmax or sigmoid.")
         if self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
@@ -61,10 +63,12 @@ class MoEConfig(BlockConfig):
                 f"{self.experts} experts in {self.groups} groups, {self.top_groups} of them chosen: groups divide the "
                 "experts, and a token picks between 1 and all groups."
             )
-        if self.groups > 1 and (self.top_k % self.top_groups or self.top_k > self.top_groups * self.experts // self.groups):
+        if self.groups > 1 and (
+            self.top_k % self.top_groups or self.top_k > self.top_groups * self.experts // self.groups
+        ):
             raise ValueError(
-                f"top_k={self.top_k} from {self.top_groups} groups of {self.experts // self.groups} experts: top_groups "
-                "divides top_k, and the chosen groups hold at least top_k experts."
+                f"top_k={self.top_k} from {self.top_groups} groups of {self.experts // self.groups} experts: "
+                "top_groups divides top_k, and the chosen groups hold at least top_k experts."
             )
         if self.shared_gate and not self.shared_intermediate_size:
             raise ValueError("shared_gate needs a shared expert; set shared_intermediate_size.")
@@ -80,6 +84,8 @@ class MoE(Block):
     """route -> dispatch -> experts -> combine -> merge."""
 
     Config = MoEConfig
+    selection_bias: Tensor  # [experts] fp32, added where experts are chosen
+    load: Tensor  # [experts] fp32, slots each expert got since the bias was last moved
 
     def __init__(self, config: MoEConfig, model: ModelConfig, name: str) -> None:
         super().__init__(config, model, name)
