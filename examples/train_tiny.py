@@ -58,11 +58,11 @@ def main() -> None:
     model, tokenizer = load_model(options.model, seed=options.seed), load_tokenizer(options.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=options.steps)
-    held_out = problems(256, random.Random(-1))
+    questions = problems(256, random.Random(-1))
     console.print(
         f"{options.model}: {model.config.pattern}, two numbers below 20 to add, {options.steps} steps", markup=False
     )
-    console.print(f"accuracy before: {accuracy(model, tokenizer, held_out):.0%}")
+    console.print(f"accuracy before: {accuracy(model, tokenizer, questions):.0%}")
 
     losses, started = [], time.perf_counter()
     columns = (TextColumn("step {task.completed}"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
@@ -86,7 +86,7 @@ def main() -> None:
 
     first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
     console.print(f"loss {first:.3f} -> {last:.3f} in {time.perf_counter() - started:.0f} s")
-    console.print(f"accuracy after: {accuracy(model, tokenizer, held_out):.0%} of 256 held-out sums")
+    console.print(f"accuracy after: {accuracy(model, tokenizer, questions):.0%} of 256 sums")
     if not last < 0.5 * first:
         raise SystemExit("the loss did not fall by half; something is broken.")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def copy_to_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A tensor every rank of `group` holds alike, about to be used in parts: its gradient is the sum of the parts'."""
-    return _CopyToGroup.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _CopyToGroup.apply(tensor, group)  # type: ignore[no-any-return]
 
 
 def gather_from_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -19,7 +19,7 @@ def gather_from_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     The gradient of a shard is the sum of what every rank's use of it gives: a reduce-scatter.
     """
-    return _GatherFromSequence.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _GatherFromSequence.apply(tensor, group)  # type: ignore[no-any-return]
 
 
 class _CopyToGroup(torch.autograd.Function):

@@ -93,7 +93,7 @@ def linear_objective(
     flat = hidden.reshape(-1, hidden.shape[-1])
     wants_gradient = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     if problem.group is None and wants_gradient and torch.is_grad_enabled():
-        results = _OneSweep.apply(flat, weight, bias, problem, token_objective, mine, entropy)  # type: ignore[no-untyped-call]
+        results = _OneSweep.apply(flat, weight, bias, problem, token_objective, mine, entropy)
         loss, token_losses, logprobs, entropies, lses, hits = results
     else:
         logprobs, entropies, lses, hits, _, _ = token_results(flat, weight, bias, problem, entropy=entropy, topk=0)
@@ -113,7 +113,7 @@ class _OneSweep(torch.autograd.Function):
     """Gradients are made forward, for an upstream gradient of 1, and scaled backward."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -161,7 +161,7 @@ def _sweep(
         problem.epilogue.accumulate(slab, part, entropy=entropy)
         results = Results.of(part)
         losses[rows], upstream = _differentiate(objective, results, _map_tensors(columns, itemgetter(rows)), entropy)
-        coefficients = gradient_coefficients(slab.rows, results.lse, results.entropy, upstream)
+        coefficients = gradient_coefficients(slab.rows, results.normalizer, results.entropy, upstream)
         gradients.add(slab, problem.epilogue.differentiate(slab, coefficients, problem.operand))
     return Results.of(state), losses, gradients
 

@@ -1,0 +1,380 @@
+"""The fused LM head against the GEMM floor and against its peers: time and peak memory, forward and with backward.
+
+    PYTHONPATH=src python benchmarks/linear_logprobs.py --json result.json --plot result.png
+    PYTHONPATH=src python benchmarks/linear_logprobs.py --smoke          # tiny, on any machine
+
+The floor is what no recomputing head can avoid: four plain GEMMs (logits, logits again, dX, dW: 8·N·H·V operations),
+timed in the same run. "Extra" is peak allocation above the inputs, the two gradients included. Peers are used if they
+can be imported; most compute less (see the `computes` column), and none of them skips ignored positions.
+"""
+
+# ruff: noqa: PLC0415 (what may be missing is imported where it is used)
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.ops.linear_logprobs import linear_logprobs
+from postlude.ops.linear_objective import linear_objective
+
+SHAPES = "8192x4096x131072,8192x2048x62080,32768x2048x248320,65536x2048x62080"
+LONGEST = "262144x2048x248320"
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape's tensors: bf16 (fp32 on CPU) operands that want gradients, random upstream gradients."""
+
+    tokens: int
+    features: int
+    vocabulary: int
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    logprob_gradient: Tensor
+    entropy_gradient: Tensor
+
+    @staticmethod
+    def make(shape: str, device: str) -> Case:
+        n, h, v = (int(part) for part in shape.split("x"))
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+        # Logits of about unit spread times 3: neither uniform nor certain, like a trained model's.
+        hidden, weight = normal(n, h).requires_grad_(), (normal(v, h) * (3 / h**0.5)).requires_grad_()
+        targets = torch.randint(v, (n,), generator=generator, device=device)
+        return Case(n, h, v, hidden, weight, targets, normal(n).float(), normal(n).float())
+
+    def half_ignored(self) -> Tensor:
+        """Targets with every second one ignored."""
+        targets = self.targets.clone()
+        targets[::2] = -100
+        return targets
+
+
+@dataclass
+class Result:
+    shape: str
+    method: str
+    computes: str
+    forward_ms: float | None = None
+    total_ms: float | None = None
+    forward_ratio: float | None = None  # to one GEMM
+    total_ratio: float | None = None  # to the four GEMMs of the floor
+    forward_extra_gib: float | None = None
+    extra_gib: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Method:
+    """`loss(case)` builds a scalar to differentiate. `forward(case)`, if given, is the forward pass to time alone."""
+
+    name: str
+    computes: str
+    loss: Callable[[Case], Tensor]
+    forward: Callable[[Case], object] | None = None
+
+
+def ours(backend: str, memory_budget: int | None) -> Iterator[Method]:
+    options = {"backend": backend, "memory_budget": memory_budget}
+
+    def stats(case: Case, targets: Tensor) -> Tensor:
+        found = linear_logprobs(case.hidden, case.weight, targets, entropy=True, **options)
+        assert found.entropy is not None
+        return (found.logprob * case.logprob_gradient).sum() + (found.entropy * case.entropy_gradient).sum()
+
+    def objective(case: Case) -> Tensor:
+        columns = (case.logprob_gradient, case.entropy_gradient)
+        return linear_objective(
+            case.hidden,
+            case.weight,
+            case.targets,
+            lambda logprob, entropy, c: logprob * c[0] + entropy * c[1],
+            columns,
+            entropy=True,
+            **options,
+        ).loss
+
+    yield Method(
+        "postlude linear_logprobs", "log-prob, entropy", lambda c: stats(c, c.targets), lambda c: stats(c, c.targets)
+    )
+    yield Method("postlude, 50 % ignored", "log-prob, entropy", lambda c: stats(c, c.half_ignored()))
+    yield Method("postlude linear_objective", "any token loss", objective)
+
+
+def full_logits(case: Case) -> Tensor:
+    logits = F.linear(case.hidden, case.weight).float()
+    logprob = logits.log_softmax(-1)
+    entropy = -(logprob.exp() * logprob).sum(-1)
+    chosen = logprob.gather(1, case.targets[:, None])[:, 0]
+    return (chosen * case.logprob_gradient).sum() + (entropy * case.entropy_gradient).sum()
+
+
+def peers() -> Iterator[Method]:
+    """Whatever is installed. Each import may fail in its own way, which only means that the peer is not here."""
+    compiled = torch.compile(full_logits)
+    yield Method("full logits, torch.compile", "log-prob, entropy", compiled, compiled)
+    for build in (_torch, _liger, _cut_cross_entropy, _verl, _skyrl):
+        try:
+            yield from build()
+        except Exception as error:
+            print(f"skipped {build.__name__[1:]}: {type(error).__name__}: {error}")
+
+
+def _torch() -> Iterator[Method]:
+    function, options = F.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
+    yield Method(
+        "F.linear_cross_entropy, chunked",
+        "mean loss",
+        lambda c: function(c.hidden, c.weight, c.targets, options=options),
+    )
+
+
+def _liger() -> Iterator[Method]:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="mean")
+    yield Method("Liger fused linear CE", "mean loss", lambda c: loss(c.weight, c.hidden, c.targets))
+
+
+def _cut_cross_entropy() -> Iterator[Method]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    for impl, computes in (("cce", "log-prob, small gradients dropped"), ("cce_exact", "log-prob")):
+        yield Method(
+            f"Apple {impl}",
+            computes,
+            lambda c, impl=impl: (
+                linear_cross_entropy(c.hidden, c.weight, c.targets, reduction="none", impl=impl) * c.logprob_gradient
+            ).sum(),
+        )
+
+
+def _verl() -> Iterator[Method]:
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    def loss(case: Case) -> Tensor:
+        logprob, entropy = linear_cross_entropy(case.hidden, case.weight, case.targets, 1.0, "none")
+        return (logprob * case.logprob_gradient).sum() + (entropy * case.entropy_gradient).sum()
+
+    yield Method("verl Triton", "log-prob, entropy", loss, loss)
+
+
+def _skyrl() -> Iterator[Method]:
+    import torch.distributed as dist
+    from skyrl.backends.skyrl_train.distributed.megatron.fused_linear_logprob_triton import FusedLinearLogprobTriton
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def loss(case: Case) -> Tensor:
+        arguments = (case.targets[None], 0, case.vocabulary, 1024, dist.group.WORLD, False)
+        logprob = FusedLinearLogprobTriton.apply(case.hidden[None], case.weight, *arguments)
+        return (logprob[0] * case.logprob_gradient).sum()
+
+    yield Method("SkyRL Triton", "log-prob", loss, loss)
+
+
+def timed(step: Step, device: str, repeats: int) -> float:
+    """Median milliseconds of `step` after warm-up."""
+    readings = []
+    for index in range(repeats + 2):
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step()
+            end.record()
+            torch.cuda.synchronize()
+            reading = start.elapsed_time(end)
+        else:
+            began = time.perf_counter()
+            step()
+            reading = (time.perf_counter() - began) * 1e3
+        if index >= 2:
+            readings.append(reading)
+    return statistics.median(readings)
+
+
+def peak_gib(step: Step, device: str) -> float | None:
+    """Peak allocation of one `step` above what was there before it."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def floor(case: Case, device: str, repeats: int) -> tuple[float, float]:
+    """Milliseconds of one logits GEMM and of all four, each as one plain `torch.mm` (of a part, if it is too large)."""
+    hidden, weight = case.hidden.detach(), case.weight.detach()
+    part = min(case.tokens, max(1, 16 * 2**30 // (case.vocabulary * hidden.element_size())))
+    hidden = hidden[:part]
+    logits = torch.empty(part, case.vocabulary, dtype=hidden.dtype, device=hidden.device)
+    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+    one = timed(lambda: torch.mm(hidden, weight.t(), out=logits), device, repeats)
+    two = timed(lambda: torch.mm(logits, weight, out=d_hidden), device, repeats)
+    three = timed(lambda: torch.mm(logits.t(), hidden, out=d_weight), device, repeats)
+    whole = case.tokens / part
+    return one * whole, (2 * one + two + three) * whole
+
+
+def measure(method: Method, case: Case, shape: str, device: str, repeats: int) -> Result:
+    result = Result(shape, method.name, method.computes)
+
+    def forward() -> None:
+        assert method.forward is not None
+        with torch.no_grad():
+            method.forward(case)
+
+    def step() -> None:
+        case.hidden.grad = case.weight.grad = None
+        method.loss(case).backward()
+
+    try:
+        if method.forward is not None:
+            result.forward_ms = timed(forward, device, repeats)
+            result.forward_extra_gib = peak_gib(forward, device)
+        result.total_ms = timed(step, device, repeats)
+        case.hidden.grad = case.weight.grad = None
+        result.extra_gib = peak_gib(step, device)
+    except torch.OutOfMemoryError:
+        result.note = "out of memory"
+    except Exception as error:
+        result.note = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+    case.hidden.grad = case.weight.grad = None
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def run(arguments: argparse.Namespace, device: str) -> list[Result]:
+    results = []
+    methods = [*ours(arguments.backend, arguments.memory_budget), *(peers() if arguments.peers else ())]
+    for shape in arguments.shapes.split(","):
+        longest = shape == LONGEST  # here the question is whether it runs at all
+        repeats = 1 if longest else arguments.repeats
+        case = Case.make(shape, device)
+        one, four = floor(case, device, repeats)
+        results.append(Result(shape, "floor: plain GEMMs", "nothing", one, four, 1.0, 1.0))
+        whole: float | None = None
+        for method in methods[:1] if longest else methods:
+            result = measure(method, case, shape, device, repeats)
+            result.forward_ratio = result.forward_ms and result.forward_ms / one
+            result.total_ratio = result.total_ms and result.total_ms / four
+            whole = whole or result.total_ms
+            if method.name.endswith("ignored") and result.total_ms and whole:
+                result.note = f"{result.total_ms / whole:.2f}x of none ignored"
+            results.append(result)
+            print(f"{shape} {result.method}: {_line(result)}", flush=True)
+        del case
+    return results
+
+
+def _line(result: Result) -> str:
+    def show(value: float | None, unit: str, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+    return (
+        f"forward {show(result.forward_ms, ' ms')} ({show(result.forward_ratio, 'x')}), "
+        f"forward+backward {show(result.total_ms, ' ms')} ({show(result.total_ratio, 'x')}), "
+        f"extra {show(result.forward_extra_gib, ' GiB')} / {show(result.extra_gib, ' GiB')} {result.note}"
+    )
+
+
+def show_table(results: list[Result]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # the lines printed on the way say the same
+        return
+    headers = ("N x H x V", "method", "computes", "forward ms", "x GEMM", "fwd+bwd ms", "x floor", "extra GiB", "")
+    table = Table(*headers, title="Fused LM head")
+    for index, r in enumerate(results):
+        numbers = (r.forward_ms, r.forward_ratio, r.total_ms, r.total_ratio, r.extra_gib)
+        cells = ["-" if number is None else f"{number:.2f}" for number in numbers]
+        last = index + 1 == len(results) or results[index + 1].shape != r.shape
+        table.add_row(r.shape, r.method, r.computes, *cells, r.note, end_section=last)
+    Console(width=160).print(table)
+
+
+def save_plot(results: list[Result], path: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(result.shape for result in results))
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(5 * len(shapes), 4.5), squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        for result in results:
+            if result.shape == shape and result.total_ratio and result.extra_gib:
+                mark = "o" if result.method.startswith("postlude") else "x"
+                axis.plot(result.extra_gib, result.total_ratio, mark)
+                axis.annotate(result.method, (result.extra_gib, result.total_ratio), fontsize=7)
+        axis.axhline(1.0, linestyle=":", color="grey")
+        axis.set(title=shape, xlabel="extra memory, GiB", ylabel="forward + backward, x floor", xscale="log")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def machine(device: str) -> dict[str, object]:
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"device": name, "torch": torch.__version__, "triton": triton_version, "date": date}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=f"{SHAPES},{LONGEST}", help="tokens x features x vocabulary, comma between")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--backend", default="auto", choices=("auto", "torch", "triton"))
+    parser.add_argument("--memory-budget", type=int, help="bytes, see linear_logprobs")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, no peers: does it run?")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.shapes, arguments.peers, arguments.repeats = "64x32x512,128x16x300", False, 1
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    results = run(arguments, device)
+    show_table(results)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({**machine(device), "results": [asdict(result) for result in results]}, file, indent=1)
+    if arguments.plot:
+        save_plot(results, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

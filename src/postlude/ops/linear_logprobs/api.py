@@ -1,0 +1,167 @@
+"""`linear_logprobs`: log-probs, entropy and top-k of a linear head without ever holding its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from postlude.ops.linear_logprobs.backends import Backend
+from postlude.ops.linear_logprobs.problem import Problem, resolve
+from postlude.ops.linear_logprobs.statistics import Results, Upstream, gradient_coefficients, join_ranks
+from postlude.ops.linear_logprobs.sweep import Head, Wanted, sweep_gradients, sweep_statistics
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Per-token results in the shape of `targets`; fp32, or float64 if the inputs are. Ignored positions hold 0.
+
+    What was not asked for is None. Gradients flow through `logprob`, `entropy` and `lse`.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+    topk_logprobs: Tensor | None = None  # [..., k], best first
+    topk_ids: Tensor | None = None  # [..., k] int64, ids of the whole vocabulary
+    hit: Tensor | None = None  # bool: no logit is larger than the target's
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    entropy: bool = False,
+    topk: int = 0,
+    lse: bool = False,
+    hit: bool = False,
+    backend: Backend = "auto",
+    memory_budget: int | None = None,
+) -> TokenStats:
+    """Log-prob of each target under softmax(logits), and on request entropy, lse, top-k and argmax hit.
+
+        logits = softcap(logit_scale · (hidden @ weightᵀ + bias)) / temperature,   softcap(x) = c · tanh(x / c)
+
+    in this order, which is that of transformers' models: scale, then softcap, then temperature.
+
+    Args:
+        hidden: [..., H].
+        weight: [V, H], this rank's rows of the output embedding.
+        targets: [...] integer ids of the whole vocabulary. Positions equal to `ignore_index` are not projected at
+            all: every result is 0 there, and so is `hidden`'s gradient.
+        bias: [V] or None.
+        temperature: a number, or a tensor with one entry a token. It receives no gradient.
+        logit_scale: multiplies before the softcap.
+        softcap: bound of the logits before the temperature, or None.
+        ignore_index: marks positions without a target.
+        vocab_start: vocabulary id of weight's first row.
+        vocab_size: ids from this one on are padding: they are not projected, and their weight's gradient is 0.
+            By default every row of weight is real. Needed with `group`.
+        group: the ranks that hold the other rows. All pass the same hidden and targets and receive the same results,
+            for one collective a call forward and none backward. `hidden`'s gradient is then **this rank's part**:
+            hand hidden in through `copy_to_group` if it is replicated, or through `gather_from_sequence` if it is
+            sharded over tokens (`postlude.ops.collectives`), and its gradient is complete. The loss must be computed
+            alike on every rank.
+        entropy: also -Σ p·log p, with its gradient.
+        topk: also the k likeliest ids and their log-probs, without gradient.
+        lse: also log Σ e^logit, with its gradient (z-loss).
+        hit: also whether the target is a likeliest id.
+        backend: "torch" runs anywhere, "triton" needs CUDA; "auto" takes triton where it can.
+        memory_budget: bytes for the logits slab and the summed gradient, results and returned gradients not counted;
+            by default enough for full speed. The smallest slab is one column, however small the budget.
+
+    Mixed dtypes are projected in what they promote to (autocast's dtype where that is on), always summed in fp32 or
+    better; every gradient has its own tensor's dtype. Forward keeps references and a few numbers a token for backward.
+    """
+    problem = resolve(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        group=group,
+        backend=backend,
+        memory_budget=memory_budget,
+    )
+    known = vocab_size if vocab_size is not None else vocab_start + weight.shape[0]
+    if not 0 <= topk <= known:
+        raise ValueError(f"topk must be between 0 and the vocabulary's {known} entries, but is {topk}.")
+    logprobs, entropies, lses, hits, topk_logprobs, topk_ids = token_results(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, problem, entropy=entropy, topk=topk
+    )
+    shape = targets.shape
+    return TokenStats(
+        logprob=logprobs.view(shape),
+        entropy=entropies.view(shape) if entropy else None,
+        lse=lses.view(shape) if lse else None,
+        topk_logprobs=topk_logprobs.view(*shape, topk) if topk else None,
+        topk_ids=topk_ids.view(*shape, topk) if topk else None,
+        hit=hits.view(shape) if hit else None,
+    )
+
+
+def token_results(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, *, entropy: bool, topk: int
+) -> tuple[Tensor, ...]:
+    """logprob, entropy, lse, hit [positions] and top-k log-probs and ids [positions, k] of a resolved call."""
+    return _LinearLogprobs.apply(hidden, weight, bias, problem, entropy, topk)  # type: ignore[no-any-return]
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Forward keeps references to its inputs and [n] numbers; backward projects again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, entropy: bool, topk: int
+    ) -> tuple[Tensor, ...]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = Head(problem.take(hidden), weight, bias)
+            state, top = sweep_statistics(head, problem, entropy=entropy, topk=topk)
+            if problem.group is not None and state.shape[1]:
+                state, top = join_ranks(state, top, problem.group)
+        results = Results.of(state)
+        ctx.save_for_backward(hidden, weight, bias, results.normalizer, results.entropy)
+        ctx.problem = problem
+        ctx.set_materialize_grads(False)
+        logprobs, entropies, lses = (problem.put(row) for row in (results.logprob, results.entropy, results.lse))
+        hits, topk_ids = problem.put(results.hit), problem.put(top.ids)
+        topk_logprobs = problem.put(top.logits - results.lse[:, None])
+        ctx.mark_non_differentiable(hits, topk_logprobs, topk_ids)
+        return logprobs, entropies, lses, hits, topk_logprobs, topk_ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, logprob: Tensor | None, entropy: Tensor | None, lse: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if logprob is None and entropy is None and lse is None:
+            return (None,) * 6
+        hidden, weight, bias, normalizer, row_entropy = ctx.saved_tensors
+        problem: Problem = ctx.problem
+        upstream = Upstream(*(None if row is None else problem.take(row) for row in (logprob, entropy, lse)))
+        coefficients = gradient_coefficients(problem.rows, normalizer, row_entropy, upstream)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = Head(problem.take(hidden), weight, bias)
+            gradients = sweep_gradients(head, problem, coefficients, Wanted(*ctx.needs_input_grad[:3]))
+        hidden_gradient, weight_gradient, bias_gradient = gradients.finish()
+        if hidden_gradient is not None:
+            hidden_gradient = problem.put(hidden_gradient)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None

@@ -1,0 +1,31 @@
+"""Matrix products that are summed in fp32 (or better) and rounded once, whatever the operands' dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What GEMM operands are held in. Half precision stays where the hardware sums its products in fp32 on request."""
+    if dtype in HALF and not (device.type == "cuda" and torch.version.cuda):
+        return torch.float32
+    return dtype
+
+
+def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """out = left @ right: [a, b] @ [b, c] -> [a, c] in out's own dtype."""
+    if left.dtype == out.dtype:
+        return torch.mm(left, right, out=out)
+    if left.dtype in HALF and out.dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32, out=out)
+    return out.copy_(torch.mm(left, right))
+
+
+def add_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """out += left @ right, added inside the GEMM so that the product is never stored by itself."""
+    if left.dtype == out.dtype:
+        return out.addmm_(left, right)
+    return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)

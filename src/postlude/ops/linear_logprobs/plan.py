@@ -1,0 +1,163 @@
+"""The slab planner: how much of the [tokens, vocabulary] logits exists at one time, and in which direction it moves.
+
+Pure arithmetic on sizes, no tensors. A slab is a set of columns (all tokens) or a set of rows (the whole vocabulary):
+
+- over the **vocabulary**, `weight`'s gradient is complete slab by slab and `hidden`'s is summed over the slabs;
+- over the **tokens**, `hidden`'s gradient is complete slab by slab and `weight`'s is summed over the slabs.
+
+A gradient that is summed needs an accumulator in the compute dtype, which every slab reads and writes: that is the
+cost a plan minimises. A gradient nobody wants needs no accumulator, so a frozen operand decides the direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["vocabulary", "token"]
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+# A GEMM kernel works in tiles; slabs of whole tiles waste none of the last one.
+COLUMN_TILE, ROW_TILE = 256, 128
+
+# What one more slab costs besides its accumulator, as memory traffic: launches and the GEMMs' ramp up and down.
+SLAB_OVERHEAD = 64 * MIB
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Default sizes of a logits slab in bytes: so much for each token, at least `least` and at most `most` in all.
+
+    In one sweep (`linear_objective`) a slab must hold the whole vocabulary of its tokens and every slab rewrites
+    the weight's accumulator, so it pays to hold `sweep_tokens` of them, as far as `sweep_most` bytes allow.
+    """
+
+    forward: int  # a token
+    backward: int  # a token
+    least: int
+    most: int
+    sweep_tokens: int
+    sweep_most: int
+
+
+# GPU: 16 KiB a token is 4096 fp32 logits: GEMMs wide enough for full speed in no more memory than the leanest peer's.
+# CPU: a fraction of that, since memory there is a laptop's.
+SCRATCH = {
+    "cuda": Scratch(16 * KIB, 16 * KIB, least=128 * MIB, most=4 * GIB, sweep_tokens=4096, sweep_most=2 * GIB),
+    "cpu": Scratch(16 * KIB, 16 * KIB, least=32 * MIB, most=256 * MIB, sweep_tokens=1024, sweep_most=256 * MIB),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call's sizes: `rows` projected tokens, `columns` real vocabulary entries, `hidden` features.
+
+    `logit_bytes` counts everything a backend holds for each logit of a slab; `accumulator_bytes` is the size of one
+    element of a summed gradient.
+    """
+
+    rows: int
+    columns: int
+    hidden: int
+    logit_bytes: int = 4
+    accumulator_bytes: int = 4
+    device: str = "cuda"
+
+    @property
+    def scratch(self) -> Scratch:
+        """The default sizes on this device."""
+        return SCRATCH["cpu" if self.device == "cpu" else "cuda"]
+
+    def slab_bytes(self, per_token: int) -> int:
+        """The default size of a slab."""
+        return min(max(self.rows * per_token, self.scratch.least), self.scratch.most)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Walk the logits over `axis`, `size` columns or rows at a time."""
+
+    axis: Axis
+    size: int
+
+    def slabs(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
+        """(rows, columns) of every slab in order."""
+        if self.axis == "vocabulary":
+            yield from ((slice(0, shape.rows), part) for part in cut(shape.columns, self.size))
+        else:
+            yield from ((part, slice(0, shape.columns)) for part in cut(shape.rows, self.size))
+
+    def largest(self, shape: Shape) -> tuple[int, int]:
+        """Rows and columns of the largest slab."""
+        if self.axis == "vocabulary":
+            return shape.rows, min(self.size, shape.columns)
+        return min(self.size, shape.rows), shape.columns
+
+    def count(self, shape: Shape) -> int:
+        """Number of slabs."""
+        return -(-(shape.columns if self.axis == "vocabulary" else shape.rows) // self.size)
+
+
+def cut(total: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of at most `size` that cover `total`."""
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def plan_statistics(shape: Shape, memory_budget: int | None = None) -> Plan:
+    """Forward: over the vocabulary, since a running maximum and sum cost nothing to carry from slab to slab."""
+    room = shape.slab_bytes(shape.scratch.forward) if memory_budget is None else memory_budget
+    return _plan("vocabulary", shape, room)
+
+
+def plan_gradients(
+    shape: Shape,
+    *,
+    hidden_gradient: bool,
+    weight_gradient: bool,
+    weight_cast: bool = False,
+    memory_budget: int | None = None,
+) -> Plan:
+    """Backward: in the direction that moves the fewest bytes. `memory_budget` covers the slab and what it needs.
+
+    `weight_cast` says that the GEMMs need the weight in another dtype: over tokens, a whole copy of it.
+    """
+    row = shape.hidden * shape.accumulator_bytes
+    needs: dict[Axis, int] = {
+        "vocabulary": hidden_gradient * shape.rows * row,
+        "token": (weight_gradient + weight_cast) * shape.columns * row,
+    }
+    ranked = []
+    for axis, need in needs.items():
+        room = shape.slab_bytes(shape.scratch.backward) if memory_budget is None else memory_budget - need
+        plan = _plan(axis, shape, room)
+        ranked.append((room <= 0, plan.count(shape) * (2 * need + SLAB_OVERHEAD), plan))
+    return min(ranked, key=lambda entry: entry[:2])[2]
+
+
+def plan_sweep(
+    shape: Shape, *, weight_gradient: bool, weight_cast: bool = False, memory_budget: int | None = None
+) -> Plan:
+    """Forward and backward at once (`linear_objective`): over tokens, since a token's softmax needs its whole row."""
+    scratch = shape.scratch
+    room = min(scratch.sweep_tokens * shape.columns * shape.logit_bytes, scratch.sweep_most)
+    if memory_budget is not None:
+        need = (weight_gradient + weight_cast) * shape.columns * shape.hidden * shape.accumulator_bytes
+        room = memory_budget - need
+    return _plan("token", shape, room)
+
+
+def _plan(axis: Axis, shape: Shape, room: int) -> Plan:
+    """The fewest slabs of at most `room` bytes (one row or column where even that is too much)."""
+    length, width, tile = (
+        (shape.columns, shape.rows, COLUMN_TILE) if axis == "vocabulary" else (shape.rows, shape.columns, ROW_TILE)
+    )
+    largest = max(1, room // max(1, width * shape.logit_bytes))
+    if largest >= length:
+        return Plan(axis, max(1, length))
+    if largest >= tile:
+        largest -= largest % tile
+    size = -(-length // -(-length // largest))  # equal shares, as far as whole tiles allow
+    return Plan(axis, min(largest, -(-size // tile) * tile))

@@ -1,0 +1,182 @@
+"""One call, checked and resolved: everything the sweeps need besides the tensors that receive gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from postlude.ops.linear_logprobs.backends import Backend, select_epilogue
+from postlude.ops.linear_logprobs.gemm import operand_dtype
+from postlude.ops.linear_logprobs.plan import Shape
+from postlude.ops.linear_logprobs.statistics import Epilogue, Rows
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`rows` and `kept` cover the n tokens that have a target; `positions` counts all tokens."""
+
+    rows: Rows
+    kept: Tensor | None  # [n] their positions; None if every position has a target
+    positions: int
+    vocab_start: int
+    columns: int  # of this shard, padding left out
+    operand: torch.dtype  # of the GEMMs' inputs
+    compute: torch.dtype  # of logits, statistics and sums
+    epilogue: Epilogue
+    group: dist.ProcessGroup | None
+    memory_budget: int | None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """[positions, ...] -> [n, ...]: the projected tokens alone. No copy if that is all of them."""
+        return tensor if self.kept is None else tensor.index_select(0, self.kept)
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """[n, ...] -> [positions, ...], zero where nothing was projected."""
+        if self.kept is None:
+            return tensor
+        everywhere = tensor.new_zeros(self.positions, *tensor.shape[1:])
+        return everywhere.index_copy_(0, self.kept, tensor)
+
+    def shape(self, hidden: int) -> Shape:
+        """The sizes the planner needs; `hidden` features."""
+        size = self.compute.itemsize
+        copies = self.epilogue.LOGIT_COPIES
+        device = self.rows.targets.device.type
+        return Shape(self.rows.targets.shape[0], self.columns, hidden, copies * size, size, device)
+
+
+def resolve(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    vocab_start: int,
+    vocab_size: int | None,
+    group: dist.ProcessGroup | None,
+    backend: Backend,
+    memory_budget: int | None,
+) -> Problem:
+    """Check the arguments, find the tokens to project and make their per-token numbers. On a GPU: one wait."""
+    _check_shapes(hidden, weight, targets, bias)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be above 0, but is {softcap}. Leave it None for no softcap.")
+    if memory_budget is not None and memory_budget <= 0:
+        raise ValueError(f"memory_budget must be above 0 bytes, but is {memory_budget}. Leave it None for the default.")
+    if group is not None and vocab_size is None:
+        raise ValueError("vocab_size is needed with group: a rank knows its own shard alone, not the whole vocabulary.")
+    if group is not None and dist.get_world_size(group) == 1:
+        group = None
+    if vocab_size is None:
+        vocab_size = vocab_start + weight.shape[0]
+    columns = min(max(vocab_size - vocab_start, 0), weight.shape[0])
+    # Without a group this shard is all there is, so a target must lie in it.
+    allowed = (0, vocab_size) if group is not None else (vocab_start, vocab_start + columns)
+
+    targets = targets.reshape(-1).long()
+    temperatures = _flat_temperature(temperature, targets)
+    kept = _kept_positions(targets, temperatures, ignore_index, allowed)
+    if kept is not None:
+        targets = targets[kept]
+        temperatures = temperatures[kept] if isinstance(temperatures, Tensor) else temperatures
+
+    dtype = _projection_dtype(hidden, weight)
+    compute = torch.promote_types(dtype, torch.float32)
+    outer = logit_scale if softcap is None else softcap
+    rows = Rows(
+        targets=targets - vocab_start,
+        factor=_per_token(outer, temperatures, targets, compute),
+        slope=_per_token(logit_scale, temperatures, targets, compute),
+        inner=None if softcap is None else logit_scale / softcap,
+    )
+    return Problem(
+        rows=rows,
+        kept=kept,
+        positions=hidden.shape[:-1].numel(),
+        vocab_start=vocab_start,
+        columns=columns,
+        operand=operand_dtype(dtype, hidden.device),
+        compute=compute,
+        epilogue=select_epilogue(backend, hidden.device, compute),
+        group=group,
+        memory_budget=memory_budget,
+    )
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {list(hidden.shape)} and weight {list(weight.shape)} do not fit: "
+            "hidden is [..., H] and weight is [vocabulary, H] with the same H."
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets {list(targets.shape)} must have one entry for each of hidden's {list(hidden.shape[:-1])} tokens."
+        )
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"targets are vocabulary ids of an integer dtype, but these are {targets.dtype}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {list(bias.shape)} must have one entry for each of weight's {weight.shape[0]} rows.")
+    devices = {str(tensor.device) for tensor in (hidden, weight, targets, bias) if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(f"hidden, weight, targets and bias must share a device, but are on {sorted(devices)}.")
+
+
+def _projection_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype the plain projection would run in: autocast's where it is on, else what the operands promote to."""
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
+    return dtype
+
+
+def _flat_temperature(temperature: float | Tensor, targets: Tensor) -> float | Tensor:
+    if not isinstance(temperature, Tensor):
+        if temperature <= 0:
+            raise ValueError(f"temperature must be above 0, but is {temperature}. For the greedy choice use topk=1.")
+        return float(temperature)
+    if temperature.numel() not in (1, targets.numel()):
+        raise ValueError(
+            f"temperature {list(temperature.shape)} must be a number or have one entry for each of "
+            f"{targets.numel()} tokens."
+        )
+    return temperature.detach().reshape(-1).to(targets.device).expand(targets.numel())
+
+
+def _per_token(value: float, temperatures: float | Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """value / temperature for each token, [n]."""
+    if isinstance(temperatures, Tensor):
+        return value / temperatures.to(dtype)
+    return torch.full(targets.shape, value / temperatures, dtype=dtype, device=targets.device)
+
+
+def _kept_positions(
+    targets: Tensor, temperatures: float | Tensor, ignore_index: int, allowed: tuple[int, int]
+) -> Tensor | None:
+    """Positions [n] of `targets` to project, None for all of them; an error if one of them makes no sense."""
+    valid = targets != ignore_index
+    strange = valid & ((targets < allowed[0]) | (targets >= allowed[1]))
+    counts = [valid.sum(), strange.sum()]
+    if isinstance(temperatures, Tensor):
+        counts.append((valid & ~(temperatures > 0)).sum())
+    # The only wait for the device: how many are kept and whether all is well, in one copy.
+    count, outside, *not_positive = torch.stack(counts).tolist()
+    if outside:
+        where = int(strange.nonzero()[0])
+        raise ValueError(
+            f"target {int(targets[where])} at position {where} is outside the vocabulary, {allowed[0]} to "
+            f"{allowed[1] - 1} ({outside} such of {targets.numel()}). Mark a position without a target with "
+            f"ignore_index={ignore_index}."
+        )
+    if any(not_positive):
+        raise ValueError(f"temperature must be above 0 at every token, but is not at {not_positive[0]} of them.")
+    if count == targets.numel():
+        return None
+    return torch.nonzero_static(valid, size=count)[:, 0]

@@ -1,0 +1,191 @@
+"""What is kept of a row of logits, how parts of a row are joined, and what the results and gradients are made of.
+
+A row ℓ of logits is carried as four numbers, its `State`: the maximum m, Σ e^(ℓ-m), Σ e^(ℓ-m)·(ℓ-m) and the target's ℓ.
+Taken relative to the maximum, none of them overflows and no digits cancel, however large the logits. Then
+
+    lse = m + log Σ        logprob = (ℓ_target - m) - log Σ        entropy = log Σ - (Σ·(ℓ-m)) / Σ
+
+and with log p = (ℓ - m) - log Σ, upstream gradients g of logprob, e of entropy and z of lse give
+
+    d_ℓ = g·[target] + p·(z - g - e·(log p + entropy)).
+
+Backward keeps m and log Σ apart for the same reason: where logits are in the thousands, their sum has lost its digits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Logits are held at or above this, so that -inf (a bias used as a mask) and sums that hold nothing yet stay numbers.
+LOWEST = -1e30
+
+MAXIMUM, SUM, MOMENT, TARGET = range(4)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What each projected token brings along, and what all share.
+
+    logit = product · factor, or factor · tanh(product · inner) under a softcap. `slope` is d(logit)/d(product), the
+    softcap's own part apart. `targets` counts from this shard's first column and may point outside the shard.
+    """
+
+    targets: Tensor  # [n] int64
+    factor: Tensor  # [n]
+    slope: Tensor  # [n]
+    inner: float | None
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.targets[rows], self.factor[rows], self.slope[rows], self.inner)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A block of hidden @ weightᵀ with all that turns it into logits, and what it was made of."""
+
+    products: Tensor  # [rows, columns]
+    rows: Rows
+    bias: Tensor | None  # [columns]
+    hidden: Tensor  # [rows, H]
+    weight: Tensor  # [columns, H]
+    row_range: slice
+    column_range: slice
+
+
+class Epilogue(Protocol):
+    """What a backend does with a slab: the only part in which backends differ."""
+
+    LOGIT_COPIES: int
+    """How many times a slab is held, itself included."""
+
+    def accumulate(self, slab: Slab, state: Tensor, *, entropy: bool) -> None:
+        """Join the slab's logits to its rows' `state` [4, rows]. Leaves the products as they were."""
+
+    def differentiate(self, slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient [rows, columns] of the products, in `dtype`. May overwrite the products with it."""
+        ...
+
+
+def empty_state(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The state [4, n] of rows of which no logit has been seen."""
+    state = torch.zeros(4, rows, dtype=dtype, device=device)
+    state[MAXIMUM] = LOWEST
+    state[TARGET] = LOWEST
+    return state
+
+
+def transform(slab: Slab) -> tuple[Tensor, Tensor | None]:
+    """The slab's logits [rows, columns], and the softcap's slope if there is a softcap. Leaves the products alone."""
+    rows = slab.rows
+    shifted = slab.products if slab.bias is None else slab.products + slab.bias
+    if rows.inner is None:
+        return (shifted * rows.factor[:, None]).clamp_(min=LOWEST), None
+    capped = shifted * rows.inner
+    decay = capped.abs().mul_(-2).exp_()
+    # 1 - tanh² = 4d/(1+d)² with d = e^(-2|x|): keeps its digits where tanh rounds to 1.
+    slope = 4 * decay / (1 + decay).square_()
+    return capped.tanh_().mul_(rows.factor[:, None]), slope
+
+
+def join(states: Tensor) -> Tensor:
+    """States of disjoint parts of the same rows, [parts, 4, n] -> the state [4, n] of the whole."""
+    maximum = states[:, MAXIMUM].amax(0)
+    gap = states[:, MAXIMUM] - maximum
+    decay = gap.exp()
+    moment = (states[:, MOMENT] + gap * states[:, SUM]) * decay
+    return torch.stack((maximum, (states[:, SUM] * decay).sum(0), moment.sum(0), states[:, TARGET].amax(0)))
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k largest logits of a row so far, [n, k] each, best first; -1 marks a place nothing has taken yet."""
+
+    logits: Tensor
+    ids: Tensor
+
+    @staticmethod
+    def empty(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> TopK:
+        """Nothing seen yet."""
+        ids = torch.full((rows, k), -1, dtype=torch.int64, device=device)
+        return TopK(torch.full((rows, k), -torch.inf, dtype=dtype, device=device), ids)
+
+    def joined(self, logits: Tensor, ids: Tensor) -> TopK:
+        """The best k of these and others, [n, any] each."""
+        k = self.logits.shape[1]
+        best, place = torch.cat((self.logits, logits), 1).topk(k, dim=1)
+        return TopK(best, torch.cat((self.ids, ids), 1).gather(1, place))
+
+    def joined_slab(self, logits: Tensor, first: int) -> TopK:
+        """The best k of these and a slab [n, columns] whose column 0 is vocabulary entry `first`."""
+        best, place = logits.topk(min(self.logits.shape[1], logits.shape[1]), dim=1)
+        return self.joined(best, place + first)
+
+
+def join_ranks(state: Tensor, top: TopK, group: dist.ProcessGroup) -> tuple[Tensor, TopK]:
+    """Join what every rank of `group` found in its shard of the vocabulary: one collective, whatever was asked for."""
+    rows, k = top.logits.shape
+    # Ids travel as the bits of the state's own dtype: int32 in fp32, int64 in float64.
+    bits = torch.int32 if state.dtype == torch.float32 else torch.int64
+    mine = torch.cat((state, top.logits.t(), top.ids.to(bits).view(state.dtype).t()))
+    size = dist.get_world_size(group)
+    everyone = mine.new_empty(size * mine.shape[0], rows)
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    everyone = everyone.view(size, mine.shape[0], rows)
+    logits, ids = (
+        part.permute(2, 0, 1).reshape(rows, size * k) for part in (everyone[:, 4 : 4 + k], everyone[:, 4 + k :])
+    )
+    nothing = TopK.empty(rows, k, state.dtype, state.device)
+    return join(everyone[:, :4]), nothing.joined(logits, ids.view(bits).long())
+
+
+@dataclass(frozen=True)
+class Results:
+    """The row statistics made of a finished state, [n] each."""
+
+    logprob: Tensor
+    entropy: Tensor
+    lse: Tensor
+    hit: Tensor
+    normalizer: Tensor  # [2, n]: m and log Σ
+
+    @staticmethod
+    def of(state: Tensor) -> Results:
+        """Read a finished state [4, n]. Entropy means something only if the moment was accumulated."""
+        maximum, total, moment, target = state.unbind(0)
+        log_total = total.log()
+        return Results(
+            logprob=(target - maximum) - log_total,
+            entropy=(log_total - moment / total).clamp_(min=0),
+            lse=maximum + log_total,
+            hit=target >= maximum,
+            normalizer=torch.stack((maximum, log_total)),
+        )
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """Gradients arriving at the results, [n] each; None is zero."""
+
+    logprob: Tensor | None
+    entropy: Tensor | None
+    lse: Tensor | None = None
+
+
+def gradient_coefficients(rows: Rows, normalizer: Tensor, entropy: Tensor, upstream: Upstream) -> Tensor:
+    """[5, n]: m, log Σ, a, b, c with d_product = a·[target] + p·(b + c·log p), given the rows' results.
+
+    `rows.slope` is already in a, b and c; the softcap's slope is not.
+    """
+    zero = torch.zeros_like(entropy)
+    at_target = zero if upstream.logprob is None else upstream.logprob * rows.slope
+    constant = -at_target if upstream.lse is None else upstream.lse * rows.slope - at_target
+    linear = zero
+    if upstream.entropy is not None:
+        linear = -upstream.entropy * rows.slope
+        constant = constant + linear * entropy
+    return torch.stack((*normalizer, at_target, constant, linear))

@@ -1,0 +1,162 @@
+"""The two walks over the logits: statistics forward, gradients backward. Slabs come from the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from postlude.ops.linear_logprobs import gemm
+from postlude.ops.linear_logprobs.plan import Plan, Shape, plan_gradients, plan_statistics
+from postlude.ops.linear_logprobs.problem import Problem
+from postlude.ops.linear_logprobs.statistics import Slab, TopK, empty_state, transform
+
+# Rows of all but the narrowest slabs start at multiples of this many elements: GEMM tiles and vector loads want it.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Head:
+    """The tensors of one call. `hidden` [n, H] holds the projected tokens alone; `weight` [V, H], `bias` [V]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which of the head's tensors want a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Projection:
+    """hidden @ weightᵀ, one slab at a time in one buffer: each slab overwrites the one before."""
+
+    def __init__(self, head: Head, problem: Problem, plan: Plan, shape: Shape) -> None:
+        self.head = head
+        self.problem = problem
+        self.hidden = head.hidden.to(problem.operand)
+        self.entries: tuple[slice, Tensor] | None = None
+        rows, columns = plan.largest(shape)
+        self.buffer = torch.empty(rows * _aligned(columns), dtype=problem.compute, device=self.hidden.device)
+
+    def slab(self, rows: slice, columns: slice) -> Slab:
+        """Project `rows` on `columns`."""
+        hidden, weight = self.hidden[rows], self._weight(columns)
+        bias = None if self.head.bias is None else self.head.bias[columns].to(self.problem.compute).contiguous()
+        stride = _aligned(weight.shape[0])
+        out = self.buffer[: hidden.shape[0] * stride].view(-1, stride)[:, : weight.shape[0]]
+        products = gemm.product(hidden, weight.t(), out)
+        return Slab(products, self.problem.rows[rows], bias, hidden, weight, rows, columns)
+
+    def _weight(self, columns: slice) -> Tensor:
+        """Rows of the weight in the GEMMs' dtype; a cast is kept while the columns stay the same."""
+        if self.entries is None or self.entries[0] != columns:
+            self.entries = columns, self.head.weight[columns].to(self.problem.operand)
+        return self.entries[1]
+
+
+class GradientSum:
+    """The gradient of `parameter`, written region by region as matrix products.
+
+    If each region is written `once` it goes straight into the gradient's own dtype, else it is summed in `compute`.
+    """
+
+    def __init__(self, parameter: Tensor, compute: torch.dtype, *, once: bool) -> None:
+        self.dtype = parameter.dtype
+        self.written = 0  # rows of `total` that hold something, from the first on
+        self.total = torch.empty(parameter.shape, dtype=self.dtype if once else compute, device=parameter.device)
+
+    def add(self, region: slice, left: Tensor, right: Tensor) -> None:
+        """Add left @ right to the rows of `region`: the next region if each is written once, else always the same."""
+        if region.stop > self.written:
+            gemm.product(left, right, self.total[region])
+            self.written = region.stop
+        else:
+            gemm.add_product(left, right, self.total[region])
+
+    def finish(self, scale: Tensor | None = None) -> Tensor:
+        """The gradient, times a 0-dim `scale`. Rows that nothing was added to, padding or all of them, are zero."""
+        self.total[self.written :].zero_()
+        if scale is None:
+            return self.total.to(self.dtype)
+        return torch.mul(self.total, scale, out=torch.empty_like(self.total, dtype=self.dtype))
+
+
+class Gradients:
+    """The gradients of a head's tensors, filled slab by slab."""
+
+    def __init__(self, head: Head, problem: Problem, wanted: Wanted, plan: Plan, shape: Shape) -> None:
+        single = plan.count(shape) <= 1
+        over_tokens = plan.axis == "token"
+        compute = problem.compute
+        self.hidden = GradientSum(head.hidden, compute, once=single or over_tokens) if wanted.hidden else None
+        self.weight = GradientSum(head.weight, compute, once=single or not over_tokens) if wanted.weight else None
+        self.bias = None
+        if head.bias is not None and wanted.bias:
+            self.bias = torch.zeros_like(head.bias, dtype=compute)
+            self.bias_dtype = head.bias.dtype
+
+    def add(self, slab: Slab, gradient: Tensor) -> None:
+        """Add what the gradient [rows, columns] of a slab's products gives."""
+        if self.hidden is not None:
+            self.hidden.add(slab.row_range, gradient, slab.weight)
+        if self.weight is not None:
+            self.weight.add(slab.column_range, gradient.t(), slab.hidden)
+        if self.bias is not None:
+            self.bias[slab.column_range] += gradient.sum(0, dtype=self.bias.dtype)
+
+    def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of hidden [n, H], weight and bias, each in its tensor's dtype; None where none was wanted."""
+        return (
+            None if self.hidden is None else self.hidden.finish(scale),
+            None if self.weight is None else self.weight.finish(scale),
+            None if self.bias is None else (self.bias if scale is None else self.bias * scale).to(self.bias_dtype),
+        )
+
+
+def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) -> tuple[Tensor, TopK]:
+    """State [4, n] of this shard's logits and their top k."""
+    shape = problem.shape(head.hidden.shape[1])
+    state = empty_state(shape.rows, problem.compute, head.hidden.device)
+    top = TopK.empty(shape.rows, topk, problem.compute, head.hidden.device)
+    if not (shape.rows and shape.columns):
+        return state, top
+    plan = plan_statistics(shape, problem.memory_budget)
+    projection = Projection(head, problem, plan, shape)
+    for rows, columns in plan.slabs(shape):
+        slab = projection.slab(rows, columns)
+        problem.epilogue.accumulate(slab, state, entropy=entropy)
+        if topk:
+            logits, _ = transform(slab)
+            top = top.joined_slab(logits, problem.vocab_start + columns.start)
+    return state, top
+
+
+def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: Wanted) -> Gradients:
+    """Project again and turn `gradient_coefficients` [5, n] into gradients; that of hidden is this shard's part."""
+    shape = problem.shape(head.hidden.shape[1])
+    plan = plan_gradients(
+        shape,
+        hidden_gradient=wanted.hidden,
+        weight_gradient=wanted.weight,
+        weight_cast=head.weight.dtype != problem.operand,
+        memory_budget=problem.memory_budget,
+    )
+    gradients = Gradients(head, problem, wanted, plan, shape)
+    if not (shape.rows and shape.columns):
+        return gradients
+    projection = Projection(head, problem, plan, shape)
+    for rows, columns in plan.slabs(shape):
+        slab = projection.slab(rows, columns)
+        gradients.add(slab, problem.epilogue.differentiate(slab, coefficients[:, rows], problem.operand))
+    return gradients
+
+
+def _aligned(columns: int) -> int:
+    return columns if columns < _ALIGNMENT else -(-columns // _ALIGNMENT) * _ALIGNMENT

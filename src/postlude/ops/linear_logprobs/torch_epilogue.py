@@ -1,0 +1,46 @@
+"""The epilogues in plain PyTorch: any device, any floating dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from postlude.ops.linear_logprobs.statistics import LOWEST, MAXIMUM, MOMENT, SUM, TARGET, Slab, join, transform
+
+LOGIT_COPIES = 3  # the products, their logits, and one intermediate
+
+
+def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
+    """See `Epilogue.accumulate`."""
+    logits, _ = transform(slab)
+    owned, column = _target_columns(slab)
+    found = torch.zeros_like(state)
+    found[TARGET] = torch.where(owned, logits.gather(1, column), LOWEST)[:, 0]
+    found[MAXIMUM] = logits.amax(1)
+    gap = logits.sub_(found[MAXIMUM][:, None])
+    share = gap.exp()
+    found[SUM] = share.sum(1)
+    if entropy:
+        found[MOMENT] = share.mul_(gap).sum(1)
+    state.copy_(join(torch.stack((state, found))))
+
+
+def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `Epilogue.differentiate`."""
+    logits, slope = transform(slab)
+    owned, column = _target_columns(slab)
+    maximum, log_total, at_target, constant, linear = (row[:, None] for row in coefficients)
+    log_p = logits.sub_(maximum).sub_(log_total)
+    gradient = torch.exp(log_p, out=slab.products)
+    gradient.mul_(log_p.mul_(linear).add_(constant))
+    gradient.scatter_add_(1, column, at_target * owned)
+    if slope is not None:
+        gradient.mul_(slope)
+    return gradient.to(dtype)
+
+
+def _target_columns(slab: Slab) -> tuple[Tensor, Tensor]:
+    """Whether the slab holds each row's target, and in which column (any, where it does not), [rows, 1] each."""
+    columns = slab.products.shape[1]
+    column = (slab.rows.targets - slab.column_range.start)[:, None]
+    return (column >= 0) & (column < columns), column.clamp(0, columns - 1)

@@ -1,0 +1,229 @@
+"""One sweep equals statistics, objective and backward done one after the other."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from postlude.ops.linear_logprobs import linear_logprobs
+from postlude.ops.linear_objective import linear_objective
+from tests.ops.dense_head import Operands, assert_close
+from tests.ops.watch import Watch
+
+fused = functools.partial(linear_objective, backend="torch")
+
+
+@dataclass(frozen=True)
+class PolicyColumns:
+    old_logprobs: Tensor
+    advantages: Tensor
+    clip: float = 0.2
+
+
+def policy_loss(logprob: Tensor, entropy: Tensor | None, columns: PolicyColumns) -> Tensor:
+    """The clipped policy loss with an entropy bonus: what a user would write."""
+    ratio = (logprob - columns.old_logprobs).exp()
+    clipped = ratio.clamp(1 - columns.clip, 1 + columns.clip)
+    loss = -torch.minimum(ratio * columns.advantages, clipped * columns.advantages)
+    return loss if entropy is None else loss - 0.1 * entropy
+
+
+def policy_columns(operands: Operands) -> PolicyColumns:
+    with torch.no_grad():
+        old = linear_logprobs(operands.hidden, operands.weight, operands.targets, backend="torch").logprob
+    return PolicyColumns(old + 0.2 * operands.upstream[0], operands.upstream[1])
+
+
+def two_passes(operands: Operands, columns: PolicyColumns, **options: Any) -> tuple[Tensor, Tensor]:
+    stats = linear_logprobs(
+        operands.hidden, operands.weight, operands.targets, bias=operands.bias, backend="torch", **options
+    )
+    losses = torch.where(operands.targets != -100, policy_loss(stats.logprob, stats.entropy, columns), 0.0)
+    return losses.sum(), losses
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(0, 14),
+    vocabulary=st.integers(1, 40),
+    seed=st.integers(0, 999),
+    bias=st.booleans(),
+    entropy=st.booleans(),
+    softcap=st.sampled_from([None, 3.0]),
+    ignored=st.integers(0, 4),
+    memory_budget=st.sampled_from([None, 1, 4000]),
+)
+def test_equals_two_passes(
+    tokens: int,
+    vocabulary: int,
+    seed: int,
+    bias: bool,
+    entropy: bool,
+    softcap: float | None,
+    ignored: int,
+    memory_budget: int | None,
+) -> None:
+    operands = Operands.random(tokens, 5, vocabulary, bias=bias, seed=seed)
+    columns = policy_columns(operands)
+    operands.targets[:ignored] = -100
+    options = {"entropy": entropy, "softcap": softcap, "temperature": 0.8, "vocab_size": vocabulary}
+    result = fused(
+        operands.hidden,
+        operands.weight,
+        operands.targets,
+        policy_loss,
+        columns,
+        bias=operands.bias,
+        memory_budget=memory_budget,
+        **options,
+    )
+    expected, losses = two_passes(operands, columns, **options)
+    assert_close(result.loss, expected, "loss", scale=1.0)
+    assert_close(result.token_loss, losses, "token losses", scale=1.0)
+    got = torch.autograd.grad(3 * result.loss, operands.leaves())
+    want = torch.autograd.grad(3 * expected, operands.leaves())
+    for name, ours, theirs in zip(("hidden", "weight", "bias"), got, want, strict=False):
+        assert_close(ours, theirs, f"gradient of {name}", scale=1.0)
+
+
+@pytest.mark.parametrize("memory_budget", [None, 20_000])
+def test_bf16_gradients_are_summed_in_fp32_and_rounded_once(memory_budget: int | None) -> None:
+    operands = Operands.random(40, 8, 300)
+    columns = policy_columns(operands)
+    operands.hidden = operands.hidden.detach().bfloat16().requires_grad_()
+    operands.weight = operands.weight.detach().bfloat16().requires_grad_()
+    exact = Operands(
+        operands.hidden.detach().double().requires_grad_(),
+        operands.weight.detach().double().requires_grad_(),
+        None,
+        operands.targets,
+        operands.upstream,
+    )
+    result = fused(
+        operands.hidden, operands.weight, operands.targets, policy_loss, columns, memory_budget=memory_budget
+    )
+    expected, _ = two_passes(exact, columns)
+    assert_close(result.loss, expected, "loss")
+    got = torch.autograd.grad(0.3 * result.loss, operands.leaves())
+    want = torch.autograd.grad(0.3 * expected, exact.leaves())
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert_close(ours, theirs, "gradient", within=2.0**-8)
+
+
+@pytest.mark.parametrize("memory_budget", [None, 20_000])
+def test_three_products_a_slab(memory_budget: int | None) -> None:
+    """Logits, dX, dW: nothing is projected again."""
+    operands = Operands.random(40, 8, 300)
+    with Watch() as watch:
+        result = fused(
+            operands.hidden,
+            operands.weight,
+            operands.targets,
+            lambda logprob, _, __: -logprob,
+            memory_budget=memory_budget,
+        )
+        result.loss.backward()
+    assert watch.operations == 3 * 40 * 8 * 300
+    assert (watch.projections(8) == 1) == (memory_budget is None)
+    if memory_budget is not None:
+        assert watch.largest < 40 * 300
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_operand_costs_no_gemm(frozen: str) -> None:
+    operands = Operands.random(40, 8, 300)
+    getattr(operands, frozen).requires_grad_(False)
+    with Watch() as watch:
+        fused(operands.hidden, operands.weight, operands.targets, lambda logprob, _, __: -logprob).loss.backward()
+    assert watch.operations == 2 * 40 * 8 * 300
+
+
+def test_without_gradients_it_is_the_statistics() -> None:
+    operands = Operands.random(10, 4, 23)
+    columns = policy_columns(operands)
+    call = functools.partial(fused, operands.hidden, operands.weight, operands.targets, policy_loss, columns)
+    with torch.no_grad():
+        quiet = call(lse=True, hit=True)
+    loud = call(lse=True, hit=True)
+    assert not quiet.loss.requires_grad
+    assert loud.loss.requires_grad
+    assert not loud.token_loss.requires_grad
+    assert not loud.stats.logprob.requires_grad
+    assert_close(quiet.loss, loud.loss, "loss")
+    assert_close(quiet.stats.lse, loud.stats.lse, "lse")
+    assert torch.equal(quiet.stats.hit, loud.stats.hit)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def test_columns_of_every_kind() -> None:
+    operands = Operands.random(10, 4, 23)
+    operands.targets[3] = -100
+    one, two, _ = operands.upstream
+    wide = torch.stack((one, two), 1)
+    kinds = {
+        "tensor": (wide, lambda c: c[:, 0] + c[:, 1]),
+        "mapping": ({"one": one, "two": two}, lambda c: c["one"] + c["two"]),
+        "tuple": ((one, [two]), lambda c: c[0] + c[1][0]),
+        "named tuple": (Pair(one, two), lambda c: c.first + c.second),
+        "dataclass": (PolicyColumns(one, two), lambda c: c.old_logprobs + c.advantages),
+        "scalars too": ((one, two, torch.tensor(1.0), 1.0, None), lambda c: c[0] * c[2] + c[1] * c[3]),
+    }
+    losses = {}
+    for kind, (columns, weigh) in kinds.items():
+        losses[kind] = fused(
+            operands.hidden,
+            operands.weight,
+            operands.targets,
+            lambda logprob, _, c, weigh=weigh: logprob * weigh(c),
+            columns,
+            memory_budget=3000,
+        ).loss
+    for kind, loss in losses.items():
+        assert_close(loss, losses["tensor"], kind)
+
+
+def test_leading_dimensions() -> None:
+    operands = Operands.random(12, 4, 23)
+    shaped = fused(
+        operands.hidden.view(3, 4, 4),
+        operands.weight,
+        operands.targets.view(3, 4),
+        lambda logprob, _, c: logprob * c,
+        operands.upstream[0].view(3, 4),
+    )
+    flat = fused(
+        operands.hidden, operands.weight, operands.targets, lambda logprob, _, c: logprob * c, operands.upstream[0]
+    )
+    assert shaped.token_loss.shape == shaped.stats.logprob.shape == (3, 4)
+    assert_close(shaped.token_loss.flatten(), flat.token_loss, "token losses")
+
+
+def test_an_objective_may_ignore_the_logprob() -> None:
+    operands = Operands.random(6, 4, 23)
+    for objective in (lambda logprob, _, c: c, lambda logprob, entropy, _: entropy):
+        result = fused(
+            operands.hidden, operands.weight, operands.targets, objective, operands.upstream[0], entropy=True
+        )
+        gradients = torch.autograd.grad(result.loss, operands.leaves())
+        assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_errors_are_sentences() -> None:
+    operands = Operands.random(6, 4, 23)
+    call = functools.partial(fused, operands.hidden, operands.weight, operands.targets)
+    with pytest.raises(ValueError, match=r"one loss a token, \[6\], but returned \[\].*Leave the sum"):
+        call(lambda logprob, _, __: logprob.mean())
+    with pytest.raises(ValueError, match=r"columns hold a tensor \[5\], which does not begin with targets' \[6\]"):
+        call(lambda logprob, _, c: logprob * c, torch.zeros(5))

@@ -1,0 +1,206 @@
+"""Vocabulary-parallel equals one rank, with one collective a call, however many slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from postlude.ops.collectives import copy_to_group, gather_from_sequence
+from postlude.ops.linear_logprobs import linear_logprobs
+from postlude.ops.linear_objective import linear_objective
+from tests.ops.conftest import Ranks
+from tests.ops.dense_head import Operands, assert_close, dense
+
+TOKENS, FEATURES, VOCABULARY = 12, 6, 37
+REAL = 33  # the last four rows are padding
+
+# Rows each rank holds. Uneven; in the last, one rank holds padding alone and one no row at all.
+SHARDS = {1: [(37,)], 2: [(20, 17), (3, 34)], 4: [(10, 9, 9, 9), (1, 20, 12, 4), (30, 3, 0, 4)]}
+LAYOUTS = [(size, shards) for size, every in SHARDS.items() for shards in every]
+
+
+def operands() -> Operands:
+    made = Operands.random(TOKENS, FEATURES, VOCABULARY, bias=True, seed=5)
+    made.targets %= REAL
+    made.targets[[2, 7]] = -100
+    return made
+
+
+OPTIONS = {"temperature": torch.linspace(0.6, 1.4, TOKENS), "logit_scale": 1.2, "softcap": 5.0, "vocab_size": REAL}
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[str]]:
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
+    calls: list[str] = []
+
+    def counting(name: str) -> Any:
+        real = getattr(dist, name)
+        return lambda *args, **kwargs: (calls.append(name), real(*args, **kwargs))[1]
+
+    with mock.patch.multiple(dist, **{name: counting(name) for name in names}):
+        yield calls
+
+
+def shard(group: dist.ProcessGroup, shards: tuple[int, ...]) -> tuple[int, slice]:
+    rank = dist.get_rank(group)
+    start = sum(shards[:rank])
+    return rank, slice(start, start + shards[rank])
+
+
+def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_budget: int | None) -> dict[str, Any]:
+    """One rank's part of the head: its results, its gradients, and the collectives they took."""
+    whole = operands()
+    rank, rows = shard(group, shards)
+    size = len(shards)
+    weight = whole.weight.detach()[rows].clone().requires_grad_()
+    bias = whole.bias.detach()[rows].clone().requires_grad_()
+    hidden = whole.hidden.detach().clone()
+    if form == "sequence":
+        hidden = hidden.chunk(size)[rank].clone()
+    hidden.requires_grad_()
+    gathered = copy_to_group(hidden, group) if form == "replicated" else gather_from_sequence(hidden, group)
+    with counted_collectives() as forward:
+        stats = linear_logprobs(
+            gathered,
+            weight,
+            whole.targets,
+            bias=bias,
+            vocab_start=rows.start,
+            group=group,
+            entropy=True,
+            lse=True,
+            hit=True,
+            topk=4,
+            memory_budget=memory_budget,
+            **OPTIONS,
+        )
+    results = (stats.logprob, stats.entropy, stats.lse)
+    total = sum((row * up).sum() for row, up in zip(results, whole.upstream, strict=True))
+    with counted_collectives() as backward:
+        gradients = torch.autograd.grad(total, (hidden, weight, bias))
+    return {
+        "results": [row.detach() for row in results],
+        "hit": stats.hit,
+        "topk": (stats.topk_ids, stats.topk_logprobs),
+        "gradients": gradients,
+        "forward": forward,
+        "backward": backward,
+    }
+
+
+@pytest.mark.parametrize("form", ["replicated", "sequence"])
+@pytest.mark.parametrize("memory_budget", [None, 600])
+@pytest.mark.parametrize(("size", "shards"), LAYOUTS)
+def test_equals_one_rank(
+    ranks: Ranks, size: int, shards: tuple[int, ...], memory_budget: int | None, form: str
+) -> None:
+    whole = operands()
+    exact = dense(whole.hidden, whole.weight, whole.targets, bias=whole.bias, **OPTIONS)
+    expected = whole.gradients(exact)
+    one = linear_logprobs(whole.hidden, whole.weight, whole.targets, bias=whole.bias, topk=4, hit=True, **OPTIONS)
+    answers = ranks(size, run, shards, form, memory_budget)
+    for answer in answers:
+        for name, got, want in zip(("logprob", "entropy", "lse"), answer["results"], exact, strict=True):
+            assert_close(got, want, name)
+        assert torch.equal(answer["hit"], one.hit)
+        assert torch.equal(answer["topk"][0], one.topk_ids)
+        assert_close(answer["topk"][1], one.topk_logprobs, "top-k")
+    for part in (1, 2):
+        assert_close(torch.cat([answer["gradients"][part] for answer in answers]), expected[part], "shards' gradients")
+    hiddens: list[Tensor] = [answer["gradients"][0] for answer in answers]
+    if form == "sequence":
+        hiddens = [torch.cat(hiddens)]
+    for gradient in hiddens:
+        assert_close(gradient, expected[0], "gradient of hidden")
+
+
+@pytest.mark.parametrize("memory_budget", [None, 600, 1])
+def test_one_collective_however_many_slabs(ranks: Ranks, memory_budget: int | None) -> None:
+    for answer in ranks(2, run, (20, 17), "replicated", memory_budget):
+        assert answer["forward"] == ["all_gather_into_tensor"]
+        assert answer["backward"] == ["all_reduce"]  # the sum of hidden's gradient, copy_to_group's own
+
+
+def run_ignored(group: dist.ProcessGroup) -> tuple[list[str], Tensor]:
+    whole = operands()
+    _, rows = shard(group, (20, 17))
+    with counted_collectives() as calls:
+        stats = linear_logprobs(
+            whole.hidden,
+            whole.weight[rows],
+            torch.full((TOKENS,), -100),
+            vocab_start=rows.start,
+            group=group,
+            vocab_size=REAL,
+        )
+    return calls, stats.logprob.detach()
+
+
+def test_nothing_to_project_needs_no_collective(ranks: Ranks) -> None:
+    for calls, logprob in ranks(2, run_ignored):
+        assert calls == []
+        assert not logprob.any()
+
+
+def policy(logprob: Tensor, entropy: Tensor | None, columns: Tensor) -> Tensor:
+    assert entropy is not None
+    return logprob.exp() * columns - 0.1 * entropy
+
+
+def run_objective(group: dist.ProcessGroup, shards: tuple[int, ...]) -> dict[str, Any]:
+    whole = operands()
+    _, rows = shard(group, shards)
+    weight = whole.weight.detach()[rows].clone().requires_grad_()
+    hidden = whole.hidden.detach().clone().requires_grad_()
+    with counted_collectives() as calls:
+        result = linear_objective(
+            copy_to_group(hidden, group),
+            weight,
+            whole.targets,
+            policy,
+            whole.upstream[0],
+            bias=whole.bias.detach()[rows],
+            vocab_start=rows.start,
+            group=group,
+            entropy=True,
+            memory_budget=600,
+            **OPTIONS,
+        )
+    gradients = torch.autograd.grad(result.loss, (hidden, weight))
+    return {"loss": result.loss.detach(), "gradients": gradients, "calls": calls}
+
+
+@pytest.mark.parametrize(("size", "shards"), LAYOUTS)
+def test_objective_equals_one_rank(ranks: Ranks, size: int, shards: tuple[int, ...]) -> None:
+    whole = operands()
+    one = linear_objective(
+        whole.hidden, whole.weight, whole.targets, policy, whole.upstream[0], bias=whole.bias, entropy=True, **OPTIONS
+    )
+    expected = torch.autograd.grad(one.loss, (whole.hidden, whole.weight))
+    answers = ranks(size, run_objective, shards)
+    for answer in answers:
+        assert_close(answer["loss"], one.loss, "loss")
+        assert_close(answer["gradients"][0], expected[0], "gradient of hidden")
+        assert answer["calls"] == (["all_gather_into_tensor"] if size > 1 else [])
+    assert_close(torch.cat([answer["gradients"][1] for answer in answers]), expected[1], "gradient of weight")
+
+
+def run_error(group: dist.ProcessGroup) -> str:
+    try:
+        linear_logprobs(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([1]), group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_needs_the_vocabulary_size(ranks: Ranks) -> None:
+    for message in ranks(2, run_error):
+        assert "vocab_size is needed with group" in message

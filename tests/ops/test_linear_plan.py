@@ -1,0 +1,120 @@
+"""The slab planner covers every logit once, stays within its budget, and lets a frozen operand choose the direction."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from postlude.ops.linear_logprobs.plan import (
+    GIB,
+    KIB,
+    MIB,
+    Plan,
+    Shape,
+    plan_gradients,
+    plan_statistics,
+    plan_sweep,
+)
+
+SIZES = st.builds(
+    Shape,
+    rows=st.integers(0, 300_000),
+    columns=st.integers(0, 300_000),
+    hidden=st.integers(1, 8192),
+    logit_bytes=st.sampled_from([4, 8, 12]),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+
+
+def accumulator(plan: Plan, shape: Shape) -> int:
+    """Bytes of the gradient that is summed."""
+    return 4 * shape.hidden * (shape.rows if plan.axis == "vocabulary" else shape.columns)
+
+
+def slab(plan: Plan, shape: Shape) -> int:
+    """Bytes of a slab."""
+    rows, columns = plan.largest(shape)
+    return rows * columns * shape.logit_bytes
+
+
+@settings(max_examples=300)
+@given(shape=SIZES, budget=st.none() | st.integers(1, 8 * GIB), which=st.sampled_from(["forward", "backward", "sweep"]))
+def test_slabs_cover_everything_once_within_the_budget(shape: Shape, budget: int | None, which: str) -> None:
+    if budget is not None:  # keep the number of slabs in reason
+        budget = max(budget, shape.rows * 4 * KIB, shape.columns * 4 * KIB)
+    if which == "forward":
+        plan, summed = plan_statistics(shape, budget), 0
+    elif which == "backward":
+        plan = plan_gradients(shape, hidden_gradient=True, weight_gradient=True, memory_budget=budget)
+        summed = accumulator(plan, shape)
+    else:
+        plan = plan_sweep(shape, weight_gradient=True, memory_budget=budget)
+        summed = accumulator(plan, shape)
+    assert plan.size >= 1
+    if budget is not None and plan.size > 1 and budget > summed:
+        assert slab(plan, shape) + summed <= budget
+    if plan.count(shape) <= 2000:
+        blocks = list(plan.slabs(shape))
+        assert len(blocks) == plan.count(shape)
+        rows = [block[0] for block in blocks] if plan.axis == "token" else [slice(0, shape.rows)]
+        columns = [block[1] for block in blocks] if plan.axis == "vocabulary" else [slice(0, shape.columns)]
+        for parts, total in ((rows, shape.rows), (columns, shape.columns)):
+            edges = [0, *(part.stop for part in parts)]
+            assert edges[:-1] == [part.start for part in parts] or not blocks
+            assert edges[-1] == total or not blocks
+
+
+def test_a_budget_of_one_byte_is_one_column() -> None:
+    assert plan_statistics(Shape(100, 1000, 64), 1).size == 1
+    assert plan_gradients(Shape(100, 1000, 64), hidden_gradient=True, weight_gradient=True, memory_budget=1).size == 1
+    assert plan_sweep(Shape(100, 1000, 64), weight_gradient=True, memory_budget=1).size == 1
+
+
+@pytest.mark.parametrize(("columns", "sizes"), [(5000, [2560, 2440]), (8192, [4096, 4096]), (4000, [4000])])
+def test_slabs_are_equal_shares_in_whole_tiles(columns: int, sizes: list[int]) -> None:
+    shape = Shape(8192, columns, 4096)  # by default 4096 columns a slab
+    assert [part.stop - part.start for _, part in plan_statistics(shape).slabs(shape)] == sizes
+
+
+@pytest.mark.parametrize(("hidden", "weight", "axis"), [(True, False, "token"), (False, True, "vocabulary")])
+def test_a_frozen_operand_needs_no_accumulator(hidden: bool, weight: bool, axis: str) -> None:
+    """With one gradient wanted, go where it is complete slab by slab, whatever the shape."""
+    for shape in (Shape(8192, 131_072, 4096), Shape(200_000, 32_000, 4096)):
+        assert plan_gradients(shape, hidden_gradient=hidden, weight_gradient=weight).axis == axis
+
+
+def test_the_smaller_accumulator_wins() -> None:
+    assert plan_gradients(Shape(8192, 131_072, 4096), hidden_gradient=True, weight_gradient=True).axis == "vocabulary"
+    assert plan_gradients(Shape(200_000, 62_080, 2048), hidden_gradient=True, weight_gradient=True).axis == "token"
+
+
+def test_a_weight_in_another_dtype_is_not_copied_whole() -> None:
+    shape = Shape(40_000, 32_000, 1024)
+    plain = plan_gradients(shape, hidden_gradient=True, weight_gradient=True)
+    cast = plan_gradients(shape, hidden_gradient=True, weight_gradient=True, weight_cast=True)
+    assert (plain.axis, cast.axis) == ("token", "vocabulary")
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "columns", "limit"),
+    [
+        (8192, 4096, 131_072, 1.3),  # the leanest peer's extra memory on an H200, in GiB
+        (8192, 2048, 62_080, 0.5),
+        (32_768, 2048, 248_320, 1.8),
+        (262_144, 2048, 248_320, 8.0),
+    ],
+)
+def test_default_peak_on_a_gpu(rows: int, hidden: int, columns: int, limit: float) -> None:
+    """Slab, accumulator and both bf16 gradients, at the worst moment, fit where the issue says they must."""
+    shape = Shape(rows, columns, hidden)
+    plan = plan_gradients(shape, hidden_gradient=True, weight_gradient=True)
+    gradients = {"vocabulary": 2 * rows * hidden, "token": 2 * columns * hidden}
+    complete = sum(gradients.values()) - gradients[plan.axis]
+    summed = accumulator(plan, shape)
+    sweeping = complete + summed + slab(plan, shape)
+    casting = complete + summed + gradients[plan.axis]
+    numbers_a_token = 64 * rows
+    assert max(sweeping, casting) + numbers_a_token <= limit * GIB
+    assert slab(plan_statistics(shape), shape) <= max(sweeping, casting)
+    assert slab(plan, shape) >= 64 * MIB
