@@ -4,9 +4,10 @@ import torch
 
 from postlude import OutputInputs, load_model, pack
 
+torch.manual_seed(0)
 model = load_model("tiny-dense")
 value_head = torch.nn.Linear(model.config.hidden_size, 1)
-optimizer = torch.optim.AdamW([*model.parameters(), *value_head.parameters()], lr=3e-3)
+optimizer = torch.optim.AdamW([*model.parameters(), *value_head.parameters()], lr=1e-3)
 sequences = [list(b"a good answer"), list(b"a bad answer"), list(b"another good one")]
 microbatches = pack(sequences, budget=32, columns={"reward": [1.0, -1.0, 1.0]})
 
@@ -18,7 +19,7 @@ def value_loss(inputs: OutputInputs, head: torch.nn.Linear) -> torch.Tensor:
 
 
 losses = []
-for _ in range(30):
+for _ in range(40):
     parts = [model(m, output_processor=value_loss, output_processor_context=value_head) for m in microbatches]
     torch.stack(parts).sum().backward()
     optimizer.step()

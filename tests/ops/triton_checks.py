@@ -113,7 +113,13 @@ def make_slab(columns: int) -> Slab:
     targets = torch.tensor([3, 10, 10 + columns - 1, 10 + columns, 12], device=DEVICE)
     products = buffer[:, :columns]
     return Slab(
-        products, Rows(targets, factor, factor, None), None, products, products, slice(0, 5), slice(10, 10 + columns)
+        products=products,
+        rows=Rows(targets, factor, factor, None),
+        bias=None,
+        hidden=products,
+        weight=products,
+        row_range=slice(0, 5),
+        column_range=slice(10, 10 + columns),
     )
 
 

@@ -10,14 +10,17 @@ import os
 from typing import Literal, cast
 
 import torch
+from torch import Tensor
 
 from postlude.ops.linear_logprobs import torch_epilogue
+from postlude.ops.linear_logprobs.gemm import HALF
 from postlude.ops.linear_logprobs.statistics import Epilogue
 
 Backend = Literal["auto", "torch", "triton"]
 
 OLDEST_TRITON = (3, 2)
 OLDEST_DEVICE = (8, 0)  # the first with bf16 tensor cores
+HOPPER = 9  # the only generation the fused kernels were measured on
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,28 @@ def select_epilogue(backend: Backend, device: torch.device, dtype: torch.dtype) 
         raise RuntimeError(f'backend="triton" cannot run: {obstacle}. Use backend="auto" or backend="torch".')
     _say_once(logging.WARNING if device.type == "cuda" else logging.INFO, obstacle)
     return torch_epilogue
+
+
+def can_fuse(epilogue: Epilogue, operand: torch.dtype, hidden: Tensor, weight: Tensor) -> bool:
+    """Whether `fused.py` can take these operands: Hopper's tensor copies want half precision and 16-byte steps."""
+    if epilogue is torch_epilogue or not _has_tensor_copies(hidden.device):
+        return False
+    if hidden.is_cuda and operand not in HALF:
+        return False
+    return all(
+        tensor.dtype == operand
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % 16 == 0
+        and tensor.shape[-1] * tensor.element_size() % 16 == 0
+        for tensor in (hidden, weight)
+    )
+
+
+@functools.cache
+def _has_tensor_copies(device: torch.device) -> bool:
+    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 @functools.cache

@@ -34,6 +34,7 @@ class Scratch:
     the weight's accumulator, so it pays to hold `sweep_tokens` of them, as far as `sweep_most` bytes allow.
     """
 
+    partial: int  # a token, where only partial statistics are kept
     forward: int  # a token
     backward: int  # a token
     least: int
@@ -45,8 +46,24 @@ class Scratch:
 # GPU: 16 KiB a token is 4096 fp32 logits: GEMMs wide enough for full speed in no more memory than the leanest peer's.
 # CPU: a fraction of that, since memory there is a laptop's.
 SCRATCH = {
-    "cuda": Scratch(16 * KIB, 16 * KIB, least=128 * MIB, most=4 * GIB, sweep_tokens=4096, sweep_most=2 * GIB),
-    "cpu": Scratch(16 * KIB, 16 * KIB, least=32 * MIB, most=256 * MIB, sweep_tokens=1024, sweep_most=256 * MIB),
+    "cuda": Scratch(
+        partial=2 * KIB,
+        forward=16 * KIB,
+        backward=16 * KIB,
+        least=128 * MIB,
+        most=4 * GIB,
+        sweep_tokens=8192,
+        sweep_most=2 * GIB,
+    ),
+    "cpu": Scratch(
+        partial=2 * KIB,
+        forward=16 * KIB,
+        backward=16 * KIB,
+        least=32 * MIB,
+        most=256 * MIB,
+        sweep_tokens=1024,
+        sweep_most=256 * MIB,
+    ),
 }
 
 
@@ -110,6 +127,16 @@ def plan_statistics(shape: Shape, memory_budget: int | None = None) -> Plan:
     """Forward: over the vocabulary, since a running maximum and sum cost nothing to carry from slab to slab."""
     room = shape.slab_bytes(shape.scratch.forward) if memory_budget is None else memory_budget
     return _plan("vocabulary", shape, room)
+
+
+def plan_tiles(shape: Shape, columns: int, row_bytes: int, memory_budget: int | None = None) -> Plan:
+    """Forward where the kernel keeps the logits: over the vocabulary, in tiles of `columns`.
+
+    A tile leaves `row_bytes` for each row until they are joined; that is what a launch is limited by.
+    """
+    room = shape.rows * shape.scratch.partial if memory_budget is None else memory_budget
+    tiles = max(1, room // max(1, shape.rows * row_bytes))
+    return Plan("vocabulary", max(1, min(tiles * columns, shape.columns)))
 
 
 def plan_gradients(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.ops.linear_logprobs.backends import Backend, select_epilogue
+from postlude.ops.linear_logprobs.backends import Backend, can_fuse, select_epilogue
 from postlude.ops.linear_logprobs.gemm import operand_dtype
 from postlude.ops.linear_logprobs.plan import Shape
-from postlude.ops.linear_logprobs.statistics import Epilogue, Rows
+from postlude.ops.linear_logprobs.statistics import Epilogue, Kernels, Rows
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Problem:
     operand: torch.dtype  # of the GEMMs' inputs
     compute: torch.dtype  # of logits, statistics and sums
     epilogue: Epilogue
+    fused: bool  # whether kernels() can take these operands
     group: dist.ProcessGroup | None
     memory_budget: int | None
 
@@ -40,12 +43,16 @@ class Problem:
         everywhere = tensor.new_zeros(self.positions, *tensor.shape[1:])
         return everywhere.index_copy_(0, self.kept, tensor)
 
-    def shape(self, hidden: int) -> Shape:
-        """The sizes the planner needs; `hidden` features."""
+    def shape(self, hidden: int, *, fused: bool = False) -> Shape:
+        """The sizes the planner needs: `hidden` features, slabs of logits or, if `fused`, of their gradients alone."""
         size = self.compute.itemsize
-        copies = self.epilogue.LOGIT_COPIES
+        logit_bytes = self.operand.itemsize if fused else self.epilogue.LOGIT_COPIES * size
         device = self.rows.targets.device.type
-        return Shape(self.rows.targets.shape[0], self.columns, hidden, copies * size, size, device)
+        return Shape(self.rows.targets.shape[0], self.columns, hidden, logit_bytes, size, device)
+
+    def kernels(self) -> Kernels:
+        """Those that project and finish in one, where `fused`. Imported here: the module needs triton."""
+        return cast(Kernels, importlib.import_module("postlude.ops.linear_logprobs.fused"))
 
 
 def resolve(
@@ -82,13 +89,10 @@ def resolve(
 
     targets = targets.reshape(-1).long()
     temperatures = _flat_temperature(temperature, targets)
-    kept = _kept_positions(targets, temperatures, ignore_index, allowed)
-    if kept is not None:
-        targets = targets[kept]
-        temperatures = temperatures[kept] if isinstance(temperatures, Tensor) else temperatures
-
     dtype = _projection_dtype(hidden, weight)
+    operand = operand_dtype(dtype, hidden.device)
     compute = torch.promote_types(dtype, torch.float32)
+    epilogue = select_epilogue(backend, hidden.device, compute)
     outer = logit_scale if softcap is None else softcap
     rows = Rows(
         targets=targets - vocab_start,
@@ -96,15 +100,20 @@ def resolve(
         slope=_per_token(logit_scale, temperatures, targets, compute),
         inner=None if softcap is None else logit_scale / softcap,
     )
+    # Last, so that the device waits as little as it can for what comes after.
+    kept = _kept_positions(targets, temperatures, ignore_index, allowed)
+    if kept is not None:
+        rows = rows[kept]
     return Problem(
         rows=rows,
         kept=kept,
         positions=hidden.shape[:-1].numel(),
         vocab_start=vocab_start,
         columns=columns,
-        operand=operand_dtype(dtype, hidden.device),
+        operand=operand,
         compute=compute,
-        epilogue=select_epilogue(backend, hidden.device, compute),
+        epilogue=epilogue,
+        fused=can_fuse(epilogue, operand, hidden, weight),
         group=group,
         memory_budget=memory_budget,
     )

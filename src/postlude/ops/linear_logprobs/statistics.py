@@ -40,21 +40,27 @@ class Rows:
     slope: Tensor  # [n]
     inner: float | None
 
-    def __getitem__(self, rows: slice) -> Rows:
+    def __getitem__(self, rows: slice | Tensor) -> Rows:
         return Rows(self.targets[rows], self.factor[rows], self.slope[rows], self.inner)
 
 
-@dataclass(frozen=True)
-class Slab:
-    """A block of hidden @ weightᵀ with all that turns it into logits, and what it was made of."""
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Some tokens and some columns of the vocabulary: the operands of a part of hidden @ weightᵀ."""
 
-    products: Tensor  # [rows, columns]
-    rows: Rows
-    bias: Tensor | None  # [columns]
     hidden: Tensor  # [rows, H]
     weight: Tensor  # [columns, H]
     row_range: slice
     column_range: slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slab(Block):
+    """A block with its products and all that turns them into logits."""
+
+    products: Tensor  # [rows, columns]
+    rows: Rows
+    bias: Tensor | None  # [columns]
 
 
 class Epilogue(Protocol):
@@ -68,6 +74,31 @@ class Epilogue(Protocol):
 
     def differentiate(self, slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient [rows, columns] of the products, in `dtype`. May overwrite the products with it."""
+        ...
+
+
+class Kernels(Protocol):
+    """Projection and epilogue in one: `fused.py`."""
+
+    STATISTICS_TILE: tuple[int, int, int]
+    PARTIAL_BYTES: int
+
+    def accumulate(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, columns: slice, state: Tensor
+    ) -> None:
+        """Join the logits of hidden [n, H] on `columns` of weight [V, H] to `state` [4, n]."""
+
+    def differentiate(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Rows,
+        columns: slice,
+        coefficients: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """The gradient of the products of hidden [n, H] with `columns` of weight, into `out` [n, columns]."""
         ...
 
 

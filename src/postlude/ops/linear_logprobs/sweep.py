@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from postlude.ops.linear_logprobs import gemm
-from postlude.ops.linear_logprobs.plan import Plan, Shape, plan_gradients, plan_statistics
+from postlude.ops.linear_logprobs.plan import Plan, Shape, plan_gradients, plan_statistics, plan_tiles
 from postlude.ops.linear_logprobs.problem import Problem
-from postlude.ops.linear_logprobs.statistics import Slab, TopK, empty_state, transform
+from postlude.ops.linear_logprobs.statistics import Block, Slab, TopK, empty_state, transform
 
 # Rows of all but the narrowest slabs start at multiples of this many elements: GEMM tiles and vector loads want it.
 _ALIGNMENT = 64
@@ -52,13 +52,48 @@ class Projection:
         stride = _aligned(weight.shape[0])
         out = self.buffer[: hidden.shape[0] * stride].view(-1, stride)[:, : weight.shape[0]]
         products = gemm.product(hidden, weight.t(), out)
-        return Slab(products, self.problem.rows[rows], bias, hidden, weight, rows, columns)
+        return Slab(
+            hidden=hidden,
+            weight=weight,
+            row_range=rows,
+            column_range=columns,
+            products=products,
+            rows=self.problem.rows[rows],
+            bias=bias,
+        )
+
+    def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Block, Tensor]:
+        """Project again, and turn `gradient_coefficients` [5, n] into the products' gradient [rows, columns]."""
+        slab = self.slab(rows, columns)
+        return slab, self.problem.epilogue.differentiate(slab, coefficients[:, rows], self.problem.operand)
 
     def _weight(self, columns: slice) -> Tensor:
         """Rows of the weight in the GEMMs' dtype; a cast is kept while the columns stay the same."""
         if self.entries is None or self.entries[0] != columns:
             self.entries = columns, self.head.weight[columns].to(self.problem.operand)
         return self.entries[1]
+
+
+class FusedProjection:
+    """As `Projection`, of gradients alone: the products never leave the kernel that makes them."""
+
+    def __init__(self, head: Head, problem: Problem, plan: Plan, shape: Shape) -> None:
+        self.head = head
+        self.problem = problem
+        rows, columns = plan.largest(shape)
+        self.stride = -(-columns // _ALIGNMENT) * _ALIGNMENT
+        self.buffer = torch.empty(rows, self.stride, dtype=problem.operand, device=head.hidden.device)
+        self.bias = _fused_bias(head, problem)
+
+    def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Block, Tensor]:
+        """The gradient [rows, columns] of the products, from `gradient_coefficients` [5, n]."""
+        hidden, weight = self.head.hidden[rows], self.head.weight
+        out = self.buffer[: hidden.shape[0], : columns.stop - columns.start]
+        self.problem.kernels().differentiate(
+            hidden, weight, self.bias, self.problem.rows[rows], columns, coefficients[:, rows], out
+        )
+        block = Block(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
+        return block, out
 
 
 class GradientSum:
@@ -102,14 +137,14 @@ class Gradients:
             self.bias = torch.zeros_like(head.bias, dtype=compute)
             self.bias_dtype = head.bias.dtype
 
-    def add(self, slab: Slab, gradient: Tensor) -> None:
-        """Add what the gradient [rows, columns] of a slab's products gives."""
+    def add(self, block: Block, gradient: Tensor) -> None:
+        """Add what the gradient [rows, columns] of a block's products gives."""
         if self.hidden is not None:
-            self.hidden.add(slab.row_range, gradient, slab.weight)
+            self.hidden.add(block.row_range, gradient, block.weight)
         if self.weight is not None:
-            self.weight.add(slab.column_range, gradient.t(), slab.hidden)
+            self.weight.add(block.column_range, gradient.t(), block.hidden)
         if self.bias is not None:
-            self.bias[slab.column_range] += gradient.sum(0, dtype=self.bias.dtype)
+            self.bias[block.column_range] += gradient.sum(0, dtype=self.bias.dtype)
 
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden [n, H], weight and bias, each in its tensor's dtype; None where none was wanted."""
@@ -127,6 +162,12 @@ def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) 
     top = TopK.empty(shape.rows, topk, problem.compute, head.hidden.device)
     if not (shape.rows and shape.columns):
         return state, top
+    if problem.fused and not topk:
+        kernels, bias = problem.kernels(), _fused_bias(head, problem)
+        tiles = plan_tiles(shape, kernels.STATISTICS_TILE[1], kernels.PARTIAL_BYTES, problem.memory_budget)
+        for _, columns in tiles.slabs(shape):
+            kernels.accumulate(head.hidden, head.weight, bias, problem.rows, columns, state)
+        return state, top
     plan = plan_statistics(shape, problem.memory_budget)
     projection = Projection(head, problem, plan, shape)
     for rows, columns in plan.slabs(shape):
@@ -140,7 +181,7 @@ def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) 
 
 def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: Wanted) -> Gradients:
     """Project again and turn `gradient_coefficients` [5, n] into gradients; that of hidden is this shard's part."""
-    shape = problem.shape(head.hidden.shape[1])
+    shape = problem.shape(head.hidden.shape[1], fused=problem.fused)
     plan = plan_gradients(
         shape,
         hidden_gradient=wanted.hidden,
@@ -151,11 +192,14 @@ def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: 
     gradients = Gradients(head, problem, wanted, plan, shape)
     if not (shape.rows and shape.columns):
         return gradients
-    projection = Projection(head, problem, plan, shape)
+    projection = (FusedProjection if problem.fused else Projection)(head, problem, plan, shape)
     for rows, columns in plan.slabs(shape):
-        slab = projection.slab(rows, columns)
-        gradients.add(slab, problem.epilogue.differentiate(slab, coefficients[:, rows], problem.operand))
+        gradients.add(*projection.gradient(rows, columns, coefficients))
     return gradients
+
+
+def _fused_bias(head: Head, problem: Problem) -> Tensor | None:
+    return None if head.bias is None else head.bias.detach().to(problem.compute).contiguous()
 
 
 def _aligned(columns: int) -> int:

@@ -85,7 +85,8 @@ def _tanh(x):
 
 
 @triton.jit
-def _logit(product, factor, inner, SOFTCAP: tl.constexpr):
+def logit_of(product, factor, inner, SOFTCAP: tl.constexpr):
+    """The logit of a product, and the softcap's slope."""
     slope = 1.0
     if SOFTCAP:
         product, slope = _tanh(product * inner)
@@ -125,7 +126,7 @@ def _accumulate_kernel(
         product = tl.load(products + column, mask=inside, other=0.0)
         if bias is not None:
             product += tl.load(bias + column, mask=inside, other=0.0)
-        logit, _ = _logit(product, factor, inner, SOFTCAP)
+        logit, _ = logit_of(product, factor, inner, SOFTCAP)
         logit = tl.where(inside, logit, _LOWEST)
         higher = tl.maximum(maximum, tl.max(logit, 0))
         drop = maximum - higher
@@ -149,7 +150,7 @@ def _accumulate_kernel(
         product = tl.load(products + target)
         if bias is not None:
             product += tl.load(bias + target)
-        logit, _ = _logit(product, factor, inner, SOFTCAP)
+        logit, _ = logit_of(product, factor, inner, SOFTCAP)
         tl.store(state + 3 * state_stride, logit)
 
 
@@ -187,7 +188,7 @@ def _differentiate_kernel(
         product = tl.load(products + column, mask=inside, other=0.0)
         if bias is not None:
             product += tl.load(bias + column, mask=inside, other=0.0)
-        logit, slope = _logit(product, factor, inner, SOFTCAP)
+        logit, slope = logit_of(product, factor, inner, SOFTCAP)
         log_p = (logit - maximum) - log_total
         gradient = tl.exp(log_p) * (constant + linear * log_p)
         gradient = tl.where(column == target, gradient + at_target, gradient)

@@ -1,0 +1,302 @@
+"""Projection and epilogue in one Triton kernel each, for half-precision operands on Hopper and later.
+
+cuBLAS multiplies faster than these kernels, but its logits have to be written and read again. Done in registers, the
+statistics cost a tenth of a GEMM and no memory, and the gradient leaves the kernel in the dtype the next GEMM wants.
+Top-k and the one-sweep objective need the logits themselves, so they stay with `Projection` and the row kernels.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from postlude.ops.linear_logprobs import statistics
+from postlude.ops.linear_logprobs.statistics import Rows
+from postlude.ops.linear_logprobs.triton_epilogue import logit_of
+
+# rows × columns × features of a tile, by measurement on an H200. 8 warps and 3 stages fill its shared memory.
+STATISTICS_TILE = (256, 128, 64)
+GRADIENT_TILE = (128, 256, 64)
+GROUP, WARPS, STAGES = 8, 8, 3
+
+# A tile leaves this many bytes for each of its rows until they are joined: maximum, sum and moment in fp32.
+PARTIAL_BYTES = 12
+
+_LOWEST = tl.constexpr(statistics.LOWEST)
+
+
+def accumulate(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, columns: slice, state: Tensor) -> None:
+    """Join the logits of hidden [n, H] on `columns` of weight [V, H] to the rows' `state` [4, n]. Entropy included."""
+    count, features = hidden.shape
+    block_rows, block_columns, block_features = STATISTICS_TILE
+    tiles = -(-(columns.stop - columns.start) // block_columns)
+    partial = torch.empty(3, tiles, count, dtype=torch.float32, device=hidden.device)
+    programs = _programs(hidden.device)
+    _accumulate_kernel[(programs,)](
+        TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
+        TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
+        count,
+        columns.start,
+        columns.stop,
+        features,
+        rows.targets,
+        rows.factor,
+        rows.inner or 1.0,
+        bias,
+        partial,
+        state,
+        state.stride(0),
+        SOFTCAP=rows.inner is not None,
+        ROWS=block_rows,
+        COLUMNS=block_columns,
+        FEATURES=block_features,
+        GROUP=GROUP,
+        PROGRAMS=programs,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    _join_kernel[(triton.cdiv(count, 32),)](partial, tiles, count, state, state.stride(0), TILES=32, ROWS=32)
+
+
+def differentiate(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, columns: slice, coefficients: Tensor, out: Tensor
+) -> Tensor:
+    """The gradient of the products of hidden [n, H] with `columns` of weight [V, H], into `out` [n, columns]."""
+    count, features = hidden.shape
+    block_rows, block_columns, block_features = GRADIENT_TILE
+    programs = _programs(hidden.device)
+    _differentiate_kernel[(programs,)](
+        TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
+        TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
+        TensorDescriptor.from_tensor(out, [block_rows, block_columns // 2]),
+        count,
+        columns.start,
+        columns.stop,
+        features,
+        rows.targets,
+        rows.factor,
+        rows.inner or 1.0,
+        bias,
+        coefficients,
+        coefficients.stride(0),
+        SOFTCAP=rows.inner is not None,
+        ROWS=block_rows,
+        COLUMNS=block_columns,
+        FEATURES=block_features,
+        GROUP=GROUP,
+        PROGRAMS=programs,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    return out
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """One program a multiprocessor: each takes tiles until none is left."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@triton.jit
+def _tile_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+    # Neighbouring programs share rows and columns, so that both operands are read from the cache.
+    width = GROUP * column_tiles
+    first = tile // width * GROUP
+    size = min(row_tiles - first, GROUP)
+    return first + tile % width % size, tile % width // size
+
+
+@triton.jit
+def _products(hidden, weight, row, column, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr):
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(tl.cdiv(features, FEATURES)):
+        left = hidden.load([row, step * FEATURES])
+        right = weight.load([column, step * FEATURES])
+        products = tl.dot(left, right.T, products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def _accumulate_kernel(
+    hidden,
+    weight,
+    count,
+    start,
+    stop,
+    features,
+    targets,
+    factors,
+    inner,
+    bias,
+    partial,
+    state,
+    state_stride,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    row_tiles = tl.cdiv(count, ROWS)
+    column_tiles = tl.cdiv(stop - start, COLUMNS)
+    plane = column_tiles.to(tl.int64) * count
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        row_tile, column_tile = _tile_of(tile, row_tiles, column_tiles, GROUP)
+        first = start + column_tile * COLUMNS
+        products = _products(hidden, weight, row_tile * ROWS, first, features, ROWS, COLUMNS, FEATURES)
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        live = row < count
+        column = (first + tl.arange(0, COLUMNS))[None, :]
+        if bias is not None:
+            products += tl.load(bias + column, mask=column < stop, other=0.0)
+        logit, _ = logit_of(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, SOFTCAP)
+        target = tl.load(targets + row, mask=live, other=-1)
+        held = live & (target >= first) & (target < tl.minimum(first + COLUMNS, stop))
+        at_target = tl.sum(tl.where(column == target[:, None], logit, 0.0), 1)
+        tl.store(state + 3 * state_stride + row, at_target, mask=held)
+        logit = tl.where(column < stop, logit, _LOWEST)
+        maximum = tl.max(logit, 1)
+        gap = logit - maximum[:, None]
+        share = tl.exp(gap)
+        place = partial + column_tile.to(tl.int64) * count + row
+        tl.store(place, maximum, mask=live)
+        tl.store(place + plane, tl.sum(share, 1), mask=live)
+        tl.store(place + 2 * plane, tl.sum(share * gap, 1), mask=live)
+
+
+@triton.jit
+def _join_kernel(partial, tiles, count, state, state_stride, TILES: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    plane = tiles.to(tl.int64) * count
+    maximum = tl.full((TILES, ROWS), _LOWEST, tl.float32)
+    total = tl.zeros((TILES, ROWS), tl.float32)
+    moment = tl.zeros((TILES, ROWS), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        held = (tile < tiles)[:, None] & live[None, :]
+        place = partial + tile.to(tl.int64)[:, None] * count + row[None, :]
+        maximum, total, moment = _merge(
+            maximum,
+            total,
+            moment,
+            tl.load(place, mask=held, other=_LOWEST),
+            tl.load(place + plane, mask=held, other=0.0),
+            tl.load(place + 2 * plane, mask=held, other=0.0),
+        )
+    # Spread over the lanes until here; then over the tiles; then with what the state held before.
+    highest = tl.max(maximum, 0)
+    gap = maximum - highest[None, :]
+    decay = tl.exp(gap)
+    moment = tl.sum((moment + gap * total) * decay, 0)
+    total = tl.sum(total * decay, 0)
+    place = state + row
+    highest, total, moment = _merge(
+        highest,
+        total,
+        moment,
+        tl.load(place, mask=live, other=_LOWEST),
+        tl.load(place + state_stride, mask=live, other=0.0),
+        tl.load(place + 2 * state_stride, mask=live, other=0.0),
+    )
+    tl.store(place, highest, mask=live)
+    tl.store(place + state_stride, total, mask=live)
+    tl.store(place + 2 * state_stride, moment, mask=live)
+
+
+@triton.jit
+def _merge(maximum, total, moment, other_maximum, other_total, other_moment):
+    # As `statistics.join`, of two. A NaN maximum wins no comparison, so it is passed on through the sums it is in.
+    highest = tl.maximum(maximum, other_maximum)
+    gap = maximum - highest
+    other_gap = other_maximum - highest
+    decay = tl.exp(gap)
+    other_decay = tl.exp(other_gap)
+    moment = (moment + gap * total) * decay + (other_moment + other_gap * other_total) * other_decay
+    return highest, total * decay + other_total * other_decay, moment
+
+
+@triton.jit
+def _differentiate_kernel(
+    hidden,
+    weight,
+    gradients,
+    count,
+    start,
+    stop,
+    features,
+    targets,
+    factors,
+    inner,
+    bias,
+    coefficients,
+    coefficient_stride,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    row_tiles = tl.cdiv(count, ROWS)
+    column_tiles = tl.cdiv(stop - start, COLUMNS)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        row_tile, column_tile = _tile_of(tile, row_tiles, column_tiles, GROUP)
+        offset = column_tile * COLUMNS
+        products = _products(hidden, weight, row_tile * ROWS, start + offset, features, ROWS, COLUMNS, FEATURES)
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        # Halves one after the other: the second's registers are free while the first is stored.
+        halves = tl.permute(tl.reshape(products, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        column = start + offset + tl.arange(0, COLUMNS // 2)
+        left = _gradient(
+            left, row, column, count, stop, targets, factors, inner, bias, coefficients, coefficient_stride, SOFTCAP
+        )
+        gradients.store([row_tile * ROWS, offset], left.to(gradients.dtype))
+        column += COLUMNS // 2
+        right = _gradient(
+            right, row, column, count, stop, targets, factors, inner, bias, coefficients, coefficient_stride, SOFTCAP
+        )
+        gradients.store([row_tile * ROWS, offset + COLUMNS // 2], right.to(gradients.dtype))
+
+
+@triton.jit
+def _gradient(
+    products,
+    row,
+    column,
+    count,
+    stop,
+    targets,
+    factors,
+    inner,
+    bias,
+    coefficients,
+    coefficient_stride,
+    SOFTCAP: tl.constexpr,
+):
+    live = row < count
+    if bias is not None:
+        products += tl.load(bias + column, mask=column < stop, other=0.0)[None, :]
+    logit, slope = logit_of(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, SOFTCAP)
+    place = coefficients + row
+    maximum = tl.load(place, mask=live, other=0.0)
+    log_total = tl.load(place + coefficient_stride, mask=live, other=0.0)
+    at_target = tl.load(place + 2 * coefficient_stride, mask=live, other=0.0)
+    constant = tl.load(place + 3 * coefficient_stride, mask=live, other=0.0)
+    linear = tl.load(place + 4 * coefficient_stride, mask=live, other=0.0)
+    log_p = (logit - maximum[:, None]) - log_total[:, None]
+    gradient = tl.exp(log_p) * (constant[:, None] + linear[:, None] * log_p)
+    target = tl.load(targets + row, mask=live, other=-1)
+    gradient = tl.where(column[None, :] == target[:, None], gradient + at_target[:, None], gradient)
+    if SOFTCAP:
+        gradient *= slope
+    return gradient
