@@ -65,9 +65,9 @@ def test_strided_operands() -> None:
 
 
 def test_rows_longer_than_a_block() -> None:
-    columns = 2 * triton_epilogue.BLOCK + 37
+    columns = 2 * triton_epilogue.GRADIENT_BLOCK + 37
     operands = Operands.random(3, 4, columns, device=DEVICE)
-    operands.targets = torch.tensor([0, columns - 1, triton_epilogue.BLOCK], device=DEVICE)
+    operands.targets = torch.tensor([0, columns - 1, triton_epilogue.GRADIENT_BLOCK], device=DEVICE)
     assert_same_head(fused, operands)
 
 

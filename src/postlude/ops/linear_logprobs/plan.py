@@ -30,8 +30,9 @@ SLAB_OVERHEAD = 64 * MIB
 class Scratch:
     """Default sizes of a logits slab in bytes: so much for each token, at least `least` and at most `most` in all.
 
-    In one sweep (`linear_objective`) a slab must hold the whole vocabulary of its tokens and every slab rewrites
-    the weight's accumulator, so it pays to hold `sweep_tokens` of them, as far as `sweep_most` bytes allow.
+    In one sweep (`linear_objective`) a slab must hold the whole vocabulary of its tokens, and if there is more than
+    one, each rewrites the weight's accumulator. So it pays to be generous: slab and accumulator share `sweep_most`,
+    of which the slab has at least `sweep_least`.
     """
 
     partial: int  # a token, where only partial statistics are kept
@@ -39,7 +40,7 @@ class Scratch:
     backward: int  # a token
     least: int
     most: int
-    sweep_tokens: int
+    sweep_least: int
     sweep_most: int
 
 
@@ -52,8 +53,8 @@ SCRATCH = {
         backward=16 * KIB,
         least=128 * MIB,
         most=4 * GIB,
-        sweep_tokens=8192,
-        sweep_most=2 * GIB,
+        sweep_least=2 * GIB,
+        sweep_most=4 * GIB,
     ),
     "cpu": Scratch(
         partial=2 * KIB,
@@ -61,7 +62,7 @@ SCRATCH = {
         backward=16 * KIB,
         least=32 * MIB,
         most=256 * MIB,
-        sweep_tokens=1024,
+        sweep_least=64 * MIB,
         sweep_most=256 * MIB,
     ),
 }
@@ -168,11 +169,14 @@ def plan_sweep(
     shape: Shape, *, weight_gradient: bool, weight_cast: bool = False, memory_budget: int | None = None
 ) -> Plan:
     """Forward and backward at once (`linear_objective`): over tokens, since a token's softmax needs its whole row."""
-    scratch = shape.scratch
-    room = min(scratch.sweep_tokens * shape.columns * shape.logit_bytes, scratch.sweep_most)
-    if memory_budget is not None:
-        need = (weight_gradient + weight_cast) * shape.columns * shape.hidden * shape.accumulator_bytes
-        room = memory_budget - need
+    budget = shape.scratch.sweep_most if memory_budget is None else memory_budget
+    row = shape.hidden * shape.accumulator_bytes
+    cast = weight_cast * shape.columns * row
+    if shape.rows * shape.columns * shape.logit_bytes + cast <= budget:
+        return Plan("token", max(1, shape.rows))  # one slab: nothing is summed, so nothing else is needed
+    room = budget - cast - weight_gradient * shape.columns * row
+    if memory_budget is None:
+        room = max(room, shape.scratch.sweep_least)
     return _plan("token", shape, room)
 
 

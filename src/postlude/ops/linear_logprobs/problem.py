@@ -93,11 +93,11 @@ def resolve(
     operand = operand_dtype(dtype, hidden.device)
     compute = torch.promote_types(dtype, torch.float32)
     epilogue = select_epilogue(backend, hidden.device, compute)
-    outer = logit_scale if softcap is None else softcap
+    slope = _per_token(logit_scale, temperatures, targets, compute)
     rows = Rows(
         targets=targets - vocab_start,
-        factor=_per_token(outer, temperatures, targets, compute),
-        slope=_per_token(logit_scale, temperatures, targets, compute),
+        factor=slope if softcap is None else _per_token(softcap, temperatures, targets, compute),
+        slope=slope,
         inner=None if softcap is None else logit_scale / softcap,
     )
     # Last, so that the device waits as little as it can for what comes after.

@@ -104,9 +104,8 @@ class Kernels(Protocol):
 
 def empty_state(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The state [4, n] of rows of which no logit has been seen."""
-    state = torch.zeros(4, rows, dtype=dtype, device=device)
-    state[MAXIMUM] = LOWEST
-    state[TARGET] = LOWEST
+    state = torch.full((4, rows), LOWEST, dtype=dtype, device=device)
+    state[SUM : MOMENT + 1] = 0
     return state
 
 

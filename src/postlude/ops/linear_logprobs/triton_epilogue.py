@@ -17,8 +17,9 @@ from postlude.ops.linear_logprobs.statistics import Slab
 
 LOGIT_COPIES = 1
 
-# Columns a program holds at a time, and its warps: 16 fp32 a thread, enough loads in flight to fill the bandwidth.
-BLOCK, WARPS = 4096, 8
+# Columns a program holds at a time, its warps, and how many loads it keeps ahead: by measurement on an H200.
+STATISTICS_BLOCK, STATISTICS_WARPS, STATISTICS_STAGES = 1024, 4, 3
+GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
 
 _LOWEST = tl.constexpr(statistics.LOWEST)
 
@@ -39,8 +40,9 @@ def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
         state.stride(0),
         SOFTCAP=slab.rows.inner is not None,
         ENTROPY=entropy,
-        BLOCK=_block(columns),
-        num_warps=WARPS,
+        BLOCK=_block(columns, STATISTICS_BLOCK),
+        STAGES=STATISTICS_STAGES,
+        num_warps=STATISTICS_WARPS,
     )
 
 
@@ -63,14 +65,14 @@ def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tenso
         coefficients,
         coefficients.stride(0),
         SOFTCAP=slab.rows.inner is not None,
-        BLOCK=_block(columns),
-        num_warps=WARPS,
+        BLOCK=_block(columns, GRADIENT_BLOCK),
+        num_warps=GRADIENT_WARPS,
     )
     return whole[:, :columns]
 
 
-def _block(columns: int) -> int:
-    return min(BLOCK, max(256, 1 << (columns - 1).bit_length()))
+def _block(columns: int, most: int) -> int:
+    return min(most, max(256, 1 << (columns - 1).bit_length()))
 
 
 @triton.jit
@@ -110,41 +112,45 @@ def _accumulate_kernel(
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     state += row
     factor = tl.load(factors + row)
-    before = tl.load(state)
-    maximum = before
-    # Sums stay spread over the block's lanes until the end; only the maximum is needed block by block.
+    # Every lane keeps a maximum and sums of its own: no lane waits for another before the row is read.
+    maximum = tl.full([BLOCK], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, columns, BLOCK):
+    for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         product = tl.load(products + column, mask=inside, other=0.0)
         if bias is not None:
             product += tl.load(bias + column, mask=inside, other=0.0)
         logit, _ = logit_of(product, factor, inner, SOFTCAP)
-        logit = tl.where(inside, logit, _LOWEST)
-        higher = tl.maximum(maximum, tl.max(logit, 0))
-        drop = maximum - higher
-        decay = tl.exp(drop)
-        gap = logit - higher
-        share = tl.exp(gap)
+        rise = tl.where(inside, logit, _LOWEST) - maximum
+        share = tl.exp(-tl.abs(rise))
+        higher = rise > 0
         if ENTROPY:
-            moment = (moment + drop * total) * decay + share * gap
-        total = total * decay + share
-        maximum = higher
-    drop = before - maximum
-    decay = tl.exp(drop)
+            moment = tl.where(higher, (moment - rise * total) * share, moment + share * rise)
+        total = tl.where(higher, total * share + 1.0, total + share)
+        maximum = tl.where(higher, logit, maximum)
+    before = tl.load(state)
+    highest = tl.maximum(before, tl.max(maximum, 0))
+    gap = maximum - highest
+    decay = tl.exp(gap)
+    gap_before = before - highest
+    decay_before = tl.exp(gap_before)
     total_before = tl.load(state + state_stride)
-    tl.store(state, maximum)
-    tl.store(state + state_stride, total_before * decay + tl.sum(total, 0))
+    tl.store(state, highest)
+    tl.store(state + state_stride, total_before * decay_before + tl.sum(total * decay, 0))
     if ENTROPY:
         moment_before = tl.load(state + 2 * state_stride)
-        tl.store(state + 2 * state_stride, (moment_before + drop * total_before) * decay + tl.sum(moment, 0))
+        moment = (moment + gap * total) * decay
+        tl.store(
+            state + 2 * state_stride, (moment_before + gap_before * total_before) * decay_before + tl.sum(moment, 0)
+        )
     target = (tl.load(targets + row) - first).to(tl.int32)
     if (target >= 0) & (target < columns):
         product = tl.load(products + target)
