@@ -318,6 +318,7 @@ def show_table(results: list[Result]) -> None:
 
 
 def save_plot(results: list[Result], path: str) -> None:
+    """Bars of time over the floor, one panel a shape, with each method's extra memory behind its bar."""
     try:
         import matplotlib
     except ImportError:
@@ -326,18 +327,24 @@ def save_plot(results: list[Result], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shapes = list(dict.fromkeys(result.shape for result in results))
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(5 * len(shapes), 4.5), squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
-        for result in results:
-            if result.shape == shape and result.total_ratio and result.extra_gib:
-                mark = "o" if result.method.startswith("postlude") else "x"
-                axis.plot(result.extra_gib, result.total_ratio, mark)
-                axis.annotate(result.method, (result.extra_gib, result.total_ratio), fontsize=7)
-        axis.axhline(1.0, linestyle=":", color="grey")
-        axis.set(title=shape, xlabel="extra memory, GiB", ylabel="forward + backward, x floor", xscale="log")
+    drawn = [r for r in results if r.total_ratio and r.extra_gib and r.shape != LONGEST and "ignored" not in r.method]
+    shapes = list(dict.fromkeys(result.shape for result in drawn))
+    figure, axes = pyplot.subplots(-(-len(shapes) // 2), 2, figsize=(12, 2.9 * -(-len(shapes) // 2)), squeeze=False)
+    for axis, shape in zip(axes.flat, shapes, strict=False):
+        rows = [result for result in reversed(drawn) if result.shape == shape]
+        colours = ["#c2410c" if row.method.startswith("postlude") else "#94a3b8" for row in rows]
+        bars = axis.barh(
+            [f"{row.method} ({row.computes})" for row in rows], [row.total_ratio for row in rows], color=colours
+        )
+        axis.bar_label(bars, [f" {row.total_ratio:.2f}×, {row.extra_gib:.2f} GiB" for row in rows], fontsize=8)
+        axis.axvline(1.0, linestyle=":", color="black", linewidth=1)
+        axis.set_title("tokens {}, hidden {}, vocabulary {}".format(*shape.split("x")), fontsize=10)
+        axis.set_xlim(0, 1.5 * max(row.total_ratio for row in rows))
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("forward + backward, in multiples of the GEMM floor; extra memory, gradients included", fontsize=9)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
 
 
 def machine(device: str) -> dict[str, object]:
@@ -361,10 +368,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")
+    parser.add_argument("--redraw", metavar="FILE", help="only draw --plot from an earlier --json")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, no peers: does it run?")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.shapes, arguments.peers, arguments.repeats = "64x32x512,128x16x300", False, 1
+    if arguments.redraw:
+        with open(arguments.redraw) as file:
+            save_plot([Result(**result) for result in json.load(file)["results"]], arguments.plot)
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = run(arguments, device)
     show_table(results)
