@@ -15,7 +15,7 @@ from torch import Tensor
 from postlude.ops.collectives import copy_to_group, gather_from_sequence
 from postlude.ops.linear_logprobs import linear_logprobs
 from postlude.ops.linear_objective import linear_objective
-from tests.ops.conftest import Ranks
+from tests.conftest import Ranks
 from tests.ops.dense_head import Operands, assert_close, dense
 
 TOKENS, FEATURES, VOCABULARY = 12, 6, 37

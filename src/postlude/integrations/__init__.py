@@ -1,0 +1,1 @@
+"""The fused head for other people's models: transformers' and Megatron-Core's."""

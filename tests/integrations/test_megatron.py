@@ -1,0 +1,322 @@
+"""`LogprobsProcessor` behind a faithful fake of Megatron-Core's hook equals the whole head on one rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from postlude.integrations.megatron import LogprobsProcessor, MegatronContext, logprobs_output_processor
+from postlude.ops.linear_logprobs import TokenStats
+from tests.conftest import Ranks
+from tests.equality import assert_equal
+from tests.ops.dense_head import dense
+
+LENGTH, BATCH, FEATURES = 8, 3, 6
+PADDED, REAL = 40, 37  # rows of the vocabulary, and how many of them mean something
+HOOK = [
+    "hidden_states",
+    "output_layer",
+    "output_weight",
+    "labels",
+    "loss_mask",
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "decoder_input",
+    "inference_context",
+    "packed_seq_params",
+    "runtime_gather_output",
+    "context",
+    "compute_language_model_loss",
+    "scale_logits",
+    "config",
+]
+
+
+@dataclass
+class Config:
+    """The fields of TransformerConfig the hook's caller and the output layer read."""
+
+    sequence_parallel: bool = False
+    use_mup: bool = False
+    mup_output_mult: float = 1.0
+    mtp_num_layers: int | None = None
+    gradient_accumulation_fusion: bool = False
+    defer_embedding_wgrad_compute: bool = False
+
+
+class ColumnParallelLinear(nn.Module):
+    """As in megatron.core.tensor_parallel.layers: this rank's rows of [output_size, input_size]."""
+
+    def __init__(
+        self, weight: Tensor | None, bias: Tensor | None, config: Config, tp_group: dist.ProcessGroup | None
+    ) -> None:
+        super().__init__()
+        size = 1 if tp_group is None else dist.get_world_size(tp_group)
+        self.config, self.tp_group = config, tp_group
+        self.input_size, self.output_size, self.output_size_per_partition = FEATURES, PADDED, PADDED // size
+        self.gather_output = self.skip_bias_add = self.is_expert = self.explicit_expert_comm = False
+        self.disable_grad_reduce = False
+        self.weight = None if weight is None else nn.Parameter(weight)  # None: skip_weight_param_allocation
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.sequence_parallel = config.sequence_parallel and size > 1
+        self.allreduce_dgrad = size > 1 and not self.sequence_parallel
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> Any:
+        raise AssertionError("the output layer was called: there would be logits")
+
+
+class GPTModel(nn.Module):
+    """The end of megatron.core.models.gpt.GPTModel, on the last pipeline stage."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, config: Config, tied: bool, tp_group: Any) -> None:
+        super().__init__()
+        self.config, self.tied = config, tied
+        self.embedding = nn.Parameter(weight.clone())
+        self.output_layer = ColumnParallelLinear(None if tied else weight, bias, config, tp_group)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        return self.embedding if self.tied else self.output_layer.weight
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        *,
+        inference_context: Any = None,
+        output_processor: Callable[..., Any],
+        output_processor_context: Any = None,
+    ) -> Any:
+        """`_postprocess`, given the decoder's hidden states [s, b, h] or [s / tp, b, h]."""
+        return output_processor(
+            hidden_states=hidden_states,
+            output_layer=self.output_layer,
+            output_weight=self.embedding if self.tied else None,
+            labels=labels,
+            loss_mask=loss_mask,
+            input_ids=None,
+            position_ids=None,
+            attention_mask=None,
+            decoder_input=None,
+            inference_context=inference_context,
+            packed_seq_params=None,
+            runtime_gather_output=None,
+            context=output_processor_context,
+            compute_language_model_loss=self.compute_language_model_loss,
+            scale_logits=self._scale_logits,
+            config=self.config,
+        )
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        raise AssertionError("there would be logits")
+
+    def _scale_logits(self, logits: Tensor) -> Tensor:
+        if not self.config.use_mup or self.config.mup_output_mult == 1.0:
+            return logits
+        return logits * self.config.mup_output_mult
+
+
+@dataclass
+class Case:
+    """One layout, and whether the head is tied, scaled and biased."""
+
+    sequence_parallel: bool = False
+    tied: bool = False
+    mup: float = 1.0
+    bias: bool = False
+    returns: str = "stats"
+
+    def __str__(self) -> str:
+        marks = {"sequence": self.sequence_parallel, "tied": self.tied, "mup": self.mup != 1.0, "bias": self.bias}
+        return "-".join([*(name for name, given in marks.items() if given), self.returns])
+
+    @property
+    def config(self) -> Config:
+        return Config(self.sequence_parallel, use_mup=self.mup != 1.0, mup_output_mult=self.mup)
+
+
+class Whole:
+    """Everything on one rank, the same on every rank."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.hidden = torch.randn(LENGTH, BATCH, FEATURES, generator=generator)
+        self.weight = torch.randn(PADDED, FEATURES, generator=generator)
+        self.bias = torch.randn(PADDED, generator=generator)
+        self.labels = torch.randint(REAL, (BATCH, LENGTH), generator=generator)
+        self.labels[1, 3] = -100
+        self.loss_mask = (torch.rand(BATCH, LENGTH, generator=generator) > 0.3).float()
+        self.temperature = torch.rand(BATCH, LENGTH, generator=generator) + 0.5
+        self.upstream = torch.randn(3, BATCH, LENGTH, generator=generator)  # of logprob, entropy, lse
+        self.targets = self.labels.masked_fill(self.loss_mask == 0, -100)
+
+    def exact(self, case: Case) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """logprob, entropy, lse [b, s], and the gradients of hidden, weight and bias, in float64."""
+        leaves = [tensor.double().requires_grad_() for tensor in (self.hidden, self.weight, self.bias)]
+        options = {"temperature": self.temperature, "logit_scale": case.mup, "vocab_size": REAL}
+        bias = leaves[2] if case.bias else None
+        rows = dense(leaves[0].transpose(0, 1), leaves[1], self.targets, bias=bias, **options)
+        total = sum((row * up).sum() for row, up in zip(rows, self.upstream, strict=True))
+        return [row.detach() for row in rows], torch.autograd.grad(total, leaves, materialize_grads=True)
+
+
+def run(group: dist.ProcessGroup, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    """One rank's results and its gradients of its hidden states and of its shard of the head."""
+    whole, size, rank = Whole(), dist.get_world_size(group), dist.get_rank(group)
+    bias = whole.bias.chunk(size)[rank].clone() if case.bias else None
+    model = GPTModel(whole.weight.chunk(size)[rank].clone(), bias, case.config, case.tied, group)
+    hidden = whole.hidden.chunk(size)[rank] if case.sequence_parallel else whole.hidden
+    hidden = hidden.clone().requires_grad_()
+    processor = LogprobsProcessor(vocab_size=REAL, entropy=True, lse=True, temperature=9.0, returns=case.returns)
+    context = MegatronContext(temperature=whole.temperature)
+    output = model(hidden, whole.labels, whole.loss_mask, output_processor=processor, output_processor_context=context)
+    rows = output.unbind() if case.returns == "tensor" else (output.logprob, output.entropy, output.lse)
+    sum((row * up).sum() for row, up in zip(rows, whole.upstream, strict=True)).backward()
+    leaves = [hidden, model.head_weight, *([model.output_layer.bias] if case.bias else [])]
+    return [row.detach() for row in rows], [leaf.grad for leaf in leaves]
+
+
+CASES = [
+    Case(sequence_parallel, tied, mup)
+    for sequence_parallel in (True, False)
+    for tied in (True, False)
+    for mup in (1.0, 0.3)
+]
+CASES += [Case(bias=True), Case(sequence_parallel=True, bias=True, mup=0.3), Case(returns="tensor", tied=True)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_equals_the_whole_head_on_one_rank(ranks: Ranks, size: int, case: Case) -> None:
+    rows, (hidden, weight, bias) = Whole().exact(case)
+    answers = ranks(size, run, case)
+    for got, _ in answers:
+        for name, actual, expected in zip(("logprob", "entropy", "lse"), got, rows, strict=True):
+            assert_equal(actual, expected, name)
+            assert actual.is_contiguous()
+    hiddens = [gradients[0] for _, gradients in answers]
+    for gradient in [torch.cat(hiddens)] if case.sequence_parallel else hiddens:
+        assert_equal(gradient, hidden, "gradient of hidden")
+    assert_equal(torch.cat([gradients[1] for _, gradients in answers]), weight, "gradient of the weight's shards")
+    if case.bias:
+        assert_equal(torch.cat([gradients[2] for _, gradients in answers]), bias, "gradient of the bias's shards")
+
+
+def one_rank(**config: Any) -> tuple[Whole, GPTModel]:
+    whole = Whole()
+    return whole, GPTModel(whole.weight, None, Config(**config), False, None)
+
+
+def test_the_default_rates_labels_over_the_padded_vocabulary() -> None:
+    whole, model = one_rank()
+    stats = model(whole.hidden, whole.labels, output_processor=logprobs_output_processor)
+    assert isinstance(stats, TokenStats)
+    assert stats.entropy is None
+    assert_equal(stats.logprob, dense(whole.hidden.transpose(0, 1), whole.weight, whole.labels)[0])
+
+
+def test_top_k_and_hit_are_batch_first() -> None:
+    whole, model = one_rank()
+    stats = model(whole.hidden, whole.labels, output_processor=LogprobsProcessor(topk=2, hit=True))
+    logits = whole.hidden.transpose(0, 1) @ whole.weight.t()
+    kept = whole.labels != -100
+    assert torch.equal(stats.topk_ids[kept], logits.topk(2).indices[kept])
+    assert torch.equal(stats.hit, (logits.argmax(-1) == whole.labels) & kept)
+
+
+def test_targets_of_the_context_replace_labels() -> None:
+    whole, model = one_rank()
+    context = MegatronContext(targets=whole.labels)
+    stats = model(whole.hidden, output_processor=LogprobsProcessor(), output_processor_context=context)
+    assert_equal(stats.logprob, model(whole.hidden, whole.labels, output_processor=LogprobsProcessor()).logprob)
+
+
+def test_loss_mask_can_be_left_to_the_caller() -> None:
+    whole, model = one_rank()
+    masked = model(whole.hidden, whole.labels, whole.loss_mask, output_processor=LogprobsProcessor()).logprob
+    processor = LogprobsProcessor(use_loss_mask=False)
+    everything = model(whole.hidden, whole.labels, whole.loss_mask, output_processor=processor).logprob
+    assert (everything != 0).equal(whole.labels != -100)
+    assert_equal(masked, everything * whole.loss_mask)
+
+
+def test_takes_exactly_the_arguments_of_the_hook() -> None:
+    parameters = inspect.signature(LogprobsProcessor.__call__).parameters.values()
+    assert [each.name for each in parameters if each.kind is each.KEYWORD_ONLY] == HOOK
+    assert all(each.default is each.empty for each in parameters)
+    whole, model = one_rank()
+    sent: dict[str, Any] = {}
+    model(whole.hidden, whole.labels, output_processor=lambda **hook: sent.update(hook))
+    assert list(sent) == HOOK
+    assert_equal(
+        LogprobsProcessor()(**sent, padding_mask=None).logprob,
+        model(whole.hidden, whole.labels, output_processor=LogprobsProcessor()).logprob,
+    )
+    with pytest.raises(TypeError, match=r"passed padding_mask, which this version of postlude does not know"):
+        LogprobsProcessor()(**sent, padding_mask=whole.loss_mask)
+
+
+def test_refuses_what_it_cannot_honour() -> None:
+    whole, model = one_rank()
+    arguments: dict[str, Any] = {"output_processor": LogprobsProcessor()}
+    with pytest.raises(ValueError, match=r"without inference_context"):
+        model(whole.hidden, whole.labels, inference_context=SimpleNamespace(), **arguments)
+    with pytest.raises(ValueError, match=r"give the model labels, or the context targets"):
+        model(whole.hidden, **arguments)
+    with pytest.raises(TypeError, match=r"must be a MegatronContext, but is a dict"):
+        model(whole.hidden, whole.labels, output_processor_context={}, **arguments)
+    with pytest.raises(ValueError, match=r"vocab_size is 41, but the output layer has 40 rows x 1 ranks"):
+        model(whole.hidden, whole.labels, output_processor=LogprobsProcessor(vocab_size=41))
+    with pytest.raises(ValueError, match=r"Drop topk and hit"):
+        LogprobsProcessor(returns="tensor", topk=1)
+    with pytest.raises(ValueError, match=r'must be "stats" or "tensor", but is .tuple.'):
+        LogprobsProcessor(returns="tuple")
+    model._scale_logits = lambda logits: 30 * torch.tanh(logits / 30)
+    with pytest.raises(ValueError, match=r"honour a factor on the logits alone"):
+        model(whole.hidden, whole.labels, **arguments)
+
+
+class SoftcappedLinear(ColumnParallelLinear):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.tanh(super().forward(*args, **kwargs))
+
+
+def test_refuses_an_output_layer_that_is_more_than_a_product() -> None:
+    whole, model = one_rank()
+    arguments: dict[str, Any] = {"labels": whole.labels, "output_processor": LogprobsProcessor()}
+    model.output_layer.disable_grad_reduce = True
+    with pytest.raises(ValueError, match=r"without disable_grad_reduce"):
+        model(whole.hidden, **arguments)
+    model.output_layer = ColumnParallelLinear(whole.weight[:20], None, model.config, None)
+    with pytest.raises(ValueError, match=r"needs the 40 rows .* weight is a Parameter \[20, 6\]"):
+        model(whole.hidden, **arguments)
+    model.output_layer = SoftcappedLinear(whole.weight, None, model.config, None)
+    with pytest.raises(TypeError, match=r"output layer is a SoftcappedLinear"):
+        model(whole.hidden, **arguments)
+    model.output_layer = nn.Linear(FEATURES, PADDED)
+    with pytest.raises(TypeError, match=r"output layer is a Linear"):
+        model(whole.hidden, **arguments)
+
+
+def test_refuses_settings_under_which_megatron_would_drop_the_heads_gradient() -> None:
+    whole, model = one_rank(defer_embedding_wgrad_compute=True)
+    arguments: dict[str, Any] = {"labels": whole.labels, "output_processor": LogprobsProcessor()}
+    with pytest.raises(ValueError, match=r"set defer_embedding_wgrad_compute=False"):
+        model(whole.hidden, **arguments)
+    whole, model = one_rank(gradient_accumulation_fusion=True, mtp_num_layers=1)
+    with pytest.raises(ValueError, match=r"Set zero_out_wgrad = True"):
+        model(whole.hidden, **arguments)
+    with torch.no_grad():
+        scored = model(whole.hidden, **arguments).logprob
+    model.output_layer.weight.zero_out_wgrad = True
+    assert_equal(model(whole.hidden, **arguments).logprob, scored)
