@@ -1,0 +1,157 @@
+"""A pipeline equals one rank: losses, per-token results and every gradient, in every schedule and at every length."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from postlude import LanguageModel, Microbatch, OutputInputs, Stage, load_model, pack
+from postlude.pipeline import Executor
+from tests.equality import assert_equal
+from tests.model.small import sequences, small_config
+
+LENGTHS = (5, 1, 8, 3, 12, 2, 7, 9, 4, 11)
+Gradients = dict[str, Tensor]
+
+
+def objective(inputs: OutputInputs, bonus: float) -> dict[str, Any]:
+    """Token, entropy and sequence terms together; the result is a tree, not a tensor."""
+    microbatch = inputs.microbatch
+    stats = inputs.head.logprobs(inputs.hidden, microbatch.targets, entropy=True)
+    whole = microbatch.sequence_sum(stats.logprob).exp().sum()
+    loss = (-stats.logprob - bonus * stats.entropy).sum() + 0.1 * whole
+    return {"loss": loss / microbatch.batch_targets, "parts": (stats.logprob.detach(), microbatch.index)}
+
+
+def batch(count: int, seed: int = 0, multiple_of: int = 1) -> list[Microbatch]:
+    return pack(sequences(*LENGTHS[:count], seed=seed), budget=12, multiple_of=multiple_of)
+
+
+def build(pattern: str, tied: bool, stage: Stage) -> LanguageModel:
+    if pattern in ("tiny-moe", "tiny-dense"):
+        return LanguageModel(load_model(pattern).config, stage=stage)
+    return LanguageModel(small_config(pattern, tied_head=tied), stage=stage)
+
+
+def step(executor: Executor, microbatches: list[Microbatch]) -> list[Any]:
+    return executor.run(
+        microbatches, output_processor=objective, output_processor_context=0.03, loss=lambda result: result["loss"]
+    )
+
+
+def collect(models: dict[int, LanguageModel]) -> Gradients:
+    """Gradients by name; stages that share a tied embedding add up."""
+    gradients: Gradients = defaultdict(lambda: torch.zeros(()))
+    for model in models.values():
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients[name] + parameter.grad
+    return dict(gradients)
+
+
+def one_rank(pattern: str, tied: bool, *steps: list[Microbatch]) -> tuple[list[Any], Gradients]:
+    models = {0: build(pattern, tied, Stage())}
+    executor = Executor(models)
+    results = [result for microbatches in steps for result in step(executor, microbatches)]
+    return results, collect(models)
+
+
+def pipeline(
+    group: dist.ProcessGroup, vpp: int, pattern: str, tied: bool, plan: list[Any]
+) -> tuple[list[Any], Gradients]:
+    """One rank of a pipeline. `plan` holds microbatches to train on, or ("look", microbatches) to run forward only."""
+    pp, rank = dist.get_world_size(group), dist.get_rank(group)
+    models = {s: build(pattern, tied, Stage(s, pp * vpp)) for s in range(rank, pp * vpp, pp)}
+    executor = Executor(models, group)
+    results = []
+    for entry in plan:
+        if isinstance(entry, tuple):
+            looked = executor.run(entry[1], output_processor=objective, output_processor_context=0.03)
+            assert all(not result["loss"].requires_grad for result in looked)
+        else:
+            results += step(executor, entry)
+    return [(result["loss"].detach(), *result["parts"]) for result in results], collect(models)
+
+
+def assert_same(answers: list[tuple[list[Any], Gradients]], results: list[Any], gradients: Gradients) -> None:
+    assert all(not found for found, _ in answers[:-1]), "only the rank with the last stage has results"
+    found = answers[-1][0]
+    assert len(found) == len(results)
+    for (loss, logprobs, index), expected in zip(found, results, strict=True):
+        assert_equal(loss, expected["loss"], "loss")
+        assert_equal(logprobs, expected["parts"][0], "log-probs")
+        assert index == expected["parts"][1]
+    together: Gradients = {}
+    for _, part in answers:
+        for name, gradient in part.items():
+            together[name] = together[name] + gradient if name in together else gradient
+    assert together.keys() == gradients.keys()
+    for name, gradient in together.items():
+        assert_equal(gradient, gradients[name], f"gradient of {name}")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("count", [10, 6, 1], ids=lambda count: f"{count} sequences")
+@pytest.mark.parametrize(
+    ("pp", "vpp", "pattern"),
+    [
+        (1, 1, "[*-]{4}"),
+        (2, 1, "[*-]{4}"),
+        (4, 1, "*-*E"),
+        (2, 2, "[*-][S-][*E]*"),
+        (2, 4, "[*-]{8}"),
+        (4, 2, "[*-]{8}"),
+    ],
+)
+def test_a_pipeline_equals_one_rank(ranks, pp: int, vpp: int, pattern: str, count: int, tied: bool) -> None:
+    microbatches = batch(count)
+    answers = ranks(pp, pipeline, vpp, pattern, tied, [microbatches])
+    assert_same(answers, *one_rank(pattern, tied, microbatches))
+
+
+def test_lengths_may_change_and_looking_in_between_changes_nothing(ranks) -> None:
+    first, second = batch(10), batch(5, seed=3)
+    answers = ranks(2, pipeline, 2, "[*-]{4}", True, [first, ("look", second), second, ("look", first)])
+    assert_same(answers, *one_rank("[*-]{4}", True, first, second))
+
+
+def test_empty_microbatches_weigh_nothing(ranks) -> None:
+    microbatches = batch(2, multiple_of=4)
+    assert any(len(microbatch) == 0 for microbatch in microbatches)
+    answers = ranks(2, pipeline, 1, "[*-]{4}", False, [microbatches])
+    full = [microbatch for microbatch in microbatches if len(microbatch)]
+    expected, gradients = one_rank("[*-]{4}", False, full)
+    answers[-1] = ([found for found in answers[-1][0] if len(found[1])], answers[-1][1])
+    assert_same(answers, expected, gradients)
+
+
+def test_side_losses_arise_on_every_stage(ranks) -> None:
+    """The router's balance loss reaches no objective, and is the same however the layers are spread."""
+    microbatches = pack([torch.arange(n) * 3 % 256 for n in LENGTHS], budget=20)
+    answers = ranks(4, pipeline, 1, "tiny-moe", False, [microbatches])
+    assert_same(answers, *one_rank("tiny-moe", False, microbatches))
+
+
+def test_nothing_to_do(ranks) -> None:
+    answers = ranks(2, pipeline, 1, "[*-]{2}", False, [[]])
+    assert answers == [([], {}), ([], {})]
+
+
+def test_the_result_comes_back_as_it_is() -> None:
+    executor = Executor({0: build("[*-]", False, Stage())})
+    marker = object()
+    (result,) = executor.run(batch(1), output_processor=lambda inputs, context: (context, marker))
+    assert result == (None, marker)
+    assert result[1] is marker
+
+
+def test_wrong_stages_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"runs stages \[0\], but was given \[1\]"):
+        Executor({1: build("[*-]{2}", False, Stage(1, 2))})
+    with pytest.raises(ValueError, match="stage 0 of 1 was given a model built as Stage"):
+        Executor({0: build("[*-]{2}", False, Stage(0, 2))})
