@@ -84,6 +84,13 @@ def test_a_config_alone_gives_fresh_weights_by_seed() -> None:
     assert (first.norm.weight == 1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fresh_weights_are_the_same_in_every_dtype_but_for_rounding(dtype: torch.dtype) -> None:
+    half, full = load_model("tiny-moe", dtype=dtype), load_model("tiny-moe", dtype=torch.float32)
+    for actual, expected in zip(half.parameters(), full.parameters(), strict=True):
+        assert torch.equal(actual, expected.to(dtype))
+
+
 def test_a_config_changed_behind_the_familys_back_is_not_exported(tmp_path: Path) -> None:
     config = load_model("tiny-dense").config
     changed = LanguageModel(dataclasses.replace(config, logit_softcap=3.0))

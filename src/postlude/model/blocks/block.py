@@ -74,7 +74,9 @@ class RMSNorm(nn.Module):
 def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
     """The usual start: matrices normal, norm weights one, every other vector zero."""
     if parameter.ndim > 1:
-        parameter.normal_(0.0, std, generator=generator)
+        # Drawn in fp32 and rounded, so that a model is the same in every dtype.
+        drawn = torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        parameter.copy_(drawn)
     elif name.endswith("norm.weight"):
         parameter.fill_(1.0)
     else:
