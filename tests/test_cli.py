@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from postlude import load_model, pack
+from postlude import export_hf, load_model, load_tokenizer, pack
 from postlude.cli import main
+from postlude.hf.load import read_config
 
 
 def test_info_counts_every_parameter(capsys) -> None:
@@ -52,6 +53,29 @@ def test_convert_writes_a_model_that_scores_the_same(tmp_path: Path, capsys) -> 
     capsys.readouterr()
     assert main(["logprobs", str(tmp_path / "moe"), "--text", "hello", "--dtype", "float32"]) == 0
     assert "'o'" in capsys.readouterr().out
+
+
+def test_tokens_are_shown_as_they_are(tmp_path: Path, capsys) -> None:
+    assert main(["convert", "tiny-dense", str(tmp_path / "model[bold]")]) == 0
+    assert str(tmp_path / "model[bold]") in capsys.readouterr().out
+    tokenizer = load_tokenizer("tiny-dense")
+    tokenizer.add_tokens(["[/INST]"])
+    export_hf(load_model("tiny-dense"), tmp_path / "inst", tokenizer=tokenizer)
+    assert main(["logprobs", str(tmp_path / "inst"), "--text", "a[/INST]b"]) == 2
+    assert "gives token 264, but the vocabulary ends at 263" in capsys.readouterr().err
+    wider = read_config("tiny-dense")
+    wider.vocab_size = 272
+    export_hf(load_model(wider), tmp_path / "inst", tokenizer=tokenizer)
+    assert main(["logprobs", str(tmp_path / "inst"), "--text", "a[/INST]b"]) == 0
+    assert "'[/INST]'" in capsys.readouterr().out
+
+
+def test_convert_goes_on_without_a_tokenizer(tmp_path: Path, capsys) -> None:
+    source = export_hf(load_model("tiny-dense"), tmp_path / "bare")
+    (source / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert main(["convert", str(source), str(tmp_path / "copy")]) == 0
+    assert "written without one" in capsys.readouterr().err
+    assert (tmp_path / "copy" / "generation_config.json").read_text() == '{"temperature": 0.5}'
 
 
 @pytest.mark.parametrize(

@@ -87,3 +87,32 @@ def test_no_patched_forwards_and_no_globals(path: Path) -> None:
         if isinstance(node, ast.Assign):
             targets = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
             assert "forward" not in targets, f"{path.relative_to(ROOT)}:{node.lineno} rebinds a forward"
+
+
+ALONE_WITH_TORCH = """
+import sys
+for name in ("transformers", "tokenizers", "safetensors", "numpy", "rich", "yaml"):
+    sys.modules[name] = None  # importing it now fails
+import torch
+from postlude import linear_logprobs, linear_objective
+hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+linear_logprobs(hidden, weight, torch.tensor([0, 4, -100]), entropy=True).logprob.sum().backward()
+assert hidden.grad.abs().sum() > 0
+"""
+
+
+def test_the_fused_head_needs_torch_alone() -> None:
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALONE_WITH_TORCH], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_front_door_holds_every_public_name() -> None:
+    for name in postlude.__all__:
+        assert getattr(postlude, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'grpo'"):
+        _ = postlude.grpo

@@ -1,13 +1,20 @@
-"""Postlude: a PyTorch-native post-training core. The names here are the public, stable ones."""
+"""Postlude: a PyTorch-native post-training core. The names here are the public, stable ones.
 
-from postlude.data import Microbatch, pack, unpack
-from postlude.hf.export import export_hf
-from postlude.hf.load import load_model
-from postlude.hf.tokenizer import load_tokenizer
-from postlude.layout import Layout, Stage
-from postlude.model import LanguageModel, ModelConfig, OutputHead, OutputInputs, OutputProcessor, Pattern
-from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
-from postlude.ops.linear_objective import LinearObjective, linear_objective
+Each is imported when it is first used: `from postlude import linear_logprobs` needs torch alone, and nothing waits for
+transformers but what reads or writes its models.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from postlude.data import Microbatch, pack, unpack
+    from postlude.hf.export import export_hf
+    from postlude.hf.load import load_model, load_tokenizer
+    from postlude.layout import Layout, Stage
+    from postlude.model import LanguageModel, ModelConfig, OutputHead, OutputInputs, OutputProcessor, Pattern
+    from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
+    from postlude.ops.linear_objective import LinearObjective, linear_objective
 
 __all__ = [
     "LanguageModel",
@@ -29,3 +36,24 @@ __all__ = [
     "pack",
     "unpack",
 ]
+
+_HOMES = {
+    "postlude.data": ("Microbatch", "pack", "unpack"),
+    "postlude.hf.export": ("export_hf",),
+    "postlude.hf.load": ("load_model", "load_tokenizer"),
+    "postlude.layout": ("Layout", "Stage"),
+    "postlude.model": ("LanguageModel", "ModelConfig", "OutputHead", "OutputInputs", "OutputProcessor", "Pattern"),
+    "postlude.ops.linear_logprobs": ("TokenStats", "linear_logprobs"),
+    "postlude.ops.linear_objective": ("LinearObjective", "linear_objective"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'postlude' has no attribute {name!r}; it has {', '.join(__all__)}.")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

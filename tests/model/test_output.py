@@ -63,6 +63,14 @@ def test_inputs_are_frozen() -> None:
     small_model()(small_microbatch(), output_processor=processor)
 
 
+def test_no_targets_means_logits() -> None:
+    model, microbatch = small_model(), small_microbatch()
+    assert torch.equal(model(microbatch, targets=None), model(microbatch))
+    assert torch.equal(model(microbatch, targets=False), model(microbatch))
+    with pytest.raises(TypeError, match="targets is True, a tensor"):
+        model(microbatch, targets=1)
+
+
 @TIED
 def test_gradients_through_a_processor_equal_those_through_logits(tied: bool) -> None:
     microbatch = small_microbatch()

@@ -373,3 +373,18 @@ def test_auto_says_once_why_it_uses_torch(caplog: pytest.LogCaptureFixture) -> N
     assert [record.getMessage() for record in caplog.records] == [
         "linear_logprobs uses the torch backend: the tensors are on cpu, not cuda"
     ]
+
+
+def test_a_second_derivative_is_refused_not_dropped() -> None:
+    operands = Operands.random(3, 4, 7)
+    stats = linear_logprobs(operands.hidden, operands.weight, operands.targets)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(stats.logprob.sum(), operands.hidden, create_graph=True)
+
+
+def test_topk_beyond_the_real_vocabulary_is_refused() -> None:
+    operands = Operands.random(3, 4, 7)
+    with pytest.raises(ValueError, match="topk must be between 0 and the vocabulary's 5 entries"):
+        linear_logprobs(operands.hidden, operands.weight, operands.targets % 5, topk=6, vocab_size=5)
+    with pytest.raises(ValueError, match="7 entries"):
+        linear_logprobs(operands.hidden, operands.weight, operands.targets, topk=8, vocab_size=99)

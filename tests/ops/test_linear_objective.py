@@ -227,3 +227,22 @@ def test_errors_are_sentences() -> None:
         call(lambda logprob, _, __: logprob.mean())
     with pytest.raises(ValueError, match=r"columns hold a tensor \[5\], which does not begin with targets' \[6\]"):
         call(lambda logprob, _, c: logprob * c, torch.zeros(5))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["one sweep", "two passes"])
+def test_no_gradient_reaches_the_columns(frozen: bool) -> None:
+    operands = Operands.random(4, 3, 9)
+    weight = operands.upstream[0].clone().requires_grad_()
+    hidden = operands.hidden.detach() if frozen else operands.hidden
+    head = operands.weight.detach() if frozen else operands.weight
+    result = linear_objective(hidden, head, operands.targets, lambda logprob, _, column: logprob * column, weight)
+    assert result.loss.requires_grad != frozen
+    if not frozen:
+        result.loss.backward()
+    assert weight.grad is None
+
+
+def test_an_objective_that_returns_no_tensor_is_refused() -> None:
+    operands = Operands.random(4, 3, 9)
+    with pytest.raises(TypeError, match="must return a tensor of losses, but returned a float"):
+        linear_objective(operands.hidden, operands.weight, operands.targets, lambda *_: 1.0)

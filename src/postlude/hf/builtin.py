@@ -11,7 +11,7 @@ from postlude.hf.tokenizer import BYTE_VOCABULARY, END
 
 
 def tiny_dense() -> PretrainedConfig:
-    """Four Llama layers over bytes, 0.9 M parameters."""
+    """Four Llama layers over bytes, 0.8 M parameters."""
     return LlamaConfig(
         vocab_size=BYTE_VOCABULARY,
         hidden_size=128,

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from postlude.hf import FAMILIES, Family
 from postlude.hf.load import experts_in
 from postlude.hf.tensors import INDEX, SINGLE
 from postlude.model import LanguageModel
+
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def export_hf(
@@ -28,16 +34,19 @@ def export_hf(
 ) -> Path:
     """Write config.json, safetensors (sharded past `max_shard_bytes`) and, if given, the tokenizer.
 
-    Everything is written beside the target and moved in when complete, so a failed export leaves an older one as it
-    was. Returns the directory.
+    Everything is written beside the target and moved in when complete, so an export that fails while it writes leaves
+    an older one as it was. Files that are not a model's are left alone. Returns the directory.
     """
-    target = Path(directory).expanduser()
+    target = Path(directory).expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; export_hf writes a directory.")
+    if model.stage.count != 1:
+        raise ValueError(
+            f"stage {model.stage.index} of {model.stage.count} is a part of a model; export_hf writes whole ones."
+        )
     family, hf = _hf_config(model, families)
-    aside = target.with_name(target.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         hf.save_pretrained(aside)
         _write_tensors(model, family, aside, max_shard_bytes)
@@ -74,6 +83,8 @@ def _hf_config(model: LanguageModel, families: Mapping[str, Family]) -> tuple[Fa
             "different models; change the transformers config and load from that instead."
         )
     hf.dtype = next(model.parameters()).dtype
+    if not hf.architectures:  # by which other tools pick the class
+        hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.family]]
     return family, hf
 
 
@@ -87,12 +98,11 @@ def _write_tensors(model: LanguageModel, family: Family, directory: Path, max_sh
             filled = 0
         shards[-1].append(name)
         filled += sizes[name]
-    names = (
-        [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in _count(shards)]
-    )
+    numbers = range(1, len(shards) + 1)
+    names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in numbers]
     tensors = hf_tensors(model, family)
     for name, shard in zip(names, shards, strict=True):
-        content = {theirs: tensor.detach().cpu().contiguous() for theirs, tensor in _take(tensors, len(shard))}
+        content = {theirs: tensor.detach().cpu().contiguous() for theirs, tensor in islice(tensors, len(shard))}
         save_file(content, directory / name, metadata={"format": "pt"})
     if len(shards) > 1:
         weight_map = {theirs: name for name, shard in zip(names, shards, strict=True) for theirs in shard}
@@ -100,20 +110,14 @@ def _write_tensors(model: LanguageModel, family: Family, directory: Path, max_sh
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _count(shards: list[list[str]]) -> range:
-    return range(1, len(shards) + 1)
-
-
-def _take(tensors: Iterator[tuple[str, Tensor]], count: int) -> Iterator[tuple[str, Tensor]]:
-    for _ in range(count):
-        yield next(tensors)
-
-
 def _move_in(aside: Path, target: Path) -> None:
     if not target.exists():
         aside.rename(target)
+        target.chmod(0o755)  # a temporary directory is its maker's alone
         return
-    for stale in (*target.glob("model*.safetensors"), target / INDEX):
-        stale.unlink(missing_ok=True)
-    for path in sorted(aside.iterdir()):
-        path.replace(target / path.name)
+    new = {path.name for path in aside.iterdir()}
+    for name in sorted(new):
+        (aside / name).replace(target / name)
+    for path in target.iterdir():
+        if path.name not in new and WEIGHTS.fullmatch(path.name):
+            path.unlink()  # weights of the older export

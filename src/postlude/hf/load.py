@@ -1,20 +1,28 @@
-"""load_model: from a directory, a GGUF file, a config or a built-in name to a LanguageModel."""
+"""load_model and load_tokenizer: from a directory, a GGUF file, a config or a built-in name."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from postlude.hf import FAMILIES, Family
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource
+from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import MoEConfig
@@ -38,18 +46,36 @@ def load_model(
     `seed`), or a built-in name: `tiny-dense`, `tiny-moe` (likewise). `dtype` defaults to the one the source names.
     Tensors are streamed one by one, so the peak is one copy of the model and its largest tensor.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, but {dtype!r} was given.")
     if layout is not None and layout.world_size > 1:
         raise ValueError(f"load_model loads whole models, but {layout} spreads one over {layout.world_size} ranks.")
     hf = read_config(source)
     family, config = adapt(hf, families)
-    with torch.device("meta"):
+    with torch.device("meta"), _default_dtype(dtype or _dtype(hf)):  # buffers that ask for fp32 keep it
         model = LanguageModel(config, layout=layout)
-    model = model.to(dtype or _dtype(hf)).to_empty(device=device)
+    if torch.device(device).type == "meta":
+        return model
     tensors = _tensors(source)
-    model.reset(seed)
-    if tensors is not None:
+    model = model.to_empty(device=device)
+    if tensors is None:
+        model.reset(seed)
+    else:
         fill(model, tensors, family)
     return model
+
+
+def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or a GGUF file; one token a byte for the built-in models."""
+    if isinstance(source, str) and source in BUILTIN:
+        return byte_tokenizer()
+    path = _existing(source)
+    try:
+        if path.is_dir():
+            return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # whatever transformers and its parsers raise
+        raise FileNotFoundError(f"{path} has no tokenizer that can be read: {_first_line(error)}") from error
 
 
 def read_config(source: Source) -> PretrainedConfig:
@@ -64,7 +90,7 @@ def read_config(source: Source) -> PretrainedConfig:
             raise FileNotFoundError(f"{path} has no config.json, so it is not a Hugging Face model directory.")
         try:
             return AutoConfig.from_pretrained(path)
-        except (ValueError, KeyError, OSError) as error:
+        except Exception as error:  # whatever transformers' own validation raises
             raise ValueError(
                 f"{path / 'config.json'} cannot be read as a model config: {_first_line(error)}"
             ) from error
@@ -72,7 +98,7 @@ def read_config(source: Source) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except ImportError as error:
         raise ImportError(GGUF_NEEDS) from error
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # a GGUF cut short fails in its parser, in ways of its own
         raise ValueError(f"{path} cannot be read as GGUF: {_first_line(error)}") from error
 
 
@@ -94,6 +120,8 @@ def fill(model: LanguageModel, tensors: TensorSource, family: Family) -> None:
     plan = {name: list(family.pieces(name, experts_in(model.config))) for name in state}
     wanted = {theirs for pieces in plan.values() for _, theirs in pieces}
     _account(wanted, available, model)
+    for buffer in model.buffers():
+        buffer.zero_()  # those that are not stored start from nothing
     for name, pieces in plan.items():
         for expert, theirs in pieces:
             target = state[name] if expert is None else state[name][expert]
@@ -152,7 +180,17 @@ def _dtype(hf: PretrainedConfig) -> torch.dtype:
     dtype = getattr(hf, "dtype", None)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _some(names: list[str]) -> str:

@@ -5,7 +5,7 @@ from transformers import PretrainedConfig
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, activation, decoder_config
 from postlude.hf.family import EXPERT, Family
 from postlude.model import ModelConfig
-from postlude.model.blocks import MoEConfig
+from postlude.model.blocks import BlockConfig, MoEConfig
 
 MOE_NAMES = {
     "moe.norm": "post_attention_layernorm",
@@ -23,15 +23,17 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
         layer not in dense and hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0
         for layer in range(hf.num_hidden_layers)
     ]
-    moe = MoEConfig(
-        experts=hf.num_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.moe_intermediate_size,
-        activation=activation(hf),
-        normalise=hf.norm_topk_prob,
-        # Theirs counts each of the top_k choices as a share of its own.
-        balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
-    )
+    blocks: dict[str, BlockConfig] = {}
+    if any(sparse):
+        blocks["E"] = MoEConfig(
+            experts=hf.num_experts,
+            top_k=hf.num_experts_per_tok,
+            intermediate_size=hf.moe_intermediate_size,
+            activation=activation(hf),
+            normalise=hf.norm_topk_prob,
+            # Theirs counts each of the top_k choices as a share of its own.
+            balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
+        )
     return decoder_config(
         hf,
         qkv_bias=hf.attention_bias,
@@ -39,7 +41,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
         qk_norm="head",
         sliding=[hf.sliding_window is not None] * hf.num_hidden_layers,
         layers=["E" if experts else "-" for experts in sparse],
-        blocks={"E": moe} if any(sparse) else None,
+        blocks=blocks,
     )
 
 

@@ -42,7 +42,10 @@ class SafetensorsSource:
         path = self._file_of[name]
         if path not in self._open:
             self._open[path] = _open(path)
-        tensor: Tensor = self._open[path].get_tensor(name)
+        try:
+            tensor: Tensor = self._open[path].get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} does not hold {name}, as its index says ({error}); fetch both again.") from error
         return tensor
 
 

@@ -1,12 +1,9 @@
-"""Tokenizers: the model's own where it has one, bytes for the built-in models."""
+"""The byte tokenizer of the built-in models."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>", *(f"<|reserved_{i}|>" for i in range(4)))
 PAD, END = 256, 257
@@ -27,19 +24,6 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1])
     fast.chat_template = CHAT_TEMPLATE
     return fast
-
-
-def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory, a GGUF file or a built-in model."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        try:
-            return AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(f"{path} has no tokenizer; copy its tokenizer files beside config.json.") from error
-    if path.is_file():
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    return byte_tokenizer()
 
 
 def _byte_letters() -> list[str]:

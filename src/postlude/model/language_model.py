@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
         microbatch: Microbatch,
         hidden: Tensor | None = None,
         *,
-        targets: Tensor | bool = False,
+        targets: Tensor | bool | None = None,
         output_processor: OutputProcessor | None = None,
         output_processor_context: Any = None,
     ) -> Any:
@@ -100,7 +100,10 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int = 0) -> None:
-        """First values for every parameter. Each depends on the seed and its name alone, not on the stage or layout."""
+        """First values for every parameter, by the seed and its name: the same on every stage and in every dtype.
+
+        The CPU and a GPU draw different numbers.
+        """
         std = self.config.initializer_range
         owners = {f"{block.name}.": block for block in self.modules() if isinstance(block, Block)}
         for name, parameter in self.named_parameters():
@@ -117,7 +120,11 @@ class LanguageModel(nn.Module):
         if self.stage.first:
             if hidden is not None:
                 raise ValueError("the first stage embeds the microbatch's tokens itself; leave `hidden` out.")
-            embedded: Tensor = self.embedding(microbatch.tokens)
+            tokens, size = microbatch.tokens, self.config.vocab_size
+            # On a GPU the look would make the host wait; there the embedding itself stops the process.
+            if not tokens.is_cuda and tokens.numel() and int(tokens.max()) >= size:
+                raise ValueError(f"token {int(tokens.max())} is past the vocabulary, which ends at {size - 1}.")
+            embedded: Tensor = self.embedding(tokens)
             return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale
         expected = (len(microbatch), self.config.hidden_size)
         if hidden is None or tuple(hidden.shape) != expected:
@@ -129,9 +136,11 @@ class LanguageModel(nn.Module):
         return hidden
 
     def _processor(
-        self, targets: Tensor | bool, processor: OutputProcessor | None, context: Any
+        self, targets: Tensor | bool | None, processor: OutputProcessor | None, context: Any
     ) -> tuple[OutputProcessor, Any]:
-        asked_for_loss = targets is not False
+        if not isinstance(targets, Tensor | bool | None):
+            raise TypeError(f"targets is True, a tensor [T] or None, but is a {type(targets).__name__}.")
+        asked_for_loss = targets is not None and targets is not False
         if not self.stage.last and (processor is not None or asked_for_loss):
             raise ValueError(
                 f"stage {self.stage.index} of {self.stage.count} has no output head, so an output processor or targets "

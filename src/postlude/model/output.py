@@ -61,7 +61,7 @@ class OutputHead:
     ) -> TokenStats:
         """fp32 log-prob of `targets` [T] and, on request, entropy and more, without holding logits.
 
-        Positions whose target is negative (-100) are not projected: their value and gradient are 0.
+        Positions whose target is -100 are not projected: their value and gradient are 0.
         """
         return linear_logprobs(
             self.gather(hidden),

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from postlude.ops.linear_logprobs.api import TokenStats, token_results
+from postlude.ops.linear_logprobs.api import TokenStats, refuse_second_derivative, token_results
 from postlude.ops.linear_logprobs.backends import Backend
 from postlude.ops.linear_logprobs.plan import plan_sweep
 from postlude.ops.linear_logprobs.problem import Problem, resolve
@@ -89,7 +88,7 @@ def linear_objective(
         backend=backend,
         memory_budget=memory_budget,
     )
-    mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor, targets)))
+    mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor.detach(), targets)))
     flat = hidden.reshape(-1, hidden.shape[-1])
     wants_gradient = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     if problem.group is None and wants_gradient and torch.is_grad_enabled():
@@ -97,7 +96,8 @@ def linear_objective(
         loss, token_losses, logprobs, entropies, lses, hits = results
     else:
         logprobs, entropies, lses, hits, _, _ = token_results(flat, weight, bias, problem, entropy=entropy, topk=0)
-        losses = _call(token_objective, problem.take(logprobs), problem.take(entropies) if entropy else None, mine)
+        with torch.autocast(hidden.device.type, enabled=False):
+            losses = _call(token_objective, problem.take(logprobs), problem.take(entropies) if entropy else None, mine)
         loss, token_losses = losses.sum(), problem.put(losses.detach())
     shape = targets.shape
     stats = TokenStats(
@@ -135,8 +135,8 @@ class _OneSweep(torch.autograd.Function):
         return losses.sum(), *outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_objective")
         hidden, weight, bias = ctx.gradients.finish(scale)
         return None if hidden is None else ctx.problem.put(hidden), weight, bias, None, None, None, None
 
@@ -181,6 +181,8 @@ def _differentiate(objective: TokenObjective, results: Results, columns: Any, en
 
 def _call(objective: TokenObjective, logprob: Tensor, entropy: Tensor | None, columns: Any) -> Tensor:
     losses = objective(logprob, entropy, columns)
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"token_objective must return a tensor of losses, but returned a {type(losses).__name__}.")
     if losses.shape != logprob.shape:
         raise ValueError(
             f"token_objective must return one loss a token, {list(logprob.shape)}, but returned {list(losses.shape)}. "
@@ -202,7 +204,7 @@ def _flat(tensor: Tensor, targets: Tensor) -> Tensor:
 def _map_tensors(columns: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply `function` to every tensor with dimensions in a mapping, sequence or dataclass of them."""
     if isinstance(columns, Tensor):
-        return function(columns) if columns.dim() else columns
+        return function(columns) if columns.dim() else columns.detach()
     if dataclasses.is_dataclass(columns) and not isinstance(columns, type):
         named = {field.name: getattr(columns, field.name) for field in dataclasses.fields(columns)}
         return dataclasses.replace(columns, **_map_tensors(named, function))

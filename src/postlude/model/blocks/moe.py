@@ -117,8 +117,7 @@ class MoE(Block):
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
         weights = (weights * self.config.weight_scale).to(tokens.dtype)
         shared = self.shared(tokens) if self.shared is not None else None
-        if torch.is_grad_enabled():
-            weights = self.balance(weights, logits, scores, choice, context)
+        weights = self.balance(weights, logits, scores, choice, context)
         return {"tokens": tokens, "choice": choice, "weights": weights, "shared": shared}
 
     def dispatch(self, tokens: Tensor, choice: Tensor, context: ForwardContext) -> Mapping[str, Any]:
@@ -164,6 +163,11 @@ class MoE(Block):
             allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, True)
             ranking = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
         choice = ranking.topk(config.top_k, dim=-1).indices
+        if config.selection_bias and self.load.dtype != torch.float32:
+            raise TypeError(
+                f"{self.name} counts its load in {self.load.dtype}, where counts and small steps of the bias are lost; "
+                "cast parameters alone, as load_model(dtype=...) does."
+            )
         if config.selection_bias and self.training:
             self.load += torch.bincount(choice.flatten(), minlength=config.experts)
         return choice
@@ -171,21 +175,25 @@ class MoE(Block):
     def balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, choice: Tensor, context: ForwardContext
     ) -> Tensor:
-        """Attach the balance and z losses: their gradient joins at `weights`, so they need no path to the caller."""
+        """Attach the balance and z losses: their gradient joins at `weights`, so they need no path to the caller.
+
+        They are means over the whole batch already, and minimised in training alone.
+        """
         config, batch_tokens = self.config, context.microbatch.batch_tokens
         tokens = choice.shape[0]
         if tokens == 0:
             return weights
+        attach = add_side_loss if self.training else _only_report
         if config.balance_coefficient:
             share = torch.bincount(choice.flatten(), minlength=config.experts) / (tokens * config.top_k)
             probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
             evenness = config.experts * (share * probability.sum(0)).sum()  # a sum over tokens, like every loss
             context.report(f"{self.name}.balance", evenness / tokens)
-            weights = add_side_loss(weights, evenness * (config.balance_coefficient / batch_tokens))
+            weights = attach(weights, evenness * (config.balance_coefficient / batch_tokens))
         if config.z_coefficient:
             squares = logits.logsumexp(-1).square().sum()
             context.report(f"{self.name}.z", squares / tokens)
-            weights = add_side_loss(weights, squares * (config.z_coefficient / batch_tokens))
+            weights = attach(weights, squares * (config.z_coefficient / batch_tokens))
         return weights
 
     @torch.no_grad()
@@ -195,6 +203,10 @@ class MoE(Block):
             raise ValueError(f"{self.name} has no selection bias; set selection_bias=True in its config.")
         self.selection_bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+
+
+def _only_report(weights: Tensor, loss: Tensor) -> Tensor:
+    return weights
 
 
 class Experts(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from postlude.ops.linear_logprobs.backends import Backend
 from postlude.ops.linear_logprobs.problem import Problem, resolve
@@ -83,6 +82,8 @@ def linear_logprobs(
         memory_budget: bytes for the logits slab and the summed gradient, results and returned gradients not counted;
             by default enough for full speed. The smallest slab is one column, however small the budget.
 
+    It is differentiable once; a second derivative is refused.
+
     Mixed dtypes are projected in what they promote to (autocast's dtype where that is on), always summed in fp32 or
     better; every gradient has its own tensor's dtype. Forward keeps references and a few numbers a token for backward.
     """
@@ -101,7 +102,8 @@ def linear_logprobs(
         backend=backend,
         memory_budget=memory_budget,
     )
-    known = vocab_size if vocab_size is not None else vocab_start + weight.shape[0]
+    known = problem.columns if problem.group is None else vocab_size
+    assert known is not None
     if not 0 <= topk <= known:
         raise ValueError(f"topk must be between 0 and the vocabulary's {known} entries, but is {topk}.")
     logprobs, entropies, lses, hits, topk_logprobs, topk_ids = token_results(
@@ -123,6 +125,12 @@ def token_results(
 ) -> tuple[Tensor, ...]:
     """logprob, entropy, lse, hit [positions] and top-k log-probs and ids [positions, k] of a resolved call."""
     return _LinearLogprobs.apply(hidden, weight, bias, problem, entropy, topk)  # type: ignore[no-any-return]
+
+
+def refuse_second_derivative(name: str) -> None:
+    """Raise where a backward is itself recorded: its result would be taken for a constant, without a word."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{name} has no second derivative; differentiate it without create_graph=True.")
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -148,10 +156,10 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprobs, entropies, lses, hits, topk_logprobs, topk_ids
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, logprob: Tensor | None, entropy: Tensor | None, lse: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_logprobs")
         if logprob is None and entropy is None and lse is None:
             return (None,) * 6
         hidden, weight, bias, normalizer, row_entropy = ctx.saved_tensors

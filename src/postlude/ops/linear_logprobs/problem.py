@@ -73,6 +73,7 @@ def resolve(
 ) -> Problem:
     """Check the arguments, find the tokens to project and make their per-token numbers. On a GPU: one wait."""
     _check_shapes(hidden, weight, targets, bias)
+    logit_scale = float(logit_scale)
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be above 0, but is {softcap}. Leave it None for no softcap.")
     if memory_budget is not None and memory_budget <= 0:
