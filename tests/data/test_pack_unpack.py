@@ -254,7 +254,7 @@ PAIR = [[1, 2, 3], [4, 5]]
         ),
         (
             PAIR,
-            {"columns": {"reward": [1, 0.5]}},
+            {"columns": {"reward": [torch.tensor(1), torch.tensor(0.5)]}},
             'column "reward" holds torch.float32 of shape () per token for sequence 1, '
             "but torch.int64 of shape () for sequence 0. Give all the same dtype and shape.",
         ),
@@ -332,3 +332,11 @@ def test_unpack_refuses_a_missing_or_repeated_sequence(chosen, fault):
     sentence = rf"^{fault} in these microbatches. Give each microbatch of one pack call once.$"
     with pytest.raises(ValueError, match=sentence):
         unpack([microbatches[index] for index in chosen], values)
+
+
+def test_whole_and_broken_numbers_make_one_column():
+    (microbatch,) = pack(
+        [[1, 2], [3, 4, 5]], budget=8, columns={"reward": [1, 0.5], "mixed": [[0, 1], [0.5, 1.5, 2.5]]}
+    )
+    assert microbatch.column("reward").tolist() == [1.0, 0.0, 0.5, 0.5, 0.0]
+    assert microbatch.column("mixed").tolist() == [1.0, 0.0, 1.5, 2.5, 0.0]

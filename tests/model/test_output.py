@@ -87,6 +87,33 @@ def test_gradients_through_a_processor_equal_those_through_logits(tied: bool) ->
         assert_equal(actual.grad, expected.grad, f"gradient of {name}")
 
 
+@TIED
+def test_the_one_sweep_objective_equals_the_two_pass_form(tied: bool) -> None:
+    microbatch = small_microbatch(4, 7, 3, weight=[1.0, -0.5, 2.0])
+
+    def loss(logprob: torch.Tensor, entropy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return -weight * logprob - 0.1 * entropy
+
+    def one_sweep(inputs: OutputInputs, context: None) -> torch.Tensor:
+        columns = inputs.microbatch.column("weight")
+        return inputs.head.objective(inputs.hidden, inputs.microbatch.targets, loss, columns, entropy=True).loss
+
+    def two_passes(inputs: OutputInputs, context: None) -> torch.Tensor:
+        stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
+        return loss(stats.logprob, stats.entropy, inputs.microbatch.column("weight")).sum()
+
+    results = []
+    for processor in (one_sweep, two_passes):
+        model = small_model(tied_head=tied, logit_scale=0.8, logit_softcap=4.0)
+        total = model(microbatch, output_processor=processor)
+        total.backward()
+        results.append((total, {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (actual, gradients), (expected, references) = results
+    assert_equal(actual, expected, "loss")
+    for name, gradient in gradients.items():
+        assert_equal(gradient, references[name], f"gradient of {name}")
+
+
 def test_head_applies_scale_and_softcap_alike_on_both_paths() -> None:
     model, microbatch = small_model(logit_scale=0.7, logit_softcap=2.0), small_microbatch()
     logits = model(microbatch)

@@ -16,7 +16,7 @@ IGNORE = -100
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """``n`` sequences packed end to end over ``T`` tokens, everything aligned to the position that predicts.
+    """`n` sequences packed end to end over `T` tokens, everything aligned to the position that predicts.
 
     A microbatch may be empty (T = n = 0): it fills up the count and weighs nothing.
     """
@@ -28,13 +28,13 @@ class Microbatch:
     positions: Tensor
     """[T] int64, each token's place in its own sequence."""
     targets: Tensor
-    """[T] int64, the next token of the same sequence; ``IGNORE`` at each sequence's last position."""
+    """[T] int64, the next token of the same sequence; `IGNORE` at each sequence's last position."""
     columns: Mapping[str, Tensor]
     """Each [T, ...]; entry t is the caller's value for token t + 1, zero at each sequence's last position."""
     sequences: tuple[int, ...]
     """The place of each packed sequence in the caller's list."""
     index: int
-    """Which of the ``count`` microbatches of its batch this is."""
+    """Which of the `count` microbatches of its batch this is."""
     count: int
     """The number of microbatches in the batch."""
     batch_tokens: int
@@ -77,7 +77,7 @@ class Microbatch:
         return self.packing.cu_seqlens
 
     def column(self, name: str) -> Tensor:
-        """Return the column ``name``, [T, ...], aligned to the predicting position."""
+        """Return the column `name`, [T, ...], aligned to the predicting position."""
         if name not in self.columns:
             available = ", ".join(f'"{other}"' for other in self.columns) or "none"
             raise LookupError(
@@ -86,11 +86,11 @@ class Microbatch:
         return self.columns[name]
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Sum ``values`` [T, ...] over each sequence: [n, ...], in float32 or wider, differentiable."""
+        """Sum `values` [T, ...] over each sequence: [n, ...], in float32 or wider, differentiable."""
         return self.packing.sum(values)
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """Return the same microbatch with every tensor on ``device``."""
+        """Return the same microbatch with every tensor on `device`."""
         return replace(
             self,
             tokens=self.tokens.to(device),

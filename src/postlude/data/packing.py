@@ -30,7 +30,7 @@ def pack(
     truncate: bool = False,
     multiple_of: int = 1,
 ) -> list[Microbatch]:
-    """Pack ``sequences`` into as few microbatches of at most ``budget`` tokens as the packer can, evened out in cost.
+    """Pack `sequences` into as few microbatches of at most `budget` tokens as the packer can, evened out in cost.
 
     Args:
         sequences: the tokens of each sequence, [length] integers.
@@ -41,7 +41,7 @@ def pack(
         multiple_of: the number of microbatches is rounded up to a multiple of this, with empty ones if need be.
 
     Returns:
-        The microbatches as ``plan_bins`` orders them, all on the device of the first sequence. Within one, sequences
+        The microbatches as `plan_bins` orders them, all on the device of the first sequence. Within one, sequences
         keep the caller's order. Columns are aligned to the predicting position: entry t is the value of token t + 1.
     """
     tokens = _read_sequences(sequences)
@@ -77,16 +77,16 @@ def pack(
 
 
 def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shifted: bool = True) -> list[Tensor]:
-    """Split per-position ``values`` into one tensor per sequence, in the order ``pack`` was given the sequences.
+    """Split per-position `values` into one tensor per sequence, in the order `pack` was given the sequences.
 
     Args:
-        microbatches: all microbatches of one ``pack`` call, in any order.
+        microbatches: all microbatches of one `pack` call, in any order.
         values: one tensor [T, ...] per microbatch.
         shifted: the values are aligned to the predicting position, as columns are. They are shifted back, so that
             entry i belongs to token i; entry 0, which nothing predicts, is zero. With False, entry i is position i's.
 
     Returns:
-        One tensor [length, ...] per sequence, differentiable with respect to ``values``.
+        One tensor [length, ...] per sequence, differentiable with respect to `values`.
     """
     _check_whole_batch(microbatches, values)
     results: dict[int, Tensor] = {}
@@ -97,9 +97,9 @@ def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shif
 
 
 def plan_bins(lengths: Sequence[int], budget: int, *, multiple_of: int = 1) -> list[list[int]]:
-    """Divide sequences of these ``lengths`` into bins of at most ``budget`` tokens: lists of ascending indices.
+    """Divide sequences of these `lengths` into bins of at most `budget` tokens: lists of ascending indices.
 
-    The number of bins comes first: the better of best-fit and first-fit decreasing, rounded up to ``multiple_of``.
+    The number of bins comes first: the better of best-fit and first-fit decreasing, rounded up to `multiple_of`.
     The cost (matrices plus quadratic attention) is then evened out over that many bins, as far as the budget allows.
     Bins come costliest first and empty ones last, so neighbours, which data-parallel ranks run at the same time, cost
     alike. The same lengths always give the same bins.
@@ -136,7 +136,7 @@ def fewest_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def even_bins(bins: list[list[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return as many bins of more even cost, or ``bins`` where the budget leaves no room for better ones.
+    """Return as many bins of more even cost, or `bins` where the budget leaves no room for better ones.
 
     Of two divisions, the better has the cheaper costliest bin; at a tie the second costliest decides, and so on.
     """
@@ -202,9 +202,9 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> lis
 
 
 def _cheapest_fit(order: Sequence[int], lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
-    """Put each sequence in the cheapest of ``count`` bins that can take it; None when at some point none can.
+    """Put each sequence in the cheapest of `count` bins that can take it; None when at some point none can.
 
-    ``order`` is longest first: a bin found too full is set aside until the lengths have come down to its room.
+    `order` is longest first: a bin found too full is set aside until the lengths have come down to its room.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
@@ -289,11 +289,12 @@ def _read_column(
         raise ValueError(
             f'column "{name}" has {len(entries)} entries for {len(lengths)} sequences. Give one entry per sequence.'
         )
-    pieces: list[Tensor] = []
-    for index, (entry, length) in enumerate(zip(entries, lengths, strict=True)):
-        values = _read_tensor(f'column "{name}" of sequence {index}', entry)
-        pieces.append(values)
-        first = pieces[0]
+    pieces = [_read_tensor(f'column "{name}" of sequence {index}', entry) for index, entry in enumerate(entries)]
+    plain = not any(isinstance(entry, Tensor) for entry in entries)
+    if plain and {values.dtype for values in pieces} == {torch.int64, torch.float32}:
+        pieces = [values.float() for values in pieces]  # 1 and 0.5 are numbers of one kind to whoever writes them
+    first = pieces[0]
+    for index, (values, length) in enumerate(zip(pieces, lengths, strict=True)):
         if values.ndim > 0 and values.shape[0] != length:
             raise ValueError(
                 f'column "{name}" has {len(values)} values for sequence {index}, which has {length} tokens. '

@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """The lengths of ``n`` sequences laid end to end over ``T`` tokens, on the host and on the device.
+    """The lengths of `n` sequences laid end to end over `T` tokens, on the host and on the device.
 
-    ``lengths``: n integers, each at least 1; ``n`` may be 0. ``cu_seqlens``: [n + 1] int32, their running sum from 0.
+    `lengths`: n integers, each at least 1; `n` may be 0. `cu_seqlens`: [n + 1] int32, their running sum from 0.
     The host copy means that no shape ever waits for the device.
     """
 
@@ -35,7 +35,7 @@ class Packing:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Packing:
-        """Build the packing of sequences with these ``lengths``, with its ``cu_seqlens`` on ``device``."""
+        """Build the packing of sequences with these `lengths`, with its `cu_seqlens` on `device`."""
         boundaries = list(accumulate(lengths, initial=0))
         return cls(tuple(lengths), torch.tensor(boundaries, dtype=torch.int32, device=device))
 
@@ -55,7 +55,7 @@ class Packing:
         return max(self.lengths, default=0)
 
     def slices(self) -> list[tuple[int, int]]:
-        """Return ``(start, stop)`` of each sequence, as host integers."""
+        """Return `(start, stop)` of each sequence, as host integers."""
         return list(pairwise(accumulate(self.lengths, initial=0)))
 
     def positions(self) -> Tensor:
@@ -69,10 +69,10 @@ class Packing:
         return sequences.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum ``values`` [T, ...] over each sequence: [n, ...], differentiable.
+        """Sum `values` [T, ...] over each sequence: [n, ...], differentiable.
 
         Floating values are summed in float32 or, where theirs is wider, in their own dtype; the rest in int64. On CUDA
-        the order of summation is fixed only under ``torch.use_deterministic_algorithms``.
+        the order of summation is fixed only under `torch.use_deterministic_algorithms`.
         """
         if values.ndim == 0 or values.shape[0] != self.total:
             raise ValueError(
@@ -85,5 +85,5 @@ class Packing:
         return sums.index_add(0, self.sequence_index(), values.to(dtype))
 
     def to(self, device: torch.device | str) -> Packing:
-        """Return the same packing with its ``cu_seqlens`` on ``device``."""
+        """Return the same packing with its `cu_seqlens` on `device`."""
         return Packing(self.lengths, self.cu_seqlens.to(device))
