@@ -100,6 +100,8 @@ def test_reset_depends_on_seed_and_name_alone() -> None:
     model, other = small_model("[*-]{3}"), small_model("[*-]{3}", stage=Stage(2, 3))
     parameters = dict(model.named_parameters())
     assert all(torch.equal(parameter, parameters[name]) for name, parameter in other.named_parameters())
+    first, second = (parameters[f"layers.{layer}.mlp.up_proj.weight"] for layer in (0, 1))
+    assert not torch.equal(first, second)
     model.reset(seed=1)
     assert not torch.equal(model.embedding.weight, small_model("[*-]{3}").embedding.weight)
 
