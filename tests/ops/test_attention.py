@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops.attention import attend, per_sequence_attention, varlen_attention
+from postlude.ops.attention import Scores, attend, per_sequence_attention, varlen_attention
 from postlude.ops.packing import Packing
 from tests.equality import assert_equal
 
@@ -41,7 +41,7 @@ def test_per_sequence_attention_equals_dense_float64(heads: int, kv_heads: int, 
     packing = Packing.from_lengths(LENGTHS)
     inputs = tensors(heads, kv_heads, 8)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    actual = per_sequence_attention(*inputs, packing, scale=0.4, window=window, softcap=softcap)
+    actual = per_sequence_attention(*inputs, packing, Scores(scale=0.4, window=window, softcap=softcap))
     expected = dense(*exact, packing, 0.4, window, softcap)
     assert_equal(actual, expected)
     upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1))
@@ -53,7 +53,7 @@ def test_per_sequence_attention_equals_dense_float64(heads: int, kv_heads: int, 
 
 def test_varlen_refuses_softcap() -> None:
     with pytest.raises(ValueError, match="has no softcap"):
-        varlen_attention(*tensors(2, 2, 8), Packing.from_lengths(LENGTHS), scale=1.0, softcap=3.0)
+        varlen_attention(*tensors(2, 2, 8), Packing.from_lengths(LENGTHS), Scores(scale=1.0, softcap=3.0))
 
 
 @pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_varlen_equals_the_reference_on_cuda(heads: int, kv_heads: int, window) 
     inputs = tensors(heads, kv_heads, 64, lengths, device="cuda", dtype=torch.bfloat16)
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    actual = attend(*inputs, packing, scale=0.125, window=window)
+    actual = attend(*inputs, packing, Scores(scale=0.125, window=window))
     expected = dense(*exact, packing, 0.125, window, None)
     assert_equal(actual, expected, tolerance=1e-2)
     upstream = torch.randn_like(actual)

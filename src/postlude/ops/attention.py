@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,93 +13,71 @@ from torch import Tensor
 from postlude.ops.packing import Packing
 
 
-class PackedAttention(Protocol):
-    """Causal softmax attention that never looks across a sequence border.
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How a query rates the keys it sees: scale · query·key, bounded to softcap · tanh(score / softcap) if asked.
 
-    query [T, heads, width], key and value [T, kv_heads, width] -> [T, heads, width]. Query heads share key heads in
-    equal groups. `window` keys are visible, the query's own included; None means all. `softcap` bounds scores by
-    softcap · tanh(score / softcap).
+    It sees those before it and its own, `window` of them in all; None means every one.
     """
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packing: Packing,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """[T, heads, width]."""
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class PackedAttention(Protocol):
+    """Causal softmax attention that never looks across a sequence border."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
+        """Query [T, heads, width], key and value [T, kv_heads, width] -> [T, heads, width].
+
+        Query heads share key heads in equal groups.
+        """
         ...
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
     """The fastest implementation that computes exactly this on the tensors' device and dtype."""
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None
+    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scores.softcap is None
     implementation: PackedAttention = varlen_attention if flash else per_sequence_attention
-    return implementation(query, key, value, packing, scale=scale, window=window, softcap=softcap)
+    return implementation(query, key, value, packing, scores)
 
 
-def per_sequence_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def per_sequence_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
     """The reference: each sequence by itself, those of one length side by side, on any device and dtype."""
     outputs, rows = [], []
     for length, starts in _by_length(packing).items():
         own_rows = torch.tensor(starts, device=query.device)[:, None] + torch.arange(length, device=query.device)
-        q, k, v = (
-            tensor[own_rows].transpose(1, 2) for tensor in (query, key, value)
-        )  # [sequences, heads, length, width]
-        if softcap is None:
-            mask = None if window is None or window >= length else _visible(length, window, query.device)
+        # [sequences, heads, length, width]
+        q, k, v = (tensor[own_rows].transpose(1, 2) for tensor in (query, key, value))
+        if scores.softcap is None:
+            windowed = scores.window is not None and scores.window < length
             heads = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+                q,
+                k,
+                v,
+                attn_mask=_visible(length, scores.window, query.device) if windowed else None,
+                is_causal=not windowed,
+                scale=scores.scale,
+                enable_gqa=True,
             )
         else:
             group = q.shape[1] // k.shape[1]
-            scores = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * scale
-            scores = softcap * torch.tanh(scores / softcap)
-            scores = scores.masked_fill(~_visible(length, window, query.device), float("-inf"))
-            heads = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v.repeat_interleave(group, dim=1)
+            rated = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * scores.scale
+            rated = scores.softcap * torch.tanh(rated / scores.softcap)
+            rated = rated.masked_fill(~_visible(length, scores.window, query.device), float("-inf"))
+            heads = rated.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v.repeat_interleave(group, dim=1)
         outputs.append(heads.transpose(1, 2).flatten(0, 1))
         rows.append(own_rows.flatten())
     return torch.cat(outputs)[torch.cat(rows).argsort()] if outputs else torch.zeros_like(query)
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
     """Flash attention over all sequences at once. CUDA, bf16 or fp16."""
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - initialises CUDA kernels, so only where used
 
-    if softcap is not None:
-        raise ValueError(f"varlen_attention has no softcap (got {softcap}); use per_sequence_attention.")
+    if scores.softcap is not None:
+        raise ValueError(f"varlen_attention has no softcap (got {scores.softcap}); use per_sequence_attention.")
     if len(packing.lengths) == 0:
         return torch.zeros_like(query)
     grouped: dict[str, Any] = {}
@@ -108,7 +87,7 @@ def varlen_attention(
         else:  # torch 2.11 wants one key head a query head
             group = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-    left = -1 if window is None else window - 1  # flash counts the keys before the query's own
+    left = -1 if scores.window is None else scores.window - 1  # flash counts the keys before the query's own
     longest = packing.max_length
     output = varlen_attn(
         query,
@@ -118,7 +97,7 @@ def varlen_attention(
         packing.cu_seqlens,
         longest,
         longest,
-        scale=scale,
+        scale=scores.scale,
         window_size=(left, 0),
         **grouped,
     )

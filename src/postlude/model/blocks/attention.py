@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from postlude.model.blocks.block import NOMINAL_LENGTH, Block, BlockConfig, RMSNorm
 from postlude.model.context import ForwardContext
-from postlude.ops.attention import attend
+from postlude.ops.attention import Scores, attend
 from postlude.ops.rotary import RotaryConfig, rotate
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ class Attention(Block):
             table = context.rotary(config.rotary, config.head_dim)
             query, key = rotate(query, table), rotate(key, table)
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
-        heads = attend(query, key, value, context.packing, scale=scale, window=config.window, softcap=config.softcap)
+        scores = Scores(scale=scale, window=config.window, softcap=config.softcap)
+        heads = attend(query, key, value, context.packing, scores)
         output: Tensor = self.o_proj(heads.flatten(-2))
         return output
 
