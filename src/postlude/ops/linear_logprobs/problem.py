@@ -88,7 +88,7 @@ def resolve(
     # Without a group this shard is all there is, so a target must lie in it.
     allowed = (0, vocab_size) if group is not None else (vocab_start, vocab_start + columns)
 
-    targets = targets.reshape(-1).long()
+    targets = targets.reshape(-1).long().contiguous()  # kernels count in whole steps
     temperatures = _flat_temperature(temperature, targets)
     dtype = _projection_dtype(hidden, weight)
     operand = operand_dtype(dtype, hidden.device)
@@ -96,7 +96,7 @@ def resolve(
     epilogue = select_epilogue(backend, hidden.device, compute)
     slope = _per_token(logit_scale, temperatures, targets, compute)
     rows = Rows(
-        targets=targets - vocab_start,
+        targets=targets - vocab_start if vocab_start else targets,
         factor=slope if softcap is None else _per_token(softcap, temperatures, targets, compute),
         slope=slope,
         inner=None if softcap is None else logit_scale / softcap,
@@ -171,15 +171,19 @@ def _kept_positions(
     targets: Tensor, temperatures: float | Tensor, ignore_index: int, allowed: tuple[int, int]
 ) -> Tensor | None:
     """Positions [n] of `targets` to project, None for all of them; an error if one of them makes no sense."""
-    valid = targets != ignore_index
-    strange = valid & ((targets < allowed[0]) | (targets >= allowed[1]))
-    counts = [valid.sum(), strange.sum()]
+    low, high = allowed
+    ignored = targets == ignore_index
+    valid = targets.clamp(low, high - 1) == targets if high > low else torch.zeros_like(ignored)
+    if low <= ignore_index < high:
+        valid &= ~ignored
+    counts = [valid, ignored]
     if isinstance(temperatures, Tensor):
-        counts.append((valid & ~(temperatures > 0)).sum())
-    # The only wait for the device: how many are kept and whether all is well, in one copy.
-    count, outside, *not_positive = torch.stack(counts).tolist()
+        counts.append(valid & ~(temperatures > 0))
+    # The only wait for the device: how many are kept and whether all is well, in one copy and as few kernels as can be.
+    count, without, *not_positive = torch.stack(counts).sum(1).tolist()
+    outside = targets.numel() - count - without
     if outside:
-        where = int(strange.nonzero()[0])
+        where = int((~(valid | ignored)).nonzero()[0])
         raise ValueError(
             f"target {int(targets[where])} at position {where} is outside the vocabulary, {allowed[0]} to "
             f"{allowed[1] - 1} ({outside} such of {targets.numel()}). Mark a position without a target with "

@@ -41,7 +41,9 @@ class Rows:
     inner: float | None
 
     def __getitem__(self, rows: slice | Tensor) -> Rows:
-        return Rows(self.targets[rows], self.factor[rows], self.slope[rows], self.inner)
+        factor = self.factor[rows]
+        slope = factor if self.slope is self.factor else self.slope[rows]
+        return Rows(self.targets[rows], factor, slope, self.inner)
 
 
 @dataclass(frozen=True, kw_only=True)
