@@ -80,7 +80,7 @@ def convert(options: argparse.Namespace, console: Console) -> None:
     except FileNotFoundError as error:
         read_config(options.source)  # a source that is not there is no reason to go on
         tokenizer = None
-        print(f"postlude convert: {error} The weights are written without one.", file=sys.stderr)
+        print(f"postlude convert: {error}; the weights are written without one.", file=sys.stderr)
     model = load_model(options.source, dtype=_dtype(options.dtype))
     target = export_hf(model, options.target, tokenizer=tokenizer)
     generation = Path(options.source) / "generation_config.json"

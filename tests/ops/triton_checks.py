@@ -30,6 +30,7 @@ fused = functools.partial(linear_logprobs, backend="triton")
 OPTIONS = {
     "plain": {},
     "softcap": {"softcap": 3.0, "logit_scale": 1.7},
+    "silenced": {"softcap": 3.0, "logit_scale": 0.0},
     "temperature": {"temperature": torch.linspace(0.5, 1.5, 7, device=DEVICE), "vocab_size": 290},
 }
 
