@@ -1,4 +1,4 @@
-"""Long-lived gloo ranks: started once a session, shared by every test that needs more than one."""
+"""Long-lived gloo ranks: each number of them is started once, on first use, and shared by every test that needs it."""
 
 from __future__ import annotations
 
@@ -14,57 +14,71 @@ import pytest
 import torch
 import torch.distributed as dist
 
-SIZES = (1, 2, 4)
 PATIENCE = 60  # seconds; a rank that waits longer is stuck
 
 
 class Ranks:
     """`ranks(2, function, *arguments)` runs function(group, *arguments) on two ranks and returns both results."""
 
-    def __init__(self, connections: list[Connection]) -> None:
-        self.connections = connections
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.pools: dict[int, list[tuple[Connection, Any]]] = {}
 
     def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        for connection in self.connections[:size]:
-            connection.send((size, function, arguments))
+        if size not in self.pools:
+            self.pools[size] = self._start(size)
+        for connection, _ in self.pools[size]:
+            connection.send((function, arguments))
         results, errors = [], []
-        for connection in self.connections[:size]:
-            assert connection.poll(PATIENCE), "a rank did not answer"
+        for connection, _ in self.pools[size]:
+            assert connection.poll(2 * PATIENCE), "a rank did not answer"
             result, error = connection.recv()
             results.append(result)
             errors.append(error)
-        assert not any(errors), "\n".join(filter(None, errors))
+        if any(errors):
+            self._stop(size)  # its groups may be out of step
+            pytest.fail("\n".join(filter(None, errors)), pytrace=False)
         return results
 
+    def _start(self, size: int) -> list[tuple[Connection, Any]]:
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(
+            ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers"]
+        )
+        rendezvous = self.directory / f"{size}-{len(list(self.directory.iterdir()))}"
+        pool = []
+        for rank in range(size):
+            ours, theirs = server.Pipe()
+            process = server.Process(target=_serve, args=(rank, size, str(rendezvous), theirs), daemon=True)
+            process.start()
+            pool.append((ours, process))
+        return pool
 
-def _serve(rank: int, rendezvous: str, connection: Connection) -> None:
+    def _stop(self, size: int) -> None:
+        for connection, process in self.pools.pop(size):
+            connection.close()
+            process.kill()
+
+    def close(self) -> None:
+        for size in list(self.pools):
+            self._stop(size)
+
+
+def _serve(rank: int, size: int, rendezvous: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=PATIENCE)
-    store = dist.FileStore(rendezvous, max(SIZES))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=max(SIZES), timeout=timeout)
-    groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in SIZES}
-    while (request := connection.recv()) is not None:
-        size, function, arguments = request
+    store = dist.FileStore(rendezvous, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    while True:
+        function, arguments = connection.recv()
         try:
-            connection.send((function(groups[size], *arguments), None))
+            connection.send((function(dist.group.WORLD, *arguments), None))
         except Exception:
             connection.send((None, f"rank {rank}: {traceback.format_exc()}"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    rendezvous: Path = tmp_path_factory.mktemp("ranks") / "store"
-    spawn = multiprocessing.get_context("spawn")
-    connections, processes = [], []
-    for rank in range(max(SIZES)):
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_serve, args=(rank, str(rendezvous), theirs), daemon=True)
-        process.start()
-        connections.append(ours)
-        processes.append(process)
-    yield Ranks(connections)
-    for connection in connections:
-        connection.send(None)
-    for process in processes:
-        process.join(PATIENCE)
+    pools = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pools
+    pools.close()

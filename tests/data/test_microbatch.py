@@ -125,7 +125,7 @@ def test_a_missing_column_is_named_beside_those_there_are(microbatch, columns, a
 
 def test_to_moves_every_tensor_and_keeps_the_rest(microbatch):
     moved = microbatch.to("meta")
-    tensors = [moved.tokens, moved.targets, moved.positions, moved.cu_seqlens, *moved.columns.values()]
+    tensors = [moved.tokens, moved.targets, moved.positions, moved.places, moved.cu_seqlens, *moved.columns.values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.packing == microbatch.packing
     for name in ("sequences", "index", "count", "batch_tokens", "batch_targets"):
@@ -147,6 +147,10 @@ def test_to_moves_every_tensor_and_keeps_the_rest(microbatch):
         (
             {"targets": torch.zeros(5, 1, dtype=torch.int64)},
             "targets is torch.int64 of shape (5, 1), but the packing holds 5 tokens. Give torch.int64 of shape (5,).",
+        ),
+        (
+            {"places": torch.zeros(4, dtype=torch.int64)},
+            "places is torch.int64 of shape (4,), but the packing holds 5 tokens. Give torch.int64 of shape (5,).",
         ),
         (
             {"columns": {"mask": torch.zeros(6)}},

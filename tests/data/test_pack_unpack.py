@@ -44,6 +44,19 @@ def test_each_sequence_is_packed_once_with_its_positions_and_next_tokens(batch):
 
 @settings(deadline=None, max_examples=50)
 @given(batches())
+def test_places_are_those_in_the_sequences_laid_end_to_end(batch):
+    sequences, budget, multiple_of = batch
+    microbatches = pack(sequences, budget=budget, multiple_of=multiple_of)
+    laid = torch.cat(sequences)
+    assert all(torch.equal(laid[microbatch.places], microbatch.tokens) for microbatch in microbatches)
+    assert torch.cat([microbatch.places for microbatch in microbatches]).sort().values.tolist() == list(
+        range(len(laid))
+    )
+    assert all(microbatch.padding == 0 and microbatch.real is None for microbatch in microbatches)
+
+
+@settings(deadline=None, max_examples=50)
+@given(batches())
 def test_the_batch_knows_its_counts_before_the_step(batch):
     sequences, budget, multiple_of = batch
     microbatches = pack(sequences, budget=budget, multiple_of=multiple_of)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
-from postlude import LanguageModel, Layout, Stage, export_hf, load_model, load_tokenizer, pack
+from postlude import LanguageModel, Stage, export_hf, load_model, load_tokenizer, pack
 from postlude.hf.load import read_config
 from tests.hf.families import CONFIGS, saved
 
@@ -250,10 +250,6 @@ class TestBrokenSources:
             load_tokenizer("no/such/model")
         with pytest.raises(FileNotFoundError, match="has no tokenizer that can be read"):
             load_tokenizer(directory)
-
-    def test_a_layout_of_several_ranks(self) -> None:
-        with pytest.raises(ValueError, match="loads whole models"):
-            load_model("tiny-dense", layout=Layout(tp=2))
 
     def test_export_onto_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")

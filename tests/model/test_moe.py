@@ -11,6 +11,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 from postlude import LanguageModel, load_model, pack
+from postlude.layout import Mesh
 from postlude.model.blocks import MoE, MoEConfig
 from postlude.model.context import ForwardContext
 from postlude.model.steps import run_steps
@@ -22,7 +23,7 @@ HIDDEN = 16
 
 def block(**settings) -> MoE:
     config = MoEConfig(experts=8, top_k=2, intermediate_size=12, **settings)
-    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe")
+    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe", Mesh.alone())
     moe.norm = nn.Identity()  # theirs have the norm outside
     return moe
 
@@ -94,7 +95,7 @@ def test_sigmoid_scores_groups_bias_and_shared_experts_equal_deepseek_v3(normali
         router_fp32=True,
         shared_intermediate_size=24,
     )
-    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe")
+    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe", Mesh.alone())
     moe.norm = nn.Identity()
     copy_experts(moe, theirs)
     copy_shared(moe, theirs.shared_experts)
@@ -203,14 +204,15 @@ def test_selection_bias_moves_towards_even_load_and_changes_no_weight() -> None:
     moe.load.zero_()
     tokens = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(5))
     _, scores = moe.score(tokens)
-    first = torch.bincount(moe.choose(scores).flatten(), minlength=8)
+    microbatch = small_microbatch(len(scores))
+    first = moe.count(moe.choose(scores), ForwardContext(microbatch))
     assert torch.equal(moe.load, first.float())
     before = moe.selection_bias.clone()
     moe.update_selection_bias(0.01)
     assert torch.equal(moe.selection_bias - before, 0.01 * torch.sign(first.float().mean() - first))
     assert moe.load.sum() == 0
     for _ in range(400):
-        moe.choose(scores)
+        moe.count(moe.choose(scores), ForwardContext(microbatch))
         moe.update_selection_bias(0.002)
     last = torch.bincount(moe.choose(scores).flatten(), minlength=8).float()
     assert last.std() < 0.25 * first.float().std()

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude import LanguageModel, Microbatch, OutputInputs, Stage, load_model, pack
+from postlude import LanguageModel, Layout, Microbatch, OutputInputs, Stage, load_model, pack
 from postlude.pipeline import Executor
 from tests.equality import assert_equal
+from tests.meshes import mesh
 from tests.model.small import sequences, small_config
 
 LENGTHS = (5, 1, 8, 3, 12, 2, 7, 9, 4, 11)
@@ -67,7 +68,7 @@ def pipeline(
     """One rank of a pipeline. `plan` holds microbatches to train on, or ("look", microbatches) to run forward only."""
     pp, rank = dist.get_world_size(group), dist.get_rank(group)
     models = {s: build(pattern, tied, Stage(s, pp * vpp)) for s in range(rank, pp * vpp, pp)}
-    executor = Executor(models, group)
+    executor = Executor(models, mesh(Layout(pp=pp, vpp=vpp)))
     results = []
     for entry in plan:
         if isinstance(entry, tuple):

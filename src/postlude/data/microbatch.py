@@ -8,29 +8,59 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from postlude.layout import Axis
+from postlude.ops.collectives import sum_over_group
 from postlude.ops.packing import Packing
 
 IGNORE = -100
-"""The target of a position that predicts nothing: the last one of each sequence."""
+"""The target of a position that predicts nothing: the last one of each sequence, and padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class ContextCut:
+    """What a rank that holds two chunks of each of `n` sequences needs to attend to all before them.
+
+    Gather keys and values over `axis` in rank order, [size * T, ...], and take `key_rows` of them: what each of this
+    rank's chunks attends to, chunk by chunk.
+    """
+
+    axis: Axis
+    """The ranks that share every sequence."""
+    queries: Packing
+    """The 2n chunks of this rank, as they lie among its own tokens."""
+    keys: Packing
+    """For each of them, its sequence from the start to the end of the chunk."""
+    key_rows: Tensor
+    """[keys.total] int64, the row of each key among those gathered."""
+
+    def to(self, device: torch.device | str) -> ContextCut:
+        """Return the same cut with every tensor on `device`."""
+        return replace(
+            self, queries=self.queries.to(device), keys=self.keys.to(device), key_rows=self.key_rows.to(device)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
     """`n` sequences packed end to end over `T` tokens, everything aligned to the position that predicts.
 
-    A microbatch may be empty (T = n = 0): it fills up the count and weighs nothing.
+    A microbatch may be empty (T = n = 0): it fills up the count and weighs nothing. Under context parallelism
+    `context_parallel.cut` leaves each rank its part of every sequence, and the end of a sequence may then be padding,
+    whose token and columns are zero.
     """
 
     tokens: Tensor
     """[T] int64."""
     packing: Packing
-    """Where each sequence lies."""
+    """Where each sequence, or this rank's part of it, lies."""
     positions: Tensor
     """[T] int64, each token's place in its own sequence."""
     targets: Tensor
     """[T] int64, the next token of the same sequence; `IGNORE` at each sequence's last position."""
     columns: Mapping[str, Tensor]
     """Each [T, ...]; entry t is the caller's value for token t + 1, zero at each sequence's last position."""
+    places: Tensor
+    """[T] int64, each token's place in the caller's sequences laid end to end; -1 for padding."""
     sequences: tuple[int, ...]
     """The place of each packed sequence in the caller's list."""
     index: int
@@ -41,10 +71,14 @@ class Microbatch:
     """The number of tokens in all microbatches of the batch."""
     batch_targets: int
     """The number of positions with a target in all microbatches: the denominator of a mean over the batch."""
+    padding: int = 0
+    """The number of tokens here that are padding, on the host."""
+    context: ContextCut | None = None
+    """How to attend where each sequence is shared with other ranks; None where it is whole."""
 
     def __post_init__(self) -> None:
         total = self.packing.total
-        for name in ("tokens", "positions", "targets"):
+        for name in ("tokens", "positions", "targets", "places"):
             tensor: Tensor = getattr(self, name)
             if tensor.shape != (total,) or tensor.dtype != torch.int64:
                 raise ValueError(
@@ -76,6 +110,11 @@ class Microbatch:
         """[n + 1] int32, the boundaries of the sequences."""
         return self.packing.cu_seqlens
 
+    @property
+    def real(self) -> Tensor | None:
+        """[T] bool, False at padding; None when there is no padding."""
+        return self.places >= 0 if self.padding else None
+
     def column(self, name: str) -> Tensor:
         """Return the column `name`, [T, ...], aligned to the predicting position."""
         if name not in self.columns:
@@ -86,8 +125,24 @@ class Microbatch:
         return self.columns[name]
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Sum `values` [T, ...] over each sequence: [n, ...], in float32 or wider, differentiable."""
-        return self.packing.sum(values)
+        """Sum `values` [T, ...] over each sequence: [n, ...], in float32 or wider, differentiable.
+
+        Padding does not count. Where sequences are shared with other ranks, each of them gets the sums over the whole
+        sequences, and the gradient of a value is that of all their losses added up.
+        """
+        real = self.real
+        if real is not None and values.shape[:1] == real.shape:
+            values = values.masked_fill(~real.view(-1, *[1] * (values.ndim - 1)), 0)
+        sums = self.packing.sum(values)
+        if self.context is None:
+            return sums
+        axis = self.context.axis
+        if axis.group is None:
+            raise ValueError(
+                f"a sum over sequences that {axis.size} ranks share needs the group of those ranks, but the axis they "
+                "were cut along has none. Cut along the cp axis of a Mesh."
+            )
+        return sum_over_group(sums, axis.group)
 
     def to(self, device: torch.device | str) -> Microbatch:
         """Return the same microbatch with every tensor on `device`."""
@@ -98,4 +153,6 @@ class Microbatch:
             positions=self.positions.to(device),
             targets=self.targets.to(device),
             columns={name: column.to(device) for name, column in self.columns.items()},
+            places=self.places.to(device),
+            context=self.context and self.context.to(device),
         )

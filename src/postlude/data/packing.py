@@ -15,7 +15,7 @@ from torch import Tensor
 from postlude.data.microbatch import IGNORE, Microbatch
 from postlude.ops.packing import Packing
 
-RESERVED_COLUMNS = ("tokens", "positions", "targets")
+RESERVED_COLUMNS = ("tokens", "positions", "targets", "places")
 
 # A decoder layer of width h spends 24·h² FLOPs on a token's matrices and 2·h·length on its causal attention: they are
 # equal at length 12·h, here with h = 4096. Only the balance of the bins depends on it, never their number.
@@ -66,6 +66,7 @@ def pack(
                 positions=all_positions[rows],
                 targets=all_targets[rows],
                 columns={name: column[rows] for name, column in all_columns.items()},
+                places=rows,
                 sequences=tuple(members),
                 index=index,
                 count=len(bins),
@@ -78,6 +79,8 @@ def pack(
 
 def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shifted: bool = True) -> list[Tensor]:
     """Split per-position `values` into one tensor per sequence, in the order `pack` was given the sequences.
+
+    For whole sequences: the values of padded or cut microbatches are put back by `scatter`.
 
     Args:
         microbatches: all microbatches of one `pack` call, in any order.
@@ -94,6 +97,36 @@ def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shif
         by_token = _align_back(rows, microbatch.packing) if shifted else rows
         results |= zip(microbatch.sequences, by_token.split_with_sizes(microbatch.packing.lengths), strict=True)
     return [results[index] for index in range(len(results))]
+
+
+def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bool = True) -> None:
+    """Add one microbatch's per-position `values` to `into`, at their tokens' places among the caller's.
+
+    The microbatch may be padded or cut over ranks: with every microbatch of every rank scattered into zeros, the sum
+    over ranks is what `unpack` would give, laid end to end.
+
+    Args:
+        microbatch: one of a batch.
+        values: [T, ...], of the dtype of `into`.
+        into: [tokens of the batch, ...]. Tokens the microbatch says nothing about stay as they are.
+        shifted: the values are aligned to the predicting position, so the value at token i's position is added at token
+            i + 1, and positions without a target are left out. With False, it is added at token i.
+    """
+    if values.ndim == 0 or values.shape[0] != len(microbatch):
+        raise ValueError(
+            f"the values of microbatch {microbatch.index} have shape {tuple(values.shape)}, but it holds "
+            f"{len(microbatch)} tokens. Give one value per position, [{len(microbatch)}, ...]."
+        )
+    if into.shape != (microbatch.batch_tokens, *values.shape[1:]):
+        wanted = (microbatch.batch_tokens, *values.shape[1:])
+        raise ValueError(
+            f"the values are to go into shape {tuple(into.shape)}, but the batch has {microbatch.batch_tokens} tokens "
+            f"of shape {tuple(values.shape[1:])}. Give zeros of shape {wanted}."
+        )
+    kept = microbatch.targets != IGNORE if shifted else microbatch.places >= 0
+    # What is left out adds zero to the first token: picking out the rest would wait for the device.
+    places = (microbatch.places + int(shifted)).where(kept, 0)
+    into.index_add_(0, places, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
 
 
 def plan_bins(lengths: Sequence[int], budget: int, *, multiple_of: int = 1) -> list[list[int]]:
@@ -347,6 +380,11 @@ def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tens
             raise ValueError(
                 f"microbatch {microbatch.index} is one of {microbatch.count}, but {len(microbatches)} were given. "
                 f"Give all microbatches of one pack call."
+            )
+        if microbatch.padding or microbatch.context is not None:
+            raise ValueError(
+                f"microbatch {microbatch.index} is padded or cut over ranks, but unpack splits whole sequences. "
+                f"Put its values back with scatter."
             )
     found = sorted(index for microbatch in microbatches for index in microbatch.sequences)
     for expected, index in enumerate(found):

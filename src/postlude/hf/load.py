@@ -23,9 +23,10 @@ from postlude.hf import FAMILIES, Family
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource
 from postlude.hf.tokenizer import byte_tokenizer
-from postlude.layout import Layout
+from postlude.layout import Mesh, Stage
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import MoEConfig
+from postlude.model.parallel import held, region
 
 Source: TypeAlias = str | os.PathLike[str] | PretrainedConfig
 GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install 'postlude[gguf]'."
@@ -36,7 +37,8 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    layout: Layout | None = None,
+    mesh: Mesh | None = None,
+    stage: Stage | None = None,
     seed: int = 0,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LanguageModel:
@@ -48,20 +50,14 @@ def load_model(
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, but {dtype!r} was given.")
-    if layout is not None and layout.world_size > 1:
-        raise ValueError(f"load_model loads whole models, but {layout} spreads one over {layout.world_size} ranks.")
     hf = read_config(source)
     family, config = adapt(hf, families)
     with torch.device("meta"), _default_dtype(dtype or _dtype(hf)):  # buffers that ask for fp32 keep it
-        model = LanguageModel(config, layout=layout)
+        model = LanguageModel(config, mesh=mesh, stage=stage)
     if torch.device(device).type == "meta":
         return model
-    tensors = _tensors(source)
     model = model.to_empty(device=device)
-    if tensors is None:
-        model.reset(seed)
-    else:
-        fill(model, tensors, family)
+    fresh_or_filled(model, source, family, seed)
     return model
 
 
@@ -112,20 +108,32 @@ def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tu
     return family, family.to_model(hf)
 
 
+def fresh_or_filled(model: LanguageModel, source: Source, family: Family, seed: int) -> None:
+    """Give a model its weights: the source's, or fresh ones where the source is a config alone."""
+    tensors = _tensors(source)
+    if tensors is None:
+        model.reset(seed)
+    else:
+        fill(model, tensors, family)
+
+
 @torch.no_grad()
 def fill(model: LanguageModel, tensors: TensorSource, family: Family) -> None:
-    """Copy every tensor of `model` from the source, and account for every tensor of the source."""
-    available = set(tensors.names())
-    state = model.state_dict()
-    plan = {name: list(family.pieces(name, experts_in(model.config))) for name in state}
-    wanted = {theirs for pieces in plan.values() for _, theirs in pieces}
-    _account(wanted, available, model)
+    """Copy every tensor that this rank holds from the source, and account for every tensor of the source."""
+    with torch.device("meta"):
+        whole = LanguageModel(model.config)
+    experts = experts_in(model.config)
+    wanted = {theirs for name in whole.state_dict() for _, theirs in family.pieces(name, experts)}
+    _account(wanted, set(tensors.names()), model)
     for buffer in model.buffers():
         buffer.zero_()  # those that are not stored start from nothing
-    for name, pieces in plan.items():
-        for expert, theirs in pieces:
-            target = state[name] if expert is None else state[name][expert]
-            _copy(target, tensors.take(theirs), theirs)
+    for name, target in model.state_dict().items():
+        part, where = held(target), region(target)
+        for expert, theirs in family.pieces(name, experts):
+            if expert is None:
+                part.copy_(_take(tensors, theirs, target.shape)[where])
+            elif where[0].start <= expert < where[0].stop:
+                part[expert - where[0].start].copy_(_take(tensors, theirs, target.shape[1:])[where[1:]])
 
 
 def experts_in(config: ModelConfig) -> int:
@@ -147,12 +155,11 @@ def _account(wanted: set[str], available: set[str], model: LanguageModel) -> Non
         )
 
 
-def _copy(target: Tensor, tensor: Tensor, name: str) -> None:
-    if target.shape != tensor.shape:
-        raise ValueError(
-            f"{name} is {tuple(tensor.shape)} in the source, but the config asks for {tuple(target.shape)}."
-        )
-    target.copy_(tensor)
+def _take(tensors: TensorSource, name: str, shape: torch.Size) -> Tensor:
+    tensor = tensors.take(name)
+    if tensor.shape != shape:
+        raise ValueError(f"{name} is {tuple(tensor.shape)} in the source, but the config asks for {tuple(shape)}.")
+    return tensor
 
 
 def _tensors(source: Source) -> TensorSource | None:

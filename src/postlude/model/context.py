@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
+from postlude.layout import Mesh
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, rotary_table
 
 
 class ForwardContext:
-    """One microbatch's packing and positions, rotary tables made once, and a place to report side values."""
+    """One microbatch's packing and positions, rotary tables made once, and a place to report side values.
 
-    def __init__(self, microbatch: Microbatch) -> None:
+    The microbatch is this context-parallel rank's, alike on its tensor-parallel ranks, each of which holds the hidden
+    states of its own shard of the tokens between blocks.
+    """
+
+    def __init__(self, microbatch: Microbatch, mesh: Mesh | None = None) -> None:
         self.microbatch = microbatch
+        self.mesh = mesh or Mesh.alone()
+        self.real = self._real()
         self.reports: dict[str, Tensor] = {}
+        self._done: set[str] = set()
         self._tables: dict[tuple[RotaryConfig, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -30,6 +39,40 @@ class ForwardContext:
             with torch.no_grad():
                 self._tables[key] = rotary_table(config, self.microbatch.positions, width)
         return self._tables[key]
+
+    def _real(self) -> Tensor | None:
+        """[T / tp] bool, False where this rank's shard is padding; None where there is none."""
+        real, tp = self.microbatch.real, self.mesh.tp
+        return real if real is None else real[slice(*tp.block(len(real)))]
+
+    def drop_padding(self, values: Tensor) -> Tensor:
+        """`values` [T / tp, ...] with zero in place of padding."""
+        if self.real is None:
+            return values
+        return torch.where(self.real.view(-1, *(1,) * (values.ndim - 1)), values, 0.0)
+
+    @torch.no_grad()
+    def total(self, values: Tensor) -> Tensor:
+        """Each rank's addend -> their sum over all ranks that share this microbatch."""
+        for axis in (self.mesh.tp, self.mesh.cp):
+            if axis.group is not None:
+                values = values.clone()
+                dist.all_reduce(values, group=axis.group)
+        return values
+
+    def mean_of_total(self, values: Tensor) -> Tensor:
+        """Each rank's sum over its tokens -> the mean over the real tokens of the microbatch."""
+        tokens = (
+            torch.ones_like(values) * len(self.microbatch) / self.mesh.tp.size if self.real is None else self.real.sum()
+        )
+        total, count = self.total(torch.stack((values.detach(), tokens.to(values.dtype)))).unbind()
+        return total / count.clamp_min(1.0)
+
+    def first_time(self, name: str) -> bool:
+        """Whether `name` is asked for the first time: what a layer counts must not count again when recomputed."""
+        first = name not in self._done
+        self._done.add(name)
+        return first
 
     def report(self, name: str, value: Tensor) -> None:
         """Leave a value for the log, by a name of its own. It carries no gradient."""

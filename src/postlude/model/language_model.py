@@ -8,19 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from postlude.data import Microbatch
-from postlude.layout import Layout, Stage
-from postlude.model.blocks import BLOCKS, Block, RMSNorm
+from postlude.layout import Layout, Mesh, Stage
+from postlude.model.blocks import BLOCKS, Block
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
+from postlude.model.parallel import ColumnLinear, RMSNorm, VocabularyEmbedding, held, local, region
+from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.stack import HybridStack
 
 
 class LanguageModel(nn.Module):
     """A decoder on packed sequences. It builds the layers of its `stage` only, under their global names.
+
+    `mesh` says which part of every layer this rank holds; by default it is alone and holds all. `recompute` says what
+    each logical layer makes again in its backward instead of keeping it: nothing, all but the expensive results
+    ("selective"), or everything ("full").
 
     Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` it holds none until they are loaded.
     """
@@ -29,8 +36,9 @@ class LanguageModel(nn.Module):
         self,
         config: ModelConfig,
         *,
-        layout: Layout | None = None,
+        mesh: Mesh | None = None,
         stage: Stage | None = None,
+        recompute: Recompute = "none",
         blocks: Mapping[str, type[Block]] = BLOCKS,
     ) -> None:
         super().__init__()
@@ -40,18 +48,26 @@ class LanguageModel(nn.Module):
                 "LanguageModel does not build yet. Drop the part after '/' to train the trunk alone."
             )
         self.config = config
-        self.layout = layout or Layout()
+        self.mesh = mesh or Mesh.alone()
+        check_recompute(recompute)
+        tp = self.mesh.tp
         self.stage = stage or Stage()
         # A tied head needs the embedding where the head is; both stages then hold it under the one name.
         if self.stage.first or (self.stage.last and config.tied_head):
-            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = HybridStack(config, self.stage, blocks)
+            self.embedding = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        self.layers = HybridStack(config, self.stage, self.mesh, recompute, blocks)
         if self.stage.last:
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps, tp=tp)
             if not config.tied_head:
-                self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+                self.head = ColumnLinear(config.hidden_size, config.vocab_size, tp=tp)
+        self._check_storage()
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.reset()
+
+    @property
+    def layout(self) -> Layout:
+        """How the work is divided."""
+        return self.mesh.layout
 
     def forward(
         self,
@@ -64,12 +80,13 @@ class LanguageModel(nn.Module):
     ) -> Any:
         """Run this stage. The last one returns what the output processor returns, as it is.
 
-        `hidden` [T, H] comes from the stage before and is given on every stage but the first. Without a processor the
-        last stage returns logits [T, vocab], or per-token losses [T] when `targets` are asked for: True for the
-        microbatch's own next tokens, or a tensor [T] with -100 where there is none. Other stages return hidden [T, H].
+        `hidden` [T / tp, H] comes from the stage before and is given on every stage but the first; stages but the last
+        return the same. Without a processor the last stage returns logits [T, vocab], or per-token losses [T] when
+        `targets` are asked for: True for the microbatch's own next tokens, or a tensor [T] with -100 where there is
+        none.
         """
         processor, context = self._processor(targets, output_processor, output_processor_context)
-        forward = ForwardContext(microbatch)
+        forward = ForwardContext(microbatch, self.mesh)
         hidden = self.layers(self._enter(microbatch, hidden), forward)
         if not self.stage.last:
             return hidden
@@ -90,17 +107,18 @@ class LanguageModel(nn.Module):
                 f"stage {self.stage.index} of {self.stage.count} has no output head; the last stage has it."
             )
         return OutputHead(
-            weight=self.embedding.weight if self.config.tied_head else self.head.weight,
+            weight=local(self.embedding.weight if self.config.tied_head else self.head.weight),
             bias=None,
-            vocab_start=0,
+            vocab_start=self.mesh.tp.block(self.config.vocab_size)[0],
             vocab_size=self.config.vocab_size,
             logit_scale=self.config.logit_scale,
             softcap=self.config.logit_softcap,
+            tp=self.mesh.tp,
         )
 
     @torch.no_grad()
     def reset(self, seed: int = 0) -> None:
-        """First values for every parameter, by the seed and its name: the same on every stage and in every dtype.
+        """First values for every parameter, by the seed and its name: the same in every layout and in every dtype.
 
         The CPU and a GPU draw different numbers.
         """
@@ -109,12 +127,23 @@ class LanguageModel(nn.Module):
         for name, parameter in self.named_parameters():
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             owner = next((prefix for prefix in owners if name.startswith(prefix)), None)
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if owner is None:
-                reset_parameter(name, parameter, std, generator)
+                reset_parameter(name, whole, std, generator)
             else:
-                owners[owner].reset(name.removeprefix(owner), parameter, std, generator)
+                owners[owner].reset(name.removeprefix(owner), whole, std, generator)
+            held(parameter).copy_(whole[region(parameter)])
         for buffer in self.buffers():
             buffer.zero_()
+
+    def _check_storage(self) -> None:
+        """A plain parameter would be trained apart on every tensor-parallel rank."""
+        for name, parameter in self.named_parameters():
+            if self.mesh.tp.size > 1 and not isinstance(parameter, DTensor) and ".experts." not in name:
+                raise TypeError(
+                    f"{name} is a plain parameter, which tp={self.mesh.tp.size} ranks would each change on their own; "
+                    "make it with postlude.model.parallel.stored."
+                )
 
     def _enter(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
         if self.stage.first:
@@ -126,7 +155,7 @@ class LanguageModel(nn.Module):
                 raise ValueError(f"token {int(tokens.max())} is past the vocabulary, which ends at {size - 1}.")
             embedded: Tensor = self.embedding(tokens)
             return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale
-        expected = (len(microbatch), self.config.hidden_size)
+        expected = (len(microbatch) // self.mesh.tp.size, self.config.hidden_size)
         if hidden is None or tuple(hidden.shape) != expected:
             got = "nothing" if hidden is None else tuple(hidden.shape)
             raise ValueError(

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.layout import Layout
+from postlude.layout import ALONE, Axis, Layout
 from postlude.model.config import ModelConfig
+from postlude.ops.collectives import gather_alike, gather_from_sequence
 from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
 from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
 
@@ -35,18 +36,25 @@ class OutputHead:
     vocab_size: int
     logit_scale: float
     softcap: float | None
+    tp: Axis = ALONE
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """Local hidden states -> those of all tokens this rank projects, with the backward that belongs to it."""
-        return hidden
+        """This rank's hidden states [T / tp, H] -> all [T, H], each rank to project them to its own rows."""
+        return gather_from_sequence(hidden, self.tp.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[T, H] -> [T, vocab], in hidden's dtype. Holds them all: prefer `logprobs` where that is what you need."""
+        """[T / tp, H] -> [T, vocab], in hidden's dtype, alike on every rank.
+
+        Holds them all: prefer `logprobs` where that is what you need.
+        """
         logits = F.linear(self.gather(hidden), self.weight, self.bias)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
+        if self.tp.group is not None:
+            width = -(-self.vocab_size // self.tp.size)
+            logits = gather_alike(F.pad(logits, (0, width - logits.shape[1])).T, self.tp.group).T
         return logits[:, : self.vocab_size]
 
     def logprobs(
@@ -74,6 +82,7 @@ class OutputHead:
             softcap=self.softcap,
             vocab_start=self.vocab_start,
             vocab_size=self.vocab_size,
+            group=self.tp.group,
             entropy=entropy,
             topk=topk,
             lse=lse,
@@ -107,12 +116,13 @@ class OutputHead:
             softcap=self.softcap,
             vocab_start=self.vocab_start,
             vocab_size=self.vocab_size,
+            group=self.tp.group,
             entropy=entropy,
         )
 
     def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
-        anything = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        anything = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
         with torch.no_grad():
             stats = self.logprobs(hidden, anything, topk=k)
         assert stats.topk_logprobs is not None
@@ -124,8 +134,10 @@ class OutputHead:
 class OutputInputs:
     """What an output processor receives, once a microbatch, on the last stage.
 
-    `hidden` [local tokens, H] is after the final norm. `mtp` holds the hidden states of each multi-token-prediction
-    depth. `reports` are side values of this stage's blocks for the log, such as router balance.
+    `hidden` [T / tp, H] is after the final norm: this rank's shard of the microbatch's T tokens. The head's methods
+    take it as it is and answer for all T, alike on every tensor-parallel rank; `gather` does so for values of your own.
+    `mtp` holds the hidden states of each multi-token-prediction depth. `reports` are side values of this stage's blocks
+    for the log, such as router balance.
     """
 
     hidden: Tensor
@@ -135,6 +147,10 @@ class OutputInputs:
     config: ModelConfig
     mtp: tuple[Tensor, ...] = ()
     reports: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Values made from `hidden` token by token [T / tp, ...] -> those of all T tokens, alike on every rank."""
+        return gather_alike(values, self.head.tp.group)
 
 
 class OutputProcessor(Protocol):

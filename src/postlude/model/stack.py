@@ -7,43 +7,49 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from postlude.layout import Stage
+from postlude.layout import Mesh, Stage
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.pattern import Layer
+from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, run_steps
 
 
 class LogicalLayer(nn.Module):
     """The blocks of one logical layer in order, under names that are distinct within it."""
 
-    def __init__(self, layer: Layer, config: ModelConfig, blocks: Mapping[str, type[Block]]) -> None:
+    def __init__(
+        self, layer: Layer, config: ModelConfig, mesh: Mesh, recompute: Recompute, blocks: Mapping[str, type[Block]]
+    ) -> None:
         super().__init__()
         self.block_names = layer.names
+        self.recompute = recompute
         for symbol, name in zip(layer.blocks, layer.names, strict=True):
-            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"layers.{layer.index}.{name}"))
+            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"layers.{layer.index}.{name}", mesh))
 
     def steps(self) -> tuple[Step, ...]:
         """The layer's whole work, in order."""
         return tuple(step for name in self.block_names for step in cast(Block, self.get_submodule(name)).steps())
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T, H] -> [T, H]."""
-        return run_steps(self.steps(), hidden, context)
+        """[T / tp, H] -> [T / tp, H]."""
+        return recomputed(run_steps, self.recompute, self.steps(), hidden, context)
 
 
 class HybridStack(nn.ModuleDict):
     """Logical layers by their global index, so that names are the same in every layout."""
 
-    def __init__(self, config: ModelConfig, stage: Stage, blocks: Mapping[str, type[Block]]) -> None:
+    def __init__(
+        self, config: ModelConfig, stage: Stage, mesh: Mesh, recompute: Recompute, blocks: Mapping[str, type[Block]]
+    ) -> None:
         for symbol in dict.fromkeys(config.pattern.blocks):
             _check(symbol, config, blocks)
         layers = (config.pattern.layer(index) for index in config.stage_layers(stage))
-        super().__init__({str(layer.index): LogicalLayer(layer, config, blocks) for layer in layers})
+        super().__init__({str(layer.index): LogicalLayer(layer, config, mesh, recompute, blocks) for layer in layers})
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """[T / tp, H] -> [T / tp, H]."""
         for layer in self.values():
             hidden = layer(hidden, context)
         return hidden

@@ -28,36 +28,49 @@ class Scores:
 class PackedAttention(Protocol):
     """Causal softmax attention that never looks across a sequence border."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
-        """Query [T, heads, width], key and value [T, kv_heads, width] -> [T, heads, width].
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
+    ) -> Tensor:
+        """Query [Tq, heads, width], key and value [Tk, kv_heads, width] -> [Tq, heads, width].
 
-        Query heads share key heads in equal groups.
+        Query heads share key heads in equal groups. The queries of a sequence stand at the last positions of its keys:
+        on whole sequences `queries` and `keys` are one packing, on a part of each the keys are all those up to its end.
         """
         ...
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores) -> Tensor:
     """The fastest implementation that computes exactly this on the tensors' device and dtype."""
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scores.softcap is None
     implementation: PackedAttention = varlen_attention if flash else per_sequence_attention
-    return implementation(query, key, value, packing, scores)
+    return implementation(query, key, value, queries, keys, scores)
 
 
-def per_sequence_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
-    """The reference: each sequence by itself, those of one length side by side, on any device and dtype."""
+def per_sequence_attention(
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
+) -> Tensor:
+    """The reference: each sequence by itself, those alike in length side by side, on any device and dtype."""
+    _check_lengths(queries, keys)
+    if queries.count == 0:
+        return _nothing(query, key, value)
     outputs, rows = [], []
-    for length, starts in _by_length(packing).items():
-        own_rows = torch.tensor(starts, device=query.device)[:, None] + torch.arange(length, device=query.device)
+    for (asking, asked), starts in _by_lengths(queries, keys).items():
+        own_rows, key_rows = (
+            torch.tensor(first, device=query.device)[:, None] + torch.arange(length, device=query.device)
+            for first, length in zip(zip(*starts, strict=True), (asking, asked), strict=True)
+        )
         # [sequences, heads, length, width]
-        q, k, v = (tensor[own_rows].transpose(1, 2) for tensor in (query, key, value))
+        q, k, v = (
+            tensor[chosen].transpose(1, 2) for tensor, chosen in ((query, own_rows), (key, key_rows), (value, key_rows))
+        )
         if scores.softcap is None:
-            windowed = scores.window is not None and scores.window < length
+            plain = asking == asked and (scores.window is None or scores.window >= asked)
             heads = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=_visible(length, scores.window, query.device) if windowed else None,
-                is_causal=not windowed,
+                attn_mask=None if plain else _visible(asking, asked, scores.window, query.device),
+                is_causal=plain,
                 scale=scores.scale,
                 enable_gqa=True,
             )
@@ -65,21 +78,25 @@ def per_sequence_attention(query: Tensor, key: Tensor, value: Tensor, packing: P
             group = q.shape[1] // k.shape[1]
             rated = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * scores.scale
             rated = scores.softcap * torch.tanh(rated / scores.softcap)
-            rated = rated.masked_fill(~_visible(length, scores.window, query.device), float("-inf"))
-            heads = rated.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v.repeat_interleave(group, dim=1)
+            rated = rated.masked_fill(~_visible(asking, asked, scores.window, query.device), float("-inf"))
+            dtype = torch.promote_types(v.dtype, torch.float32)
+            heads = rated.softmax(dim=-1, dtype=dtype).to(v.dtype) @ v.repeat_interleave(group, dim=1)
         outputs.append(heads.transpose(1, 2).flatten(0, 1))
         rows.append(own_rows.flatten())
-    return torch.cat(outputs)[torch.cat(rows).argsort()] if outputs else torch.zeros_like(query)
+    return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
+) -> Tensor:
     """Flash attention over all sequences at once. CUDA, bf16 or fp16."""
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - initialises CUDA kernels, so only where used
 
     if scores.softcap is not None:
         raise ValueError(f"varlen_attention has no softcap (got {scores.softcap}); use per_sequence_attention.")
-    if len(packing.lengths) == 0:
-        return torch.zeros_like(query)
+    _check_lengths(queries, keys)
+    if queries.count == 0:
+        return _nothing(query, key, value)
     grouped: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -88,32 +105,54 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing
             group = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     left = -1 if scores.window is None else scores.window - 1  # flash counts the keys before the query's own
-    longest = packing.max_length
     output = varlen_attn(
         query,
         key,
         value,
-        packing.cu_seqlens,
-        packing.cu_seqlens,
-        longest,
-        longest,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        queries.max_length,
+        keys.max_length,
         scale=scores.scale,
-        window_size=(left, 0),
+        window_size=(left, 0),  # counted from the ends, so that the last query stands at the last key
         **grouped,
     )
     assert isinstance(output, Tensor)  # not the pair it returns when asked for more
     return output
 
 
-def _by_length(packing: Packing) -> dict[int, list[int]]:
-    """Where the sequences of each length start."""
-    starts: dict[int, list[int]] = {}
-    for start, stop in packing.slices():
-        starts.setdefault(stop - start, []).append(start)
+def _check_lengths(queries: Packing, keys: Packing) -> None:
+    """Refuse queries that do not stand at the last positions of their keys."""
+    if queries is keys:
+        return
+    if queries.count != keys.count:
+        raise ValueError(
+            f"there are queries of {queries.count} sequences, but keys of {keys.count}. "
+            "Pack the queries and the keys of the same sequences."
+        )
+    for index, (asking, asked) in enumerate(zip(queries.lengths, keys.lengths, strict=True)):
+        if asking > asked:
+            raise ValueError(
+                f"sequence {index} has {asking} queries, but only {asked} keys. A query stands at a key of its own: "
+                f"give at least {asking} keys, or at most {asked} queries."
+            )
+
+
+def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[0, heads, width] that hangs on all three, so that what made them gets a gradient of zero rather than none."""
+    return query + key.sum() + value.sum()
+
+
+def _by_lengths(queries: Packing, keys: Packing) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """By number of queries and of keys: where the queries and the keys of those sequences start."""
+    starts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for (query, query_stop), (key, key_stop) in zip(queries.slices(), keys.slices(), strict=True):
+        starts.setdefault((query_stop - query, key_stop - key), []).append((query, key))
     return starts
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, length], True where the query (row) may see the key (column)."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+def _visible(asking: int, asked: int, window: int | None, device: torch.device) -> Tensor:
+    """[asking, asked], True where the query (row) may see the key (column); the last of each stand together."""
+    own = torch.arange(asked - asking, asked, device=device)
+    distance = own[:, None] - torch.arange(asked, device=device)[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

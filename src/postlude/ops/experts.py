@@ -1,14 +1,18 @@
-"""Work on tokens grouped by expert: sorting them by expert and back, and one matrix product per group."""
+"""Work on tokens grouped by expert: sorting them, bringing them to their experts' ranks, one product per group."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
+
+from postlude.layout import Axis
+from postlude.ops.collectives import Group, exchange_rows
 
 
 def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,16 +39,56 @@ def restore_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     return restored
 
 
+@dataclass(frozen=True)
+class ExpertRoute:
+    """The way of one rank's rows, sorted by expert, to the ranks that hold the experts, and back.
+
+    `counts` [E / ep]: rows that each of this rank's experts gets, from all ranks together.
+    """
+
+    counts: Tensor
+    sent: list[int]
+    received: list[int]
+    order: Tensor | None
+    inverse: Tensor | None
+    group: Group
+
+    @classmethod
+    def plan(cls, counts: Tensor, ep: Axis) -> ExpertRoute:
+        """From this rank's rows for each of all experts, `counts` [E]. One small exchange."""
+        if ep.group is None:
+            return cls(counts, [], [], None, None, None)
+        outgoing = counts.view(ep.size, -1)  # [rank, its experts]
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing.contiguous(), group=ep.group)
+        sent, received = torch.stack((outgoing.sum(1), incoming.sum(1))).tolist()
+        # Rows come rank by rank, each rank's sorted by expert; the experts want all their rows together.
+        experts = torch.arange(incoming.shape[1], device=counts.device).repeat(ep.size)
+        arrived = experts.repeat_interleave(incoming.flatten(), output_size=sum(received))
+        order, inverse, own = expert_order(arrived, incoming.shape[1])
+        return cls(own, sent, received, order, inverse, ep.group)
+
+    def there(self, rows: Tensor) -> Tensor:
+        """This rank's rows, sorted by expert -> the rows of this rank's experts, sorted by expert."""
+        if self.order is None or self.inverse is None:
+            return rows
+        return restore_rows(exchange_rows(rows, self.sent, self.received, self.group), self.inverse, self.order)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Undo `there`."""
+        if self.order is None or self.inverse is None:
+            return rows
+        return exchange_rows(restore_rows(rows, self.order, self.inverse), self.received, self.sent, self.group)
+
+
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Each of `rows` [R, in] by its expert's matrix of `weight` [E, out, in]: [R, out].
 
     Rows are sorted by expert; `counts` [E] says how many each has.
     """
     if _grouped_kernel_fits(rows, weight):
-        offsets = counts.cumsum(0).to(torch.int32)
-        product = F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
-        dense: Tensor = _DenseGradient.apply(product)
-        return dense
+        product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32))
+        return product
     pieces = rows.split(counts.tolist())
     return torch.cat([piece @ matrix.T for piece, matrix in zip(pieces, weight, strict=True)])
 
@@ -74,13 +118,18 @@ class _Rows(Function):
         return rows, None, None, None
 
 
-class _DenseGradient(Function):
-    """Identity whose gradient is laid out in memory: the grouped kernel's backward rejects expanded tensors."""
+class _GroupedProduct(Function):
+    """The grouped kernel and its gradients, written out since the kernel wants them laid out in memory."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, values: Tensor) -> Tensor:
-        return values.view_as(values)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, offsets = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        for_rows = F.grouped_mm(gradient, weight, offs=offsets) if ctx.needs_input_grad[0] else None
+        for_weight = F.grouped_mm(gradient.T, rows, offs=offsets) if ctx.needs_input_grad[1] else None
+        return for_rows, for_weight, None

@@ -14,24 +14,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
+from postlude.layout import Mesh
 from postlude.model import LanguageModel, OutputProcessor
 from postlude.pipeline.order import Action, order
-
-TAGS = {"F": 0, "B": 1}
 
 
 class Executor:
     """The stages of this rank, and the channels to its neighbours.
 
-    `stages` maps global stage numbers to this rank's models, vpp of them; `group` holds the pp ranks of this pipeline
-    in order, None for a pipeline of one.
+    `stages` maps global stage numbers to this rank's models, vpp of them. `dtype` is that of the hidden states between
+    them; by default the parameters'.
     """
 
-    def __init__(self, stages: Mapping[int, LanguageModel], group: dist.ProcessGroup | None = None) -> None:
-        self.pp = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
+    def __init__(
+        self, stages: Mapping[int, LanguageModel], mesh: Mesh | None = None, *, dtype: torch.dtype | None = None
+    ) -> None:
+        self.mesh = mesh or Mesh.alone()
+        self.pp, self.rank = self.mesh.pp.size, self.mesh.pp.rank
         self.vpp = len(stages)
         self.stages = dict(stages)
+        self.dtype = dtype
         expected = list(range(self.rank, self.pp * self.vpp, self.pp))
         if sorted(stages) != expected:
             raise ValueError(
@@ -41,7 +43,7 @@ class Executor:
         for index, stage in stages.items():
             if (stage.stage.index, stage.stage.count) != (index, self.pp * self.vpp):
                 raise ValueError(f"stage {index} of {self.pp * self.vpp} was given a model built as {stage.stage}.")
-        self.channels = Channels(group, self.pp)
+        self.channels = Channels(self.mesh)
 
     def run(
         self,
@@ -50,23 +52,28 @@ class Executor:
         output_processor: OutputProcessor | None = None,
         output_processor_context: Any = None,
         loss: Callable[[Any], Tensor] | None = None,
+        before_last_backward: Callable[[LanguageModel], None] | None = None,
     ) -> list[Any]:
         """Every microbatch through every stage. Returns what the processor returned for each, [] on the other ranks.
 
         `loss` takes a result to the scalar that is differentiated; gradients are added to the parameters'. Without it
-        the pipeline runs forward only, and nothing is kept for a backward. All ranks pass the same microbatches.
+        the pipeline runs forward only, and nothing is kept for a backward. All ranks of the pipeline pass the same
+        microbatches. `before_last_backward` is told of each stage when all but one of its backwards are done.
         """
         actions = order(
             pp=self.pp, vpp=self.vpp, microbatches=len(microbatches), rank=self.rank, forward_only=loss is None
         )
+        last = {action.stage: index for index, action in enumerate(actions) if action.kind == "B"}
         results: dict[int, Any] = {}
         entered: dict[tuple[int, int], Tensor | None] = {}
         left: dict[tuple[int, int], Tensor] = {}
         with torch.set_grad_enabled(loss is not None):
-            for action in actions:
+            for index, action in enumerate(actions):
                 place, microbatch = (action.stage, action.microbatch), microbatches[action.microbatch]
                 stage = self.stages[action.stage]
                 if action.kind == "B":
+                    if before_last_backward is not None and last[action.stage] == index:
+                        before_last_backward(stage)
                     gradient = None if stage.stage.last else self._receive(action, microbatch)
                     left.pop(place).backward(gradient)
                     self._send(action, _gradient(entered.pop(place)))
@@ -93,12 +100,13 @@ class Executor:
         return [results[index] for index in sorted(results)]
 
     def _receive(self, action: Action, microbatch: Microbatch) -> Tensor:
-        """The activations an F starts from, or the gradient a B starts from: [T, H] of its microbatch."""
+        """The activations an F starts from, or the gradient a B starts from: [T / tp, H]."""
         before = action.stage - 1 if action.kind == "F" else action.stage + 1
         stage = self.stages[action.stage]
         like = next(stage.parameters())
-        shape = (len(microbatch), stage.config.hidden_size)
-        return self.channels.receive(Action(action.kind, before, action.microbatch), shape, like)
+        shape = (len(microbatch) // self.mesh.tp.size, stage.config.hidden_size)
+        payload = Action(action.kind, before, action.microbatch)
+        return self.channels.receive(payload, shape, self.dtype or like.dtype, like.device)
 
     def _send(self, action: Action, tensor: Tensor | None) -> None:
         if tensor is not None:
@@ -106,42 +114,36 @@ class Executor:
 
 
 class Channels:
-    """First in, first out, from one rank to the next, one channel a kind and direction (see `order.Transfer`).
+    """First in, first out, from one rank of the pipeline to the next: one channel a kind and direction.
 
-    Gloo tells them apart by tags on one group. It moves host memory alone, so a device's tensors pass through the host.
+    Gloo moves host memory alone, so over it a device's tensors pass through the host.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, pp: int) -> None:
-        self.group = group
-        self.pp = pp
+    def __init__(self, mesh: Mesh) -> None:
+        self.groups = mesh.channels
+        self.pp, self.rank = mesh.pp.size, mesh.pp.rank
+        self.through_host = bool(self.groups) and dist.get_backend(next(iter(self.groups.values()))) == "gloo"
         self.pending: list[tuple[dist.Work, Tensor]] = []
-        if group is None:
-            return
-        self.ranks = dist.get_process_group_ranks(group)
-        if pp > 1 and (backend := dist.get_backend(group)) != "gloo":
-            raise ValueError(
-                f"a pipeline over {backend} needs a communicator for every channel, which is not built yet; "
-                "give the executor a gloo group."
-            )
 
     def send(self, payload: Action, tensor: Tensor) -> None:
         """Hand over what `payload` made to the stage that waits for it, without waiting."""
         if tensor.numel() == 0:
             return
-        destination = (payload.stage + (1 if payload.kind == "F" else -1)) % self.pp
-        tensor = tensor.cpu().contiguous()
+        group = self.groups[payload.kind, self.rank]
+        tensor = (tensor.cpu() if self.through_host else tensor).contiguous()
         self.pending = [(work, kept) for work, kept in self.pending if not work.is_completed()]
-        work = dist.isend(tensor, self.ranks[destination], group=self.group, tag=TAGS[payload.kind])
+        work = dist.isend(tensor, group=group, group_dst=1 - dist.get_rank(group))
         assert work is not None  # this rank is in its own group
         self.pending.append((work, tensor))
 
-    def receive(self, payload: Action, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """What `payload` made on another rank: `shape`, of the dtype and on the device of `like`."""
+    def receive(self, payload: Action, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What `payload` made on another rank."""
         if 0 in shape:
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        tensor = torch.empty(shape, dtype=like.dtype)
-        dist.recv(tensor, self.ranks[payload.stage % self.pp], group=self.group, tag=TAGS[payload.kind])
-        return tensor.to(like.device)
+            return torch.zeros(shape, dtype=dtype, device=device)
+        group = self.groups[payload.kind, payload.stage % self.pp]
+        tensor = torch.empty(shape, dtype=dtype, device="cpu" if self.through_host else device)
+        dist.recv(tensor, group=group, group_src=1 - dist.get_rank(group))
+        return tensor.to(device)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""

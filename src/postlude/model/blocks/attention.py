@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from postlude.model.blocks.block import NOMINAL_LENGTH, Block, BlockConfig, RMSNorm
+from postlude.layout import Axis, Mesh
+from postlude.model.blocks.block import NOMINAL_LENGTH, Block, BlockConfig
 from postlude.model.context import ForwardContext
+from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear
 from postlude.ops.attention import Scores, attend
+from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.rotary import RotaryConfig, rotate
 
 if TYPE_CHECKING:
@@ -75,40 +79,74 @@ class SlidingAttentionConfig(AttentionConfig):
 
 
 class Attention(Block):
-    """Softmax attention over the packed sequences."""
+    """Softmax attention over the packed sequences. Each tensor-parallel rank has heads of its own."""
 
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
 
-    def __init__(self, config: AttentionConfig, model: ModelConfig, name: str) -> None:
-        super().__init__(config, model, name)
+    def __init__(self, config: AttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
+        super().__init__(config, model, name, mesh)
         self.config = config
+        _check_heads(config, mesh.tp, name)
         query_size, key_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(model.hidden_size, query_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(model.hidden_size, key_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(model.hidden_size, key_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query_size, model.hidden_size, bias=config.output_bias)
+        self.q_proj = ColumnLinear(model.hidden_size, query_size, bias=config.qkv_bias, tp=mesh.tp)
+        self.k_proj = ColumnLinear(model.hidden_size, key_size, bias=config.qkv_bias, tp=mesh.tp)
+        self.v_proj = ColumnLinear(model.hidden_size, key_size, bias=config.qkv_bias, tp=mesh.tp)
+        self.o_proj = RowLinear(query_size, model.hidden_size, bias=config.output_bias, tp=mesh.tp)
         if config.qk_norm:
-            full = config.qk_norm == "full"
-            self.q_norm = RMSNorm(query_size if full else config.head_dim, model.norm_eps)
-            self.k_norm = RMSNorm(key_size if full else config.head_dim, model.norm_eps)
+            norm, full = (ColumnRMSNorm, True) if config.qk_norm == "full" else (RMSNorm, False)
+            self.q_norm = norm(query_size if full else config.head_dim, model.norm_eps, tp=mesh.tp)
+            self.k_norm = norm(key_size if full else config.head_dim, model.norm_eps, tp=mesh.tp)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """[T / tp, H] -> [T / tp, H]."""
         config = self.config
+        hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
         if config.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
+        key, value = self._own_heads(key), self._own_heads(value)
         query, key, value = (part.unflatten(-1, (-1, config.head_dim)) for part in (query, key, value))  # [T, heads, d]
         if config.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if config.rotary:
             table = context.rotary(config.rotary, config.head_dim)
             query, key = rotate(query, table), rotate(key, table)
-        scale = config.head_dim**-0.5 if config.scale is None else config.scale
-        scores = Scores(scale=scale, window=config.window, softcap=config.softcap)
-        heads = attend(query, key, value, context.packing, scores)
+        heads = self._attend(query, key, value, context)
         output: Tensor = self.o_proj(heads.flatten(-2))
         return output
+
+    def _own_heads(self, features: Tensor) -> Tensor:
+        """Key or value features of the heads that this rank's queries see.
+
+        With more ranks than key heads a rank projects part of a head; the parts are then gathered and shared.
+        """
+        tp, kv_heads = self.mesh.tp, self.config.kv_heads
+        if kv_heads % tp.size == 0:
+            return features
+        whole = gather_from_sequence(features.T.contiguous(), tp.group).unflatten(0, (kv_heads, -1))  # [kv_heads, d, T]
+        own: Tensor = whole[tp.rank * kv_heads // tp.size].T
+        return own
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+        """Over whole sequences, wherever their keys are."""
+        config = self.config
+        scale = config.head_dim**-0.5 if config.scale is None else config.scale
+        scores = Scores(scale=scale, window=config.window, softcap=config.softcap)
+        cut = context.microbatch.context
+        if cut is None:
+            return attend(query, key, value, context.packing, context.packing, scores)
+        both = gather_from_sequence(torch.stack((key, value), dim=1), cut.axis.group)[cut.key_rows]
+        key, value = both.unbind(1)
+        return attend(query, key, value, cut.queries, cut.keys, scores)
+
+
+def _check_heads(config: AttentionConfig, tp: Axis, name: str) -> None:
+    shares_keys = tp.size % config.kv_heads == 0 and config.kv_heads * config.head_dim % tp.size == 0
+    if config.heads % tp.size or (config.kv_heads % tp.size and not shares_keys):
+        raise ValueError(
+            f"{name} has {config.heads} heads and {config.kv_heads} key heads, which tp={tp.size} ranks cannot share: "
+            f"tp divides the heads, and either divides the key heads or is a multiple of them."
+        )
 
 
 class SlidingAttention(Attention):

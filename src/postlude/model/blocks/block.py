@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from postlude.layout import Mesh
 from postlude.model.context import ForwardContext
+from postlude.model.parallel import RMSNorm
 from postlude.model.steps import Step, compute
 
 if TYPE_CHECKING:
@@ -31,23 +32,27 @@ class BlockConfig:
 
 
 class Block(nn.Module):
-    """hidden + post_norm(work(norm(hidden))): a block writes `work`, or its own `steps`."""
+    """hidden + post_norm(work(norm(hidden))): a block writes `work`, or its own `steps`.
+
+    `hidden` is this rank's shard of the tokens, [T / tp, H]; the layers of `model.parallel` gather and spread them.
+    """
 
     Config: ClassVar[type[BlockConfig]]
 
-    def __init__(self, config: BlockConfig, model: ModelConfig, name: str) -> None:
+    def __init__(self, config: BlockConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__()
         self.name = name  # global, such as "layers.17.moe"
+        self.mesh = mesh
         pre, post = config.norm in ("pre", "both"), config.norm in ("post", "both")
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps) if pre else nn.Identity()
-        self.post_norm = RMSNorm(model.hidden_size, model.norm_eps) if post else nn.Identity()
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps, tp=mesh.tp) if pre else nn.Identity()
+        self.post_norm = RMSNorm(model.hidden_size, model.norm_eps, tp=mesh.tp) if post else nn.Identity()
 
     def steps(self) -> tuple[Step, ...]:
         """The block's work in order. Most blocks are one compute step."""
         return (compute("work", self._residual),)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T, H] -> [T, H], after the pre-norm and before the post-norm and the residual."""
+        """[T / tp, H] -> [T / tp, H], after the pre-norm and before the post-norm and the residual."""
         raise NotImplementedError(f"{type(self).__name__} must define work() or steps().")
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
@@ -56,19 +61,6 @@ class Block(nn.Module):
 
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
         return {"hidden": hidden + self.post_norm(self.work(self.norm(hidden), context))}
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
-        return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
 
 
 def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from postlude.layout import Mesh
 from postlude.model.blocks.block import Block, BlockConfig
 from postlude.model.context import ForwardContext
+from postlude.model.parallel import ColumnLinear, RowLinear
+from postlude.ops.collectives import gather_from_sequence
 
 if TYPE_CHECKING:
     from postlude.model.config import ModelConfig
@@ -36,17 +39,17 @@ class MLP(Block):
 
     Config = MLPConfig
 
-    def __init__(self, config: MLPConfig, model: ModelConfig, name: str) -> None:
-        super().__init__(config, model, name)
+    def __init__(self, config: MLPConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
+        super().__init__(config, model, name, mesh)
         self.activation = config.activation
-        self.gate_proj = (
-            nn.Linear(model.hidden_size, config.intermediate_size, bias=config.bias) if config.gated else None
-        )
-        self.up_proj = nn.Linear(model.hidden_size, config.intermediate_size, bias=config.bias)
-        self.down_proj = nn.Linear(config.intermediate_size, model.hidden_size, bias=config.bias)
+        outer, inner = model.hidden_size, config.intermediate_size
+        self.gate_proj = ColumnLinear(outer, inner, bias=config.bias, tp=mesh.tp) if config.gated else None
+        self.up_proj = ColumnLinear(outer, inner, bias=config.bias, tp=mesh.tp)
+        self.down_proj = RowLinear(inner, outer, bias=config.bias, tp=mesh.tp)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """[T / tp, H] -> [T / tp, H]."""
+        hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         gate = self.gate_proj(hidden) if self.gate_proj is not None else None
         output: Tensor = self.down_proj(gated(self.activation, gate, self.up_proj(hidden)))
         return output

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from postlude.layout import Axis, Mesh
 from postlude.model.blocks.block import Block, BlockConfig
 from postlude.model.blocks.mlp import Activation, gated
 from postlude.model.context import ForwardContext
+from postlude.model.parallel import Linear, local, stored
 from postlude.model.steps import Step, compute, exchange
-from postlude.ops.experts import expert_order, grouped_linear, replicate_rows, restore_rows
+from postlude.ops.experts import ExpertRoute, expert_order, grouped_linear, replicate_rows, restore_rows
 from postlude.ops.side_loss import add_side_loss
 
 if TYPE_CHECKING:
@@ -81,21 +83,29 @@ class MoEConfig(BlockConfig):
 
 
 class MoE(Block):
-    """route -> dispatch -> experts -> combine -> merge."""
+    """route -> dispatch -> experts -> combine -> merge.
+
+    Every rank routes its own tokens and holds the experts of its block; dispatch and combine carry tokens between them.
+    """
 
     Config = MoEConfig
     selection_bias: Tensor  # [experts] fp32, added where experts are chosen
     load: Tensor  # [experts] fp32, slots each expert got since the bias was last moved
 
-    def __init__(self, config: MoEConfig, model: ModelConfig, name: str) -> None:
-        super().__init__(config, model, name)
+    def __init__(self, config: MoEConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
+        super().__init__(config, model, name, mesh)
         self.config = config
-        self.router = nn.Linear(model.hidden_size, config.experts, bias=False)
-        self.experts = Experts(config, model.hidden_size)
+        if config.experts % mesh.ep.size:
+            raise ValueError(
+                f"{name} has {config.experts} experts, which ep={mesh.ep.size} ranks cannot share evenly; "
+                "use an ep that divides them."
+            )
+        self.router = Linear(model.hidden_size, config.experts, tp=mesh.tp)
+        self.experts = Experts(config, model.hidden_size, mesh.ep)
         if config.selection_bias:
             self.register_buffer("selection_bias", torch.zeros(config.experts, dtype=torch.float32))
             self.register_buffer("load", torch.zeros(config.experts, dtype=torch.float32), persistent=False)
-        self.shared = SharedExpert(config, model.hidden_size) if config.shared_intermediate_size else None
+        self.shared = SharedExpert(config, model.hidden_size, mesh.tp) if config.shared_intermediate_size else None
 
     def steps(self) -> tuple[Step, ...]:
         """Dispatch and combine are where tokens change ranks."""
@@ -112,29 +122,31 @@ class MoE(Block):
         tokens = self.norm(hidden)
         logits, scores = self.score(tokens)
         choice = self.choose(scores.detach())
+        counts = self.count(choice, context)
         weights = scores.gather(-1, choice)
         if self.config.normalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
         weights = (weights * self.config.weight_scale).to(tokens.dtype)
         shared = self.shared(tokens) if self.shared is not None else None
-        weights = self.balance(weights, logits, scores, choice, context)
+        weights = self.balance(weights, logits, scores, counts, context)
         return {"tokens": tokens, "choice": choice, "weights": weights, "shared": shared}
 
     def dispatch(self, tokens: Tensor, choice: Tensor, context: ForwardContext) -> Mapping[str, Any]:
         """Bring every expert its tokens, sorted by expert."""
         order, inverse, counts = expert_order(choice, self.config.experts)
         rows = replicate_rows(tokens, order, inverse, self.config.top_k)
-        return {"rows": rows, "order": order, "inverse": inverse, "counts": counts}
+        route = ExpertRoute.plan(counts, self.mesh.ep)
+        return {"rows": route.there(rows), "route": route, "order": order, "inverse": inverse}
 
-    def run_experts(self, rows: Tensor, counts: Tensor, context: ForwardContext) -> Mapping[str, Any]:
+    def run_experts(self, rows: Tensor, route: ExpertRoute, context: ForwardContext) -> Mapping[str, Any]:
         """Each row through its expert."""
-        return {"rows": self.experts(rows, counts)}
+        return {"rows": self.experts(rows, route.counts)}
 
     def combine(
-        self, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor, context: ForwardContext
+        self, rows: Tensor, route: ExpertRoute, order: Tensor, inverse: Tensor, weights: Tensor, context: ForwardContext
     ) -> Mapping[str, Any]:
         """Bring the rows back to their tokens and sum each token's experts by weight."""
-        slots = restore_rows(rows, order, inverse).unflatten(0, (-1, self.config.top_k))  # [T, top_k, H]
+        slots = restore_rows(route.back(rows), order, inverse).unflatten(0, (-1, self.config.top_k))  # [T, top_k, H]
         return {"routed": (slots * weights[..., None]).sum(1)}
 
     def merge(
@@ -146,7 +158,7 @@ class MoE(Block):
     def score(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Router logits and scores over all experts, fp32 [T, experts]."""
         if self.config.router_fp32:
-            logits = F.linear(tokens.float(), self.router.weight.float())
+            logits = F.linear(tokens.float(), local(self.router.weight).float())
         else:
             logits = self.router(tokens).float()
         return logits, logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
@@ -162,37 +174,44 @@ class MoE(Block):
             chosen = group_scores.topk(config.top_groups, dim=-1).indices
             allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, True)
             ranking = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
-        choice = ranking.topk(config.top_k, dim=-1).indices
-        if config.selection_bias and self.load.dtype != torch.float32:
-            raise TypeError(
-                f"{self.name} counts its load in {self.load.dtype}, where counts and small steps of the bias are lost; "
-                "cast parameters alone, as load_model(dtype=...) does."
-            )
-        if config.selection_bias and self.training:
-            self.load += torch.bincount(choice.flatten(), minlength=config.experts)
-        return choice
+        return ranking.topk(config.top_k, dim=-1).indices
+
+    @torch.no_grad()
+    def count(self, choice: Tensor, context: ForwardContext) -> Tensor:
+        """Slots each expert got from this rank's tokens, padding left out: fp32 [experts]. Kept for the bias."""
+        chosen = choice if context.real is None else choice[context.real]
+        counts = torch.bincount(chosen.flatten(), minlength=self.config.experts).float()
+        if self.config.selection_bias:
+            if self.load.dtype != torch.float32:
+                raise TypeError(
+                    f"{self.name} counts its load in {self.load.dtype}, where counts and small steps of the bias are "
+                    "lost; cast parameters alone, as load_model(dtype=...) does."
+                )
+            if self.training and context.first_time(f"{self.name}.load"):
+                self.load += counts
+        return counts
 
     def balance(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, choice: Tensor, context: ForwardContext
+        self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor, context: ForwardContext
     ) -> Tensor:
         """Attach the balance and z losses: their gradient joins at `weights`, so they need no path to the caller.
 
-        They are means over the whole batch already, and minimised in training alone.
+        They are means over the whole batch already, and minimised in training alone. An expert's share is that of the
+        whole microbatch, wherever its tokens are.
         """
         config, batch_tokens = self.config, context.microbatch.batch_tokens
-        tokens = choice.shape[0]
-        if tokens == 0:
-            return weights
         attach = add_side_loss if self.training else _only_report
         if config.balance_coefficient:
-            share = torch.bincount(choice.flatten(), minlength=config.experts) / (tokens * config.top_k)
+            counts = context.total(counts)
+            share = counts / counts.sum().clamp_min(1.0)
             probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-            evenness = config.experts * (share * probability.sum(0)).sum()  # a sum over tokens, like every loss
-            context.report(f"{self.name}.balance", evenness / tokens)
+            # A sum over tokens, like every loss.
+            evenness = config.experts * (share * context.drop_padding(probability).sum(0)).sum()
+            context.report(f"{self.name}.balance", context.mean_of_total(evenness))
             weights = attach(weights, evenness * (config.balance_coefficient / batch_tokens))
         if config.z_coefficient:
-            squares = logits.logsumexp(-1).square().sum()
-            context.report(f"{self.name}.z", squares / tokens)
+            squares = context.drop_padding(logits.logsumexp(-1).square()).sum()
+            context.report(f"{self.name}.z", context.mean_of_total(squares))
             weights = attach(weights, squares * (config.z_coefficient / batch_tokens))
         return weights
 
@@ -210,45 +229,46 @@ def _only_report(weights: Tensor, loss: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """All experts' matrices, stacked: gate and up [E, I, H], down [E, H, I]."""
+    """This rank's block of the experts, stacked: gate and up [E / ep, I, H], down [E / ep, H, I]."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, ep: Axis) -> None:
         super().__init__()
         self.activation = config.activation
-        self.gate_proj = ExpertLinear(config.experts, hidden_size, config.intermediate_size) if config.gated else None
-        self.up_proj = ExpertLinear(config.experts, hidden_size, config.intermediate_size)
-        self.down_proj = ExpertLinear(config.experts, config.intermediate_size, hidden_size)
+        count, inner = config.experts, config.intermediate_size
+        self.gate_proj = ExpertLinear(count, hidden_size, inner, ep) if config.gated else None
+        self.up_proj = ExpertLinear(count, hidden_size, inner, ep)
+        self.down_proj = ExpertLinear(count, inner, hidden_size, ep)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """`rows` [R, H] sorted by expert, `counts` [E] -> [R, H]."""
+        """`rows` [R, H] sorted by expert, `counts` [E / ep] -> [R, H]."""
         gate = self.gate_proj(rows, counts) if self.gate_proj is not None else None
         output: Tensor = self.down_proj(gated(self.activation, gate, self.up_proj(rows, counts)), counts)
         return output
 
 
 class ExpertLinear(nn.Module):
-    """One matrix an expert, [E, out, in]."""
+    """One matrix an expert, [E / ep, out, in]."""
 
-    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, experts: int, in_features: int, out_features: int, ep: Axis) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+        self.weight = stored(experts, out_features, in_features, axis=ep, cut=0)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[R, in] -> [R, out]."""
-        return grouped_linear(rows, self.weight, counts)
+        return grouped_linear(rows, local(self.weight), counts)
 
 
 class SharedExpert(nn.Module):
-    """An MLP that every token passes, scaled by its own sigmoid gate where there is one."""
+    """An MLP that every token passes, scaled by its own sigmoid gate where there is one. Each rank has all of it."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, tp: Axis) -> None:
         super().__init__()
         self.activation = config.activation
         size = config.shared_intermediate_size
-        self.gate_proj = nn.Linear(hidden_size, size, bias=False) if config.gated else None
-        self.up_proj = nn.Linear(hidden_size, size, bias=False)
-        self.down_proj = nn.Linear(size, hidden_size, bias=False)
-        self.token_gate = nn.Linear(hidden_size, 1, bias=False) if config.shared_gate else None
+        self.gate_proj = Linear(hidden_size, size, tp=tp) if config.gated else None
+        self.up_proj = Linear(hidden_size, size, tp=tp)
+        self.down_proj = Linear(size, hidden_size, tp=tp)
+        self.token_gate = Linear(hidden_size, 1, tp=tp) if config.shared_gate else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""

@@ -1,0 +1,100 @@
+"""Cut a microbatch for context parallelism: every rank gets two chunks of every sequence, and alike much work.
+
+A sequence is padded to 2 · size chunks of one width, and rank r takes chunks r and 2 · size - 1 - r: with a late chunk,
+whose queries see many keys, goes an early one. Targets and columns were aligned to the predicting position before, so
+none is ever needed from another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from postlude.data.microbatch import IGNORE, ContextCut, Microbatch
+from postlude.layout import Axis
+from postlude.ops.packing import Packing
+
+
+def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch:
+    """Leave of `microbatch` this rank's part of every sequence: its chunks `rank` and `2 * size - 1 - rank`, adjacent.
+
+    Positions stay those in the whole sequence. Every rank gets the same number of tokens, a multiple of `multiple_of`.
+    For that, sequences are padded at their ends to a multiple of 2 · size, and the last one as far as need be: token 0,
+    target `IGNORE`, columns 0, place -1, positions going on. With one rank only the last sequence is padded, and a
+    microbatch that needs none is returned as it is; so is an empty one, which has nothing to share.
+    """
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of is {multiple_of}, but the least is 1. Give a positive multiple_of.")
+    if microbatch.padding or microbatch.context is not None:
+        raise ValueError(
+            f"microbatch {microbatch.index} is padded or cut already, but only a whole one can be cut. "
+            f"Cut it once, as pack made it."
+        )
+    packing = microbatch.packing
+    padded = _padded(packing.lengths, cp.size, multiple_of)
+    if not padded or (cp.size == 1 and padded == packing.lengths):
+        return microbatch
+
+    device = microbatch.tokens.device
+    numbers = (cp.rank, 2 * cp.size - 1 - cp.rank) if cp.size > 1 else (0,)  # the chunks of a sequence this rank takes
+    widths = [length // _chunks(cp.size) for length in padded]
+    pieces = Packing.from_lengths([width for width in widths for _ in numbers], device)
+    starts = [number * width for width in widths for number in numbers]  # of each piece in its sequence
+    stops = [length for length in packing.lengths for _ in numbers]  # where its padding begins
+    padding = sum(
+        max(0, min(width, start + width - stop))
+        for start, width, stop in zip(starts, pieces.lengths, stops, strict=True)
+    )
+    piece = pieces.sequence_index()
+    sequence = piece // len(numbers)
+    positions = torch.tensor(starts, device=device)[piece] + pieces.positions()
+    real = positions < packing.cu_seqlens.diff()[sequence]
+    rows = (packing.cu_seqlens[sequence] + positions).where(real, 0)
+
+    def take(values: Tensor, fill: int) -> Tensor:
+        taken = values[rows]
+        return taken.masked_fill(~real.view(-1, *[1] * (values.ndim - 1)), fill) if padding else taken
+
+    return replace(
+        microbatch,
+        tokens=take(microbatch.tokens, 0),
+        packing=Packing.from_lengths([len(numbers) * width for width in widths], device),
+        positions=positions,
+        targets=take(microbatch.targets, IGNORE),
+        columns={name: take(column, 0) for name, column in microbatch.columns.items()},
+        places=take(microbatch.places, -1),
+        padding=padding,
+        context=_context(cp, widths, numbers, pieces) if cp.size > 1 else None,
+    )
+
+
+def _chunks(size: int) -> int:
+    """How many chunks of one width a sequence is cut into."""
+    return 2 * size if size > 1 else 1
+
+
+def _padded(lengths: tuple[int, ...], size: int, multiple_of: int) -> tuple[int, ...]:
+    """The lengths that divide into chunks, and whose total divides into `size` parts of a multiple of `multiple_of`."""
+    padded = [length + -length % _chunks(size) for length in lengths]
+    if padded:
+        padded[-1] += -sum(padded) % lcm(_chunks(size), size * multiple_of)
+    return tuple(padded)
+
+
+def _context(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: Packing) -> ContextCut:
+    """The keys before the end of each chunk, and where they lie once every rank's are gathered in rank order."""
+    device = queries.cu_seqlens.device
+    keys = Packing.from_lengths([(number + 1) * width for width in widths for number in numbers], device)
+    chunk = keys.sequence_index()
+    sequence_start = queries.cu_seqlens[chunk - chunk % 2]  # where the sequence's two chunks start, on every rank
+    width = queries.cu_seqlens.diff()[chunk]
+    position = keys.positions()
+    number = position // width
+    late = number >= cp.size
+    holder = torch.where(late, 2 * cp.size - 1 - number, number)
+    key_rows = holder * queries.total + sequence_start + late * width + position % width
+    return ContextCut(cp, queries, keys, key_rows)

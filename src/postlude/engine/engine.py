@@ -1,0 +1,275 @@
+"""Engine: one model in one layout, driven by the same lines on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from postlude.data import Batch, Microbatch, cut, pack, scatter
+from postlude.engine.optimizer import AdamW, OptimizerConfig
+from postlude.engine.scale import Scale, Tally
+from postlude.engine.sharding import before_backwards, copies, reshard, shard, sum_tied
+from postlude.hf.load import Source, adapt, fresh_or_filled, read_config
+from postlude.layout import Layout, Mesh, Stage
+from postlude.model import LanguageModel, OutputInputs
+from postlude.model.blocks import MoE
+from postlude.model.parallel import held
+from postlude.model.recompute import Recompute
+from postlude.objectives import Loss, Objective
+from postlude.pipeline import Executor
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a `forward_backward` found, the same on every rank."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    microbatches: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an `optimizer_step` did. A step with a gradient that is not finite is skipped, and changes nothing."""
+
+    step: int
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Per sequence in the caller's order, on the CPU: entry i is of token i given those before it; entry 0 is 0."""
+
+    logprob: list[Tensor]
+    entropy: list[Tensor] | None = None
+
+
+class Engine:
+    """A model spread over the ranks of a layout, with its optimizer. SPMD: every rank makes the same calls.
+
+    The caller hands the same global batch to every rank; the engine packs it into microbatches of at most `budget`
+    tokens, deals them out, and puts results back in the caller's order.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        layout: Layout | None = None,
+        optimizer: OptimizerConfig | None = None,
+        budget: int = 8192,
+        compute_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        recompute: Recompute = "none",
+        seed: int = 0,
+        selection_bias_rate: float = 1e-3,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
+        self.budget = budget
+        self.selection_bias_rate = selection_bias_rate
+        hf = read_config(source)
+        self.family, self.config = adapt(hf)
+        on_gpu = self.device.type == "cuda"
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if on_gpu else torch.float32)
+        self.stages = self._build(source, recompute, seed)
+        self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype)
+        self.optimizer_config = optimizer or AdamW()
+        self.optimizer = self.optimizer_config.build(self.parameters)
+        self.step = 0
+        self.skipped = 0
+
+    def _build(self, source: Source, recompute: Recompute, seed: int) -> dict[int, LanguageModel]:
+        layout, stages = self.mesh.layout, {}
+        for index in range(self.mesh.pp.rank, layout.stages, layout.pp):
+            with torch.device("meta"):
+                stage = LanguageModel(
+                    self.config, mesh=self.mesh, stage=Stage(index, layout.stages), recompute=recompute
+                )
+            shard(stage, self.mesh, self.compute_dtype)
+            stage.to_empty(device=self.device)
+            fresh_or_filled(stage, source, self.family, seed)
+            stages[index] = stage
+        return stages
+
+    @property
+    def layout(self) -> Layout:
+        """How the work is divided."""
+        return self.mesh.layout
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by their global names."""
+        return {name: parameter for stage in self.stages.values() for name, parameter in stage.named_parameters()}
+
+    @property
+    def has_output(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.layout.stages - 1 in self.stages
+
+    def forward_backward(
+        self, batch: Batch, objective: Objective, *, counts: Mapping[str, float] | None = None
+    ) -> Result:
+        """Run the batch forward and backward, and add its gradients to those already there.
+
+        `counts` are the denominators of a step that this batch is only part of, by the names its losses are over.
+        """
+        whole, own = self._deal(batch)
+        scale = Scale(whole, counts, sharers=self.mesh.cp.size)
+        tally = Tally(scale)
+
+        def evaluate(inputs: OutputInputs, context: Any) -> Tensor:
+            loss = objective(inputs)
+            if not isinstance(loss, Loss):
+                raise TypeError(f"an objective returns a Loss, but this one returned a {type(loss).__name__}.")
+            value = scale.loss(loss, inputs.microbatch)
+            tally.add_loss(value)
+            for part in loss.parts():
+                for name, metric in part.metrics.items():
+                    tally.add(name, metric, inputs.microbatch)
+            return _connected(value, inputs)
+
+        for stage in self.stages.values():
+            stage.train()
+            before_backwards(stage, self.mesh, last=False)
+        self.executor.run(
+            own,
+            output_processor=evaluate,
+            loss=lambda value: value,
+            before_last_backward=lambda stage: before_backwards(stage, self.mesh, last=True),
+        )
+        self._finish_tied()
+        metrics = tally.reduce(self._speaks)
+        return Result(metrics.pop("loss"), metrics, len(whole), whole[0].batch_tokens)
+
+    def optimizer_step(self) -> StepResult:
+        """Clip the gradients by their global norm, step, and start over from zero gradients."""
+        norm, lr = self.grad_norm(), self.optimizer_config.lr * self.optimizer_config.schedule.factor(self.step)
+        finite = math.isfinite(norm)
+        if finite:
+            limit = self.optimizer_config.max_grad_norm
+            if limit is not None and norm > limit:
+                for parameter in self.parameters.values():
+                    if parameter.grad is not None:
+                        held(parameter.grad).mul_(limit / norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self._update_selection_biases()
+            self.step += 1
+        else:
+            self.skipped += 1
+        self.zero_grad()
+        return StepResult(self.step, norm, lr, skipped=not finite)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """The norm of the whole gradient, over every rank."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and not self._is_second_copy(name):
+                squares += held(parameter.grad).double().square().sum() / copies(parameter)
+        dist.all_reduce(squares)
+        return float(squares.sqrt())
+
+    def evaluate(
+        self, batch: Batch, processor: Callable[[OutputInputs], Mapping[str, Tensor]], *, shifted: bool = True
+    ) -> dict[str, list[Tensor]]:
+        """Run any processor that returns per-token values [T, ...] by name, without gradients.
+
+        Every rank gets one tensor [length, ...] per sequence, in the caller's order, on the CPU. With `shifted` a value
+        belongs to the token it predicts; without, to the token whose position it stands at.
+        """
+        whole, own = self._deal(batch)
+        for stage in self.stages.values():
+            stage.eval()
+        found = self.executor.run(own, output_processor=lambda inputs, _: dict(processor(inputs)))
+        for stage in self.stages.values():
+            reshard(stage)
+        shapes = {name: (value.dtype, tuple(value.shape[1:])) for result in found for name, value in result.items()}
+        everyone: list[Any] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, shapes)
+        results = {}
+        for name, (dtype, trailing) in next(filter(None, everyone), {}).items():
+            flat = torch.zeros((whole[0].batch_tokens, *trailing), dtype=dtype, device=self.device)
+            if self._speaks:
+                for microbatch, values in zip(own, found, strict=True):
+                    scatter(microbatch, values[name].detach(), flat, shifted=shifted)
+            dist.all_reduce(flat)
+            results[name] = list(flat.cpu().split(batch.lengths))
+        return results
+
+    def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
+        """Log-prob of every token given those before it and, on request, the entropy of the distribution it is from."""
+
+        def processor(inputs: OutputInputs) -> dict[str, Tensor]:
+            stats = inputs.head.logprobs(
+                inputs.hidden, inputs.microbatch.targets, entropy=entropy, temperature=temperature
+            )
+            found = {"logprob": stats.logprob}
+            if stats.entropy is not None:
+                found["entropy"] = stats.entropy
+            return found
+
+        found = self.evaluate(batch, processor)
+        return TokenScores(found["logprob"], found.get("entropy"))
+
+    def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The k likeliest tokens in place of every token: log-probs and ids, each [length, k] per sequence."""
+
+        def processor(inputs: OutputInputs) -> dict[str, Tensor]:
+            logprobs, ids = inputs.head.topk(inputs.hidden, k)
+            return {"logprobs": logprobs, "ids": ids}
+
+        found = self.evaluate(batch, processor)
+        return found["logprobs"], found["ids"]
+
+    def _deal(self, batch: Batch) -> tuple[list[Microbatch], list[Microbatch]]:
+        """All microbatches of the batch, and this rank's part of its own ones."""
+        whole = pack(batch.sequences, budget=self.budget, columns=batch.columns, multiple_of=self.mesh.dp.size)
+        own = whole[self.mesh.dp.rank :: self.mesh.dp.size]
+        return whole, [cut(each, self.mesh.cp, multiple_of=self.mesh.tp.size).to(self.device) for each in own]
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank's results count: tensor-parallel ranks all have the same."""
+        return self.has_output and self.mesh.tp.rank == 0
+
+    def _is_second_copy(self, name: str) -> bool:
+        """Whether this is the tied embedding as the last stage of a pipeline holds it."""
+        return name == "embedding.weight" and self.layout.pp > 1 and 0 not in self.stages
+
+    def _finish_tied(self) -> None:
+        embedding = self.parameters.get("embedding.weight")
+        if self.config.tied_head and embedding is not None and embedding.grad is not None:
+            sum_tied(embedding.grad, self.mesh)
+
+    def _update_selection_biases(self) -> None:
+        for stage in self.stages.values():
+            for block in stage.modules():
+                if isinstance(block, MoE) and block.config.selection_bias:
+                    for axis in (self.mesh.dp, self.mesh.cp, self.mesh.tp):
+                        if axis.group is not None:
+                            dist.all_reduce(block.load, group=axis.group)
+                    block.update_selection_bias(self.selection_bias_rate)
+
+
+def _connected(value: Tensor, inputs: OutputInputs) -> Tensor:
+    """A loss on which every parameter's gradient depends: FSDP wants one of each rank, even with nothing to learn."""
+    if value.requires_grad and len(inputs.microbatch):
+        return value
+    return value + 0.0 * (inputs.hidden.float().sum() + inputs.head.weight.float().sum())

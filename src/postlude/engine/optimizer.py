@@ -1,0 +1,96 @@
+"""AdamW, SGD and the learning-rate schedule, as values; and the optimizer they make over a model's parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+Shape = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate's factor over steps: up from zero over `warmup` steps, then `shape` down to `floor`.
+
+    `steps` is the number of steps at whose end the floor is reached; it stays there. A constant shape needs none.
+    """
+
+    shape: Shape = "constant"
+    warmup: int = 0
+    steps: int | None = None
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.shape not in get_args(Shape):
+            raise ValueError(f"schedule {self.shape!r} is unknown; use {', '.join(get_args(Shape))}.")
+        if self.warmup < 0 or not 0.0 <= self.floor <= 1.0:
+            raise ValueError(
+                f"warmup={self.warmup}, floor={self.floor}: warmup is at least 0, and floor within 0 to 1."
+            )
+        if self.shape != "constant" and (self.steps is None or self.steps <= self.warmup):
+            raise ValueError(
+                f"a {self.shape} schedule with warmup={self.warmup} needs more `steps` than that, but has {self.steps}."
+            )
+
+    def factor(self, step: int) -> float:
+        """What the learning rate is multiplied by in step `step`, counted from 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.shape == "constant" or self.steps is None:
+            return 1.0
+        progress = min((step - self.warmup) / (self.steps - self.warmup), 1.0)
+        left = 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.floor + (1.0 - self.floor) * left
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Adam with weight decay on matrices alone. Gradients are clipped to `max_grad_norm` unless it is None."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over these parameters."""
+        groups = _groups(parameters, self.weight_decay)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """Gradient descent with momentum."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over these parameters."""
+        groups = _groups(parameters, self.weight_decay)
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)
+
+
+OptimizerConfig = AdamW | SGD
+
+
+def _groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """One group a mesh, since a fused step wants its parameters on one, with and without decay."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for parameter in parameters.values():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        decay = weight_decay if parameter.ndim > 1 else 0.0
+        group = groups.setdefault((mesh, decay), {"params": [], "weight_decay": decay})
+        group["params"].append(parameter)
+    return list(groups.values())

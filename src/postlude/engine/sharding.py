@@ -1,0 +1,69 @@
+"""Data parallelism by FSDP2: who shards which parameters, and when gradients are summed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from postlude.layout import Mesh
+from postlude.model import LanguageModel
+from postlude.model.blocks.moe import Experts
+from postlude.model.parallel import held
+
+
+def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype) -> None:
+    """Shard a stage over the data-parallel ranks: experts over theirs, each logical layer, then the rest.
+
+    Gradients are summed, never divided: the one scale has divided already. Between the microbatches of a pipeline the
+    weights stay whole and gradients wait for the last backward; without one, each microbatch's are summed at once, so
+    that no rank ever holds the gradient of more than a layer.
+    """
+    assert mesh.shards is not None
+    assert mesh.expert_shards is not None
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    whole_between = mesh.pp.size > 1
+    for layer in model.layers.values():
+        for module in layer.modules():
+            if isinstance(module, Experts):
+                fully_shard(module, mesh=mesh.expert_shards, mp_policy=policy, reshard_after_forward=not whole_between)
+        fully_shard(layer, mesh=mesh.shards, mp_policy=policy, reshard_after_forward=not whole_between)
+    fully_shard(model, mesh=mesh.shards, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def before_backwards(model: LanguageModel, mesh: Mesh, *, last: bool) -> None:
+    """Say whether the backwards to come are all but the last of a step, or the last one."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(last or mesh.pp.size == 1)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or mesh.pp.size == 1)
+    model.set_is_last_backward(last)
+
+
+def reshard(model: LanguageModel) -> None:
+    """Let go of whole weights, so that the next forward gathers them as they are then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def sum_tied(gradient: Tensor, mesh: Mesh) -> None:
+    """Sum a tied embedding's gradient over the two ends of the pipeline, which both hold it."""
+    if mesh.ends.group is not None:
+        dist.all_reduce(held(gradient), group=mesh.ends.group)
+
+
+def copies(parameter: Tensor) -> int:
+    """How many ranks hold the same part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    count = 1
+    for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+        count *= size if placement.is_replicate() else 1
+    return count

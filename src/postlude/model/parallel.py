@@ -1,0 +1,169 @@
+"""Layers cut over tensor-parallel ranks: parameters stored as DTensors, used as plain tensors, collectives written out.
+
+Between blocks each rank holds its own shard of the tokens. A block that works on heads or features gathers all tokens
+(`gather_from_sequence`), its column layers make different features on each rank, and its row layer sums the parts and
+spreads the tokens again. What works token by token (norms, routers) stays on the shard with a whole copy of its
+parameters. So every parameter that ranks hold alike is used on different tokens or heads, and its gradient is the sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from postlude.layout import ALONE, Axis
+from postlude.ops.collectives import scatter_to_sequence, sum_over_group
+
+
+def stored(*shape: int, axis: Axis, cut: int | None) -> nn.Parameter:
+    """An uninitialised parameter of this whole shape, cut along dimension `cut`; None gives every rank a copy."""
+    if axis.mesh is None:
+        return nn.Parameter(torch.empty(shape))
+    held = list(shape)
+    if cut is not None:
+        start, stop = axis.block(shape[cut])
+        held[cut] = stop - start
+    whole = torch.empty(shape, device="meta")
+    placement = Replicate() if cut is None else Shard(cut)
+    return nn.Parameter(
+        DTensor.from_local(
+            torch.empty(held), axis.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    )
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a stored parameter, for use in a forward. The gradient of a copy is this rank's addend."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    part: Tensor = parameter.to_local(grad_placements=placements)
+    return part
+
+
+def held(parameter: Tensor) -> Tensor:
+    """The very memory this rank stores of a parameter or its gradient, whatever it is cut over. No gradient."""
+    with torch.no_grad():
+        part: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    return part
+
+
+def region(parameter: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole parameter `held` is."""
+    bounds = [(0, size) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None  # this rank stores part of it
+        # The model's own cut is the last mesh dimension and was made first; data-parallel shards cut what it left.
+        for placement, size, rank in reversed(list(zip(parameter.placements, mesh.shape, coordinate, strict=True))):
+            dimension = getattr(placement, "dim", None)  # of a shard, strided or not; a copy has none
+            if dimension is not None:
+                start, stop = bounds[dimension]
+                first, last = Axis(size, rank).block(stop - start)
+                bounds[dimension] = start + first, start + last
+    return tuple(slice(start, stop) for start, stop in bounds)
+
+
+class Linear(nn.Module):
+    """Token by token, with a whole copy of the weight on every rank."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.weight = stored(out_features, in_features, axis=tp, cut=None)
+        self.bias = stored(out_features, axis=tp, cut=None) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return F.linear(hidden, local(self.weight), _local_or_none(self.bias))
+
+
+class ColumnLinear(nn.Module):
+    """All tokens, this rank's block of the output features."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.weight = stored(out_features, in_features, axis=tp, cut=0)
+        self.bias = stored(out_features, axis=tp, cut=0) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, in] -> [T, out / tp]."""
+        return F.linear(hidden, local(self.weight), _local_or_none(self.bias))
+
+
+class RowLinear(nn.Module):
+    """All tokens and this rank's block of the input features -> all output features of this rank's tokens."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = stored(out_features, in_features, axis=tp, cut=1)
+        self.bias = stored(out_features, axis=tp, cut=None) if bias else None
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[T, in / tp] -> [T / tp, out]."""
+        if self.tp.group is None:
+            return F.linear(features, local(self.weight), _local_or_none(self.bias))
+        output = scatter_to_sequence(F.linear(features, local(self.weight)), self.tp.group)
+        return output if self.bias is None else output + local(self.bias)
+
+
+class VocabularyEmbedding(nn.Module):
+    """Each rank looks up the tokens of its block of the vocabulary; their sum is spread over the tokens."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.tp = tp
+        self.start, self.stop = tp.block(vocab_size)
+        self.weight = stored(vocab_size, hidden_size, axis=tp, cut=0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[T] -> [T / tp, H]."""
+        if self.tp.group is None:
+            return F.embedding(tokens, local(self.weight))
+        elsewhere = (tokens < self.start) | (tokens >= self.stop)
+        weight = local(self.weight)
+        if self.start == self.stop:  # more ranks than blocks of the vocabulary
+            found = weight.new_zeros(len(tokens), weight.shape[1]) + weight.sum()
+        else:
+            found = F.embedding((tokens - self.start).masked_fill(elsewhere, 0), weight)
+        return scatter_to_sequence(found.masked_fill(elsewhere[:, None], 0.0), self.tp.group)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, computed in fp32, token by token."""
+
+    def __init__(self, size: int, eps: float, *, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = stored(size, axis=tp, cut=None)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        return F.rms_norm(hidden, (hidden.shape[-1],), local(self.weight), self.eps)
+
+
+class ColumnRMSNorm(nn.Module):
+    """RMSNorm of a vector whose features are spread over the ranks."""
+
+    def __init__(self, size: int, eps: float, *, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.tp = tp
+        self.weight = stored(size, axis=tp, cut=0)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[T, size / tp] -> [T, size / tp]."""
+        if self.tp.group is None:
+            return F.rms_norm(features, (self.size,), local(self.weight), self.eps)
+        wide = features.float()
+        squares = sum_over_group(wide.square().sum(-1, keepdim=True), self.tp.group)
+        normed = wide * torch.rsqrt(squares / self.size + self.eps)
+        return (normed * local(self.weight).float()).to(features.dtype)
+
+
+def _local_or_none(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else local(parameter)
