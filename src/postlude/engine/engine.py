@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from postlude.data import Batch, Microbatch, cut, pack, scatter
+from postlude.engine import checkpoint, weights
 from postlude.engine.optimizer import AdamW, OptimizerConfig
+from postlude.engine.reference import Reference
 from postlude.engine.scale import Scale, Tally
 from postlude.engine.sharding import before_backwards, copies, reshard, shard, sum_tied
+from postlude.hf.export import describe, write_hf
 from postlude.hf.load import Source, adapt, fresh_or_filled, read_config
 from postlude.layout import Layout, Mesh, Stage
 from postlude.model import LanguageModel, OutputInputs
@@ -88,6 +95,8 @@ class Engine:
         self.optimizer = self.optimizer_config.build(self.parameters)
         self.step = 0
         self.skipped = 0
+        self._saving: checkpoint.Saving | None = None
+        self._saving_group: dist.ProcessGroup | None = None
 
     def _build(self, source: Source, recompute: Recompute, seed: int) -> dict[int, LanguageModel]:
         layout, stages = self.mesh.layout, {}
@@ -111,6 +120,11 @@ class Engine:
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by their global names."""
         return {name: parameter for stage in self.stages.values() for name, parameter in stage.named_parameters()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers by their global names."""
+        return {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
 
     @property
     def has_output(self) -> bool:
@@ -237,6 +251,76 @@ class Engine:
 
         found = self.evaluate(batch, processor)
         return found["logprobs"], found["ids"]
+
+    def reference(self, *, offload: bool = False) -> Reference:
+        """A frozen copy of the weights as they are now, with `logprobs` and `topk` of its own."""
+        return Reference(self, offload=offload)
+
+    def stream_weights(
+        self, *, bucket_bytes: int = 1 << 30, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The whole model's tensors by their Hugging Face names, in transformers' order, on every rank.
+
+        They come in buckets of at most `bucket_bytes` (or one tensor), in `dtype`, by default the compute dtype. Every
+        rank has to take them all.
+        """
+        dtype = dtype or self.compute_dtype
+        buckets = weights.plan_buckets(self._pieces, bucket_bytes, dtype)
+        return weights.stream(buckets, self.tensors, self.mesh, dtype)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole gradient, tensor by tensor, as `stream_weights` names and orders them; fp32."""
+        own = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
+        buckets = weights.plan_buckets(self._pieces, 1 << 30, torch.float32)
+        return weights.stream(buckets, own, self.mesh, torch.float32)
+
+    @cached_property
+    def _pieces(self) -> list[weights.Piece]:
+        return weights.plan_pieces(self.config, self.family)
+
+    def export_hf(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Path:
+        """Write a directory that transformers loads, in `dtype` or the compute dtype. The first rank writes."""
+        dtype = dtype or self.compute_dtype
+        stream = self.stream_weights(dtype=dtype)
+        if dist.get_rank() == 0:
+            _, hf = describe(self.config, dtype)
+            sizes = {piece.theirs: piece.size * dtype.itemsize for piece in self._pieces}
+            write_hf(directory, hf, sizes, stream, tokenizer)
+        else:
+            for _ in stream:
+                pass
+        dist.barrier()
+        return Path(directory)
+
+    def save(
+        self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, wait: bool = True
+    ) -> None:
+        """Write the training state to a new directory: weights, optimizer, schedule, random state and `extra` (JSON).
+
+        Without `wait` it is copied at once and written in the background; `finish_saving` tells how that went.
+        """
+        self.finish_saving()
+        if self._saving_group is None:
+            self._saving_group = dist.new_group(backend="gloo")
+        self._saving = checkpoint.save(self, directory, extra, self._saving_group)
+        if wait:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint on its way to disk, if there is one."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """Restore the training state that an engine in any layout saved. Returns its `extra`."""
+        return checkpoint.load(self, directory)
 
     def _deal(self, batch: Batch) -> tuple[list[Microbatch], list[Microbatch]]:
         """All microbatches of the batch, and this rank's part of its own ones."""

@@ -11,16 +11,18 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from postlude.hf import FAMILIES, Family
 from postlude.hf.load import experts_in
-from postlude.hf.tensors import INDEX, SINGLE
-from postlude.model import LanguageModel
+from postlude.hf.tensors import INDEX, SINGLE, hf_config
+from postlude.model import LanguageModel, ModelConfig
 
+MAX_SHARD_BYTES = 5 * 1024**3
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -29,7 +31,7 @@ def export_hf(
     directory: str | os.PathLike[str],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    max_shard_bytes: int = 5 * 1024**3,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     families: Mapping[str, Family] = FAMILIES,
 ) -> Path:
     """Write config.json, safetensors (sharded past `max_shard_bytes`) and, if given, the tokenizer.
@@ -37,19 +39,34 @@ def export_hf(
     Everything is written beside the target and moved in when complete, so an export that fails while it writes leaves
     an older one as it was. Files that are not a model's are left alone. Returns the directory.
     """
+    if model.stage.count != 1 or model.layout.world_size != 1:
+        raise ValueError(
+            f"stage {model.stage.index} of {model.stage.count} in {model.layout} is a part of a model; export_hf "
+            "writes whole ones. Use Engine.export_hf."
+        )
+    dtype = next(model.parameters()).dtype
+    family, hf = describe(model.config, dtype, families)
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in hf_tensors(model, family)}
+    return write_hf(directory, hf, sizes, hf_tensors(model, family), tokenizer, max_shard_bytes)
+
+
+def write_hf(
+    directory: str | os.PathLike[str],
+    hf: PretrainedConfig,
+    sizes: Mapping[str, int],
+    tensors: Iterator[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write a model directory from its config and its tensors, which come in the order of `sizes` (bytes of each)."""
     target = Path(directory).expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; export_hf writes a directory.")
-    if model.stage.count != 1:
-        raise ValueError(
-            f"stage {model.stage.index} of {model.stage.count} is a part of a model; export_hf writes whole ones."
-        )
-    family, hf = _hf_config(model, families)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         hf.save_pretrained(aside)
-        _write_tensors(model, family, aside, max_shard_bytes)
+        _write_tensors(sizes, tensors, aside, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         _move_in(aside, target)
@@ -65,42 +82,36 @@ def hf_tensors(model: LanguageModel, family: Family) -> Iterator[tuple[str, Tens
             yield theirs, tensor if expert is None else tensor[expert]
 
 
-def _hf_config(model: LanguageModel, families: Mapping[str, Family]) -> tuple[Family, PretrainedConfig]:
-    config = model.config
-    if config.family is None or not config.hf_config:
-        raise ValueError(
-            "this model's config did not come from a Hugging Face config, so there is none to export; load the model "
-            "from a transformers config to give it a family."
-        )
-    family = families[config.family]
-    settings = {
-        key: value for key, value in config.hf_config.items() if key not in ("model_type", "transformers_version")
-    }
-    hf = AutoConfig.for_model(config.family, **settings)
+def describe(
+    config: ModelConfig, dtype: torch.dtype, families: Mapping[str, Family] = FAMILIES
+) -> tuple[Family, PretrainedConfig]:
+    """The family and the transformers config to export a model as."""
+    hf = hf_config(config)
+    family = families[hf.model_type]
     if family.to_model(hf) != config:
         raise ValueError(
             "the model's config was changed after it was read from its Hugging Face config, so the two describe "
             "different models; change the transformers config and load from that instead."
         )
-    hf.dtype = next(model.parameters()).dtype
+    hf.dtype = dtype
     if not hf.architectures:  # by which other tools pick the class
-        hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.family]]
+        hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.model_type]]
     return family, hf
 
 
-def _write_tensors(model: LanguageModel, family: Family, directory: Path, max_shard_bytes: int) -> None:
+def _write_tensors(
+    sizes: Mapping[str, int], tensors: Iterator[tuple[str, Tensor]], directory: Path, max_shard_bytes: int
+) -> None:
     shards: list[list[str]] = [[]]
-    sizes, filled = {}, 0
-    for name, tensor in hf_tensors(model, family):
-        sizes[name] = tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + sizes[name] > max_shard_bytes:
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += sizes[name]
+        filled += size
     numbers = range(1, len(shards) + 1)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in numbers]
-    tensors = hf_tensors(model, family)
     for name, shard in zip(names, shards, strict=True):
         content = {theirs: tensor.detach().cpu().contiguous() for theirs, tensor in islice(tensors, len(shard))}
         save_file(content, directory / name, metadata={"format": "pt"})

@@ -7,8 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from postlude.model import ModelConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -63,6 +67,27 @@ class ModuleSource:
     def take(self, name: str) -> Tensor:
         """One tensor, forgotten here."""
         return self._tensors.pop(name)
+
+
+def names_in_order(config: ModelConfig) -> list[str]:
+    """The names a family's tensors have in files, in the order of transformers' own state dict."""
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(hf_config(config))
+    return list(as_stored(module.state_dict()))
+
+
+def hf_config(config: ModelConfig) -> PretrainedConfig:
+    """The transformers config a model was read from."""
+    if config.family is None or not config.hf_config:
+        raise ValueError(
+            "this model's config did not come from a Hugging Face config, so there is none to export; load the model "
+            "from a transformers config to give it a family."
+        )
+    settings = {
+        key: value for key, value in config.hf_config.items() if key not in ("model_type", "transformers_version")
+    }
+    hf: PretrainedConfig = AutoConfig.for_model(config.family, **settings)
+    return hf
 
 
 def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

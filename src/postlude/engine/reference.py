@@ -1,0 +1,55 @@
+"""Reference: a frozen copy of the engine's weights, scored through the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from postlude.data import Batch
+from postlude.model.parallel import held
+
+if TYPE_CHECKING:
+    from postlude.engine.engine import Engine, TokenScores
+
+
+class Reference:
+    """The weights as they were when this was made. To use them they change places with the engine's, and back.
+
+    It costs one copy of this rank's weights, on the device or, with `offload`, in host memory.
+    """
+
+    def __init__(self, engine: Engine, *, offload: bool = False) -> None:
+        self.engine = engine
+        where = torch.device("cpu") if offload else engine.device
+        self.kept = {name: held(tensor).detach().to(where, copy=True) for name, tensor in engine.tensors.items()}
+
+    def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
+        """As `Engine.logprobs`, by the frozen weights."""
+        with self.in_place():
+            return self.engine.logprobs(batch, entropy=entropy, temperature=temperature)
+
+    def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
+        """As `Engine.topk`, by the frozen weights."""
+        with self.in_place():
+            return self.engine.topk(batch, k)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the engine has the frozen weights."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, tensor in self.engine.tensors.items():
+            part, kept = held(tensor), self.kept[name]
+            now = part.clone()
+            part.copy_(kept)
+            kept.copy_(now)

@@ -1,0 +1,112 @@
+"""Whole tensors out of a model that is spread over ranks: for inference engines, for export and for comparison.
+
+Tensors go by their Hugging Face names and in transformers' order, in buckets of bounded size. Each element of a bucket
+is written by the one rank that speaks for it and is zero elsewhere, so one integer sum over all ranks assembles it bit
+for bit, whatever the layout. The plan depends on the model alone: nothing is negotiated while weights stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from postlude.hf.family import Family
+from postlude.hf.load import experts_in
+from postlude.hf.tensors import names_in_order
+from postlude.layout import Mesh
+from postlude.model import LanguageModel, ModelConfig
+from postlude.model.parallel import held, region
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor as others know it: all of one of ours, or of one of its experts."""
+
+    theirs: str
+    ours: str
+    expert: int | None
+    shape: torch.Size
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+
+def plan_pieces(config: ModelConfig, family: Family) -> list[Piece]:
+    """Every tensor of the model, in transformers' order."""
+    with torch.device("meta"):
+        whole = LanguageModel(config).state_dict()
+    experts = experts_in(config)
+    pieces = {
+        theirs: Piece(theirs, ours, expert, tensor.shape if expert is None else tensor.shape[1:])
+        for ours, tensor in whole.items()
+        for expert, theirs in family.pieces(ours, experts)
+    }
+    return [pieces[name] for name in names_in_order(config) if name in pieces]
+
+
+def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int, dtype: torch.dtype) -> list[list[Piece]]:
+    """Consecutive pieces of at most `bucket_bytes` together; a larger piece has a bucket to itself."""
+    buckets: list[list[Piece]] = []
+    filled = 0
+    for piece in pieces:
+        needed = piece.size * dtype.itemsize
+        if not buckets or filled + needed > bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(piece)
+        filled += needed
+    return buckets
+
+
+@torch.no_grad()
+def stream(
+    buckets: Sequence[Sequence[Piece]], tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors by their names, on every rank. `tensors` are those this rank holds parts of, by our names.
+
+    Every rank takes every tensor, in step: a rank that stops early leaves the others waiting.
+    """
+    spoken = {name: tensor for name, tensor in tensors.items() if _speaks_for(name, tensor, mesh)}
+    device = next(iter(tensors.values())).device
+    for bucket in buckets:
+        size = sum(piece.size for piece in bucket)
+        whole_words = -(-size * dtype.itemsize // 4) * 4 // dtype.itemsize
+        flat = torch.zeros(whole_words, dtype=dtype, device=device)
+        offset, views = 0, []
+        for piece in bucket:
+            view = flat[offset : offset + piece.size].view(piece.shape)
+            offset += piece.size
+            views.append(view)
+            if piece.ours in spoken:
+                _write(view, spoken[piece.ours], piece.expert)
+        if dist.is_initialized():
+            dist.all_reduce(flat.view(torch.int32))
+        yield from zip((piece.theirs for piece in bucket), views, strict=True)
+
+
+def _write(view: Tensor, tensor: Tensor, expert: int | None) -> None:
+    part, where = held(tensor), region(tensor)
+    if expert is None:
+        view[where] = part.to(view.dtype)
+    elif where[0].start <= expert < where[0].stop:
+        view[where[1:]] = part[expert - where[0].start].to(view.dtype)
+
+
+def _speaks_for(name: str, tensor: Tensor, mesh: Mesh) -> bool:
+    """Whether this rank, of all that hold the same part, is the one to give it."""
+    if name == "embedding.weight" and mesh.ends.rank == 1:
+        return False  # tied, and given by the first stage
+    if not isinstance(tensor, DTensor):
+        return mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # this rank holds part of it
+    return all(
+        rank == 0 for placement, rank in zip(tensor.placements, coordinate, strict=True) if placement.is_replicate()
+    )

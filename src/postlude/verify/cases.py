@@ -1,0 +1,125 @@
+"""What is compared: layouts, objectives, and batches that are hard to divide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from postlude.data import Batch
+from postlude.hf.load import Source
+from postlude.layout import Layout
+from postlude.model import OutputInputs
+from postlude.model.recompute import Recompute
+from postlude.objectives import Loss, Objective, mean
+
+BUDGET = 32
+
+# Every axis alone and in company. A model without experts leaves out those that need them.
+GRID = tuple(
+    Layout.parse(text)
+    for text in (
+        "tp=2",
+        "tp=4",
+        "pp=2",
+        "pp=4",
+        "pp=2,vpp=2",
+        "cp=2",
+        "cp=4",
+        "dp_shard=2,ep=2",
+        "dp_shard=4,ep=4",
+        "dp_shard=2",
+        "dp_shard=4",
+        "dp_replicate=2,dp_shard=2",
+        "tp=2,pp=2",
+        "tp=2,cp=2",
+        "pp=2,cp=2",
+        "cp=2,ep=2",
+        "pp=2,dp_shard=2,ep=2",
+        "tp=2,ep=2",
+        "tp=2,pp=2,cp=2",
+        "pp=2,vpp=2,cp=2,dp_shard=2",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. `initializer_range` widens a fresh model's weights, so that its outputs tell tokens apart."""
+
+    source: Source
+    layout: Layout
+    objective: str = "grpo"
+    recompute: Recompute = "none"
+    tied: bool | None = None
+    initializer_range: float | None = None
+    seed: int = 0
+
+
+def batches(vocab_size: int, seed: int) -> dict[str, Batch]:
+    """By name: unequal lengths of which one fills a microbatch, and fewer sequences than any layout has places for."""
+    lengths = {"many": (5, 1, 8, 3, 12, 2, 7, 9, 4, 11, BUDGET), "few": (6,)}
+    return {name: _batch(chosen, vocab_size, seed + index) for index, (name, chosen) in enumerate(lengths.items())}
+
+
+def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(length: int) -> Tensor:
+        return torch.randn(length, generator=generator)
+
+    return Batch(
+        [torch.randint(vocab_size, (length,), generator=generator) for length in lengths],
+        {
+            "mask": [(torch.arange(length) >= length // 3).float() for length in lengths],
+            "advantages": [normal(1).expand(length) for length in lengths],
+            "old_logprobs": [-3.0 + 0.5 * normal(length) for length in lengths],
+            "reference_logprobs": [-3.0 + 0.5 * normal(length) for length in lengths],
+        },
+    )
+
+
+def sft(inputs: OutputInputs) -> Loss:
+    """Mean negative log-prob."""
+    stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets)
+    return Loss(-stats.logprob, over="mask", metrics={"nll": mean(-stats.logprob, over="mask")})
+
+
+def grpo(inputs: OutputInputs) -> Loss:
+    """A clipped ratio, a penalty for leaving the reference, and an entropy bonus with its gradient."""
+    microbatch = inputs.microbatch
+    stats = inputs.head.logprobs(inputs.hidden, microbatch.targets, entropy=True)
+    assert stats.entropy is not None
+    advantages = microbatch.column("advantages")
+    ratio = (stats.logprob - microbatch.column("old_logprobs")).exp()
+    surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    away = microbatch.column("reference_logprobs") - stats.logprob
+    penalty = away.exp() - away - 1
+    values = surrogate + 0.1 * penalty - 0.05 * stats.entropy
+    return Loss(values, over="mask", metrics={"entropy": mean(stats.entropy, over="mask")})
+
+
+def sequence(inputs: OutputInputs) -> Loss:
+    """Sequence level: a mean ratio a sequence, seen by its tokens, and a loss of whole sequences."""
+    microbatch = inputs.microbatch
+    stats = inputs.head.logprobs(inputs.hidden, microbatch.targets)
+    mask = microbatch.column("mask")
+    count = microbatch.sequence_sum(mask).clamp_min(1.0)
+    away = microbatch.sequence_sum((stats.logprob - microbatch.column("old_logprobs")) * mask) / count
+    ratio = away.exp()[microbatch.packing.sequence_index()]
+    margin = microbatch.sequence_sum((stats.logprob - microbatch.column("reference_logprobs")) * mask)
+    tokens = Loss(-ratio * microbatch.column("advantages"), over="mask")
+    return tokens + 0.5 * Loss(-torch.nn.functional.logsigmoid(0.1 * margin), over="sequences")
+
+
+OBJECTIVES: Mapping[str, Objective] = MappingProxyType({"sft": sft, "grpo": grpo, "sequence": sequence})
+
+
+def objective_named(name: str) -> Objective:
+    """One of `OBJECTIVES`."""
+    if name not in OBJECTIVES:
+        raise ValueError(f"objective {name!r} is unknown; there are {', '.join(OBJECTIVES)}.")
+    return OBJECTIVES[name]

@@ -1,0 +1,200 @@
+"""Ranks start, and stop with one sentence that names the rank to blame, under every way of starting them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from postlude.launch import GRACE, RankError, launch, ranks
+
+SLACK = 5.0  # seconds; the tests share their machine
+PATIENCE = 60  # seconds until a process that should end by itself is given up
+
+
+def add_up(factor: int) -> tuple[int, float, str]:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    with ranks() as rank:
+        return rank.index * factor, total.item(), str(rank)
+
+
+def misbehave(how: str, who: int, where: str) -> None:
+    """One rank does it, the others wait in a collective."""
+    rank = dist.get_rank()
+    mine = Path(where, f"pid-{rank}")
+    mine.write_text(str(os.getpid()))
+    dist.barrier()
+    if rank == who:
+        mine.with_name("start").write_text(str(time.time()))
+        if how == "raise":
+            raise ValueError("no such column")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(7)
+        if how == "sleep":
+            time.sleep(PATIENCE)
+        if how == "return":
+            return
+    dist.all_reduce(torch.ones(3))
+
+
+PLAIN = """
+import sys
+from postlude.launch import RankError, ranks
+from tests.test_launch import misbehave
+
+try:
+    with ranks(timeout=5) as rank:
+        misbehave(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+except RankError as error:
+    print(error)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def since_start(where: Path) -> float:
+    return time.time() - float((where / "start").read_text())
+
+
+def test_results_come_in_rank_order() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    results = launch(add_up, 10, nproc=2, device="cpu")
+    device = "device=device(type='cpu')"
+    assert results == [(10 * rank, 1.0, f"Rank(index={rank}, size=2, {device})") for rank in range(2)]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("raise", "rank 1 of 3 failed: ValueError: no such column"),
+        ("kill", "rank 1 of 3 was killed by SIGKILL."),
+        ("exit", "rank 1 of 3 ended with exit code 7 and no result."),
+        pytest.param("sleep", "rank 1 of 3 did not come: it is in misbehave ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_path: Path, capfd) -> None:
+    with pytest.raises(RankError) as failure:
+        launch(misbehave, how, 1, str(tmp_path), nproc=3, timeout=5, device="cpu")
+    assert since_start(tmp_path) < (5 if how == "sleep" else 0) + GRACE + SLACK
+    assert str(failure.value).startswith(sentence)
+    assert not any(alive(int(pid.read_text())) for pid in tmp_path.glob("pid-*"))
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+    assert "FAILED" not in printed.err + printed.out
+    if how == "raise":
+        assert 'raise ValueError("no such column")' in failure.value.traceback
+
+
+def start_plain(how: str, who: int, where: Path, size: int = 3) -> list[subprocess.Popen[str]]:
+    """Ranks of nobody: processes with torchrun's variables and no agent above them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    common |= {"PYTHONPATH": str(Path(__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", PLAIN, how, str(who), str(where)]
+    return [
+        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "who", "sentence"),
+    [
+        ("raise", 1, "rank 1 of 3 failed: ValueError: no such column\n"),
+        ("kill", 1, "rank 1 of 3 does not answer any more: it was killed or lost.\n"),
+        ("return", 1, "rank 1 of 3 finished without coming to this collective.\n"),
+        pytest.param("sleep", 1, "rank 1 of 3 did not come: it is in misbehave ", marks=pytest.mark.slow),
+        ("raise", 0, "rank 0 of 3 failed: ValueError: no such column\n"),  # rank 0 holds the store
+        ("kill", 0, "rank 0 of 3 does not answer any more: it was killed or lost, and the last words with it.\n"),
+    ],
+)
+def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence: str, tmp_path: Path) -> None:
+    processes = start_plain(how, who, tmp_path)
+    try:
+        for survivor in (process for rank, process in enumerate(processes) if rank != who):
+            told, _ = survivor.communicate(timeout=PATIENCE)
+            assert told.startswith(sentence)
+        assert since_start(tmp_path) < (5 if how == "sleep" else 0) + 2 * GRACE + SLACK
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_torchrun_starts_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from postlude.launch import ranks\n"
+        "for _ in range(2):\n"
+        "    with ranks(timeout=30, device='cpu') as rank:\n"
+        "        total = torch.ones(())\n"
+        "        dist.all_reduce(total)\n"
+        "        open(f'{__file__}.{rank.index}', 'a').write(f'{rank.size} ranks, sum {total.item():g}. ')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert [Path(f"{script}.{rank}").read_text() for rank in range(2)] == ["2 ranks, sum 2. 2 ranks, sum 2. "] * 2
+
+
+@pytest.fixture
+def _no_environment(monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("_no_environment")
+def test_one_rank_needs_no_environment() -> None:
+    with ranks(device="cpu") as rank:
+        assert (rank.index, rank.size, rank.device) == (0, 1, torch.device("cpu"))
+        total = torch.ones(())
+        dist.all_reduce(total)
+        assert total == 1
+        assert dist.get_backend() == "gloo"
+    assert not dist.is_initialized()
+    with pytest.raises(KeyError, match="mine"), ranks(device="cpu"):
+        raise KeyError("mine")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("_no_environment")
+def test_a_group_that_exists_is_left_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with ranks(device="cpu") as rank:
+            assert (rank.index, rank.size) == (0, 1)
+        with pytest.raises(KeyError), ranks(device="cpu"):
+            raise KeyError("mine")
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_environment")
+def test_half_an_environment_is_a_sentence(monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set"), ranks():
+        pass
+    with pytest.raises(ValueError, match="at least one rank"):
+        launch(add_up, nproc=0)
