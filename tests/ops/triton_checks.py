@@ -11,15 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from postlude.ops.linear_logprobs import fused as fused_kernels
 from postlude.ops.linear_logprobs import linear_logprobs, torch_epilogue, triton_epilogue
-from postlude.ops.linear_logprobs.statistics import (
-    Results,
-    Rows,
-    Slab,
-    Upstream,
-    empty_state,
-    gradient_coefficients,
-)
+from postlude.ops.linear_logprobs.statistics import LOWEST, TARGET, Rows, Slab, Upstream, empty_state
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, assert_close, assert_same_head
 
@@ -106,6 +100,67 @@ def test_masking_with_minus_infinity() -> None:
         assert_close(removed, unlikely, "result or gradient")
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 50, triton_epilogue.SELECTION_BLOCK + 37])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_selection_equals_torch(tokens: int, per_token: bool) -> None:
+    """Some targets ignored, some outside the vocabulary, some temperatures not above 0, a shard that starts late."""
+    generator = torch.Generator().manual_seed(tokens)
+    targets = torch.randint(-3, 40, (tokens,), generator=generator).to(DEVICE)
+    temperature = torch.randint(-1, 9, (2 * tokens,), generator=generator).to(DEVICE, torch.float32)[::2]
+    arguments = (targets, temperature if per_token else 0.7, 1.3)
+    options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32}
+    ours, theirs = (module.select(*arguments, **options) for module in (triton_epilogue, torch_epilogue))
+    assert ours.counts.tolist() == theirs.counts.tolist()
+    kept = slice(0, int(ours.counts[0]))
+    for name in ("positions", "targets", "factor"):
+        # A factor within two roundings: a number over a tensor is, in torch, its inverse times the number.
+        torch.testing.assert_close(getattr(ours, name)[kept], getattr(theirs, name)[kept], rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("wanted", ["logprob", "entropy", "lse", "everything"])
+@pytest.mark.parametrize("inner", [None, 0.4])
+def test_results_and_coefficients_equal_torch(wanted: str, inner: float | None) -> None:
+    """Upstream gradients with strides of their own, for some of the tokens alone."""
+    count = triton_epilogue.ROW_BLOCK + 5
+    generator = torch.Generator().manual_seed(2)
+    state = torch.randn(4, count, generator=generator).exp().to(DEVICE)
+    state[2].neg_()
+    rows = Rows(torch.zeros(count, dtype=torch.int64, device=DEVICE), state[3].clone(), inner)
+    kept = torch.randperm(2 * count, generator=generator)[:count].sort().values.to(DEVICE)
+    arriving = torch.randn(2 * count, 3, generator=generator).to(DEVICE)
+    gradients = dict(zip(("logprob", "entropy", "lse"), arriving.unbind(1), strict=True))
+    if wanted != "everything":
+        gradients = {name: row if name == wanted else None for name, row in gradients.items()}
+    answers = []
+    for module in (triton_epilogue, torch_epilogue):
+        found = module.results(state)
+        for places in (None, kept):
+            upstream = {n: row if row is None or places is not None else row[:count] for n, row in gradients.items()}
+            made = module.coefficients(rows, found.normalizer, found.entropy, Upstream(**upstream), places)
+            answers.append((found.logprob, found.entropy, found.lse, made))
+    for ours, theirs in zip(answers[:2], answers[2:], strict=True):
+        for name, got, want in zip(("logprob", "entropy", "lse", "coefficients"), ours, theirs, strict=True):
+            assert_close(got, want, name)
+
+
+@pytest.mark.parametrize("tokens", [slice(0, 5), slice(4, 5)], ids=["some", "one"])
+def test_a_shard_without_the_target_says_so(tokens: slice) -> None:
+    """Whatever the memory held before, whichever launch comes across the target, be it of one tile or of one token."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(size, 16, generator=generator).to(DEVICE, dtype) for size in (5, 300))
+    logits = hidden.double() @ weight.double().t()
+    targets = torch.tensor([0, 299, 140, 300, -3], device=DEVICE)
+    at_target = logits.gather(1, targets.clamp(0, 299)[:, None])[:, 0]
+    at_target[3:] = LOWEST
+    rows = Rows(targets, torch.ones(5, device=DEVICE), None)[tokens]
+    state = torch.full((4, rows.targets.shape[0]), torch.nan, device=DEVICE)
+    for columns in (slice(0, 128), slice(128, 300)):
+        fused_kernels.accumulate(hidden[tokens], weight, None, rows, columns, state)
+    torch.testing.assert_close(state[TARGET].double(), at_target[tokens], rtol=1e-5, atol=1e-5)
+    assert_close(torch_epilogue.results(state).lse, logits[tokens].logsumexp(1), "lse")
+
+
 def make_slab(columns: int) -> Slab:
     """Five rows whose targets lie before, in and past the slab, in a buffer with room to the right."""
     generator = torch.Generator().manual_seed(1)
@@ -115,7 +170,7 @@ def make_slab(columns: int) -> Slab:
     products = buffer[:, :columns]
     return Slab(
         products=products,
-        rows=Rows(targets, factor, factor, None),
+        rows=Rows(targets, factor, None),
         bias=None,
         hidden=products,
         weight=products,
@@ -134,9 +189,10 @@ def test_the_gradient_in_place_equals_torch(columns: int, dtype: torch.dtype) ->
     slab = make_slab(columns)
     triton_epilogue.accumulate(slab, ours, entropy=True)
     assert_close(ours, state, "state")
-    results = Results.of(state)
+    results = torch_epilogue.results(state)
     ones = torch.ones(5, device=DEVICE)
-    coefficients = gradient_coefficients(slab.rows, results.normalizer, results.entropy, Upstream(ones, ones, ones))
+    upstream = Upstream(ones, ones, ones)
+    coefficients = torch_epilogue.coefficients(slab.rows, results.normalizer, results.entropy, upstream, None)
     expected = torch_epilogue.differentiate(make_slab(columns), coefficients, torch.float32)
     actual = triton_epilogue.differentiate(slab, coefficients, dtype)
     assert actual.dtype == dtype

@@ -17,11 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.ops.linear_logprobs.api import TokenStats, refuse_second_derivative, token_results
+from postlude.ops.linear_logprobs.api import (
+    Asked,
+    TokenStats,
+    flat_hidden,
+    refuse_second_derivative,
+    spread,
+    token_results,
+)
 from postlude.ops.linear_logprobs.backends import Backend
+from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.plan import plan_sweep
 from postlude.ops.linear_logprobs.problem import Problem, resolve
-from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state, gradient_coefficients
+from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state
 from postlude.ops.linear_logprobs.sweep import Gradients, Head, Projection, Wanted
 
 TokenObjective = Callable[[Tensor, Tensor | None, Any], Tensor]
@@ -89,24 +97,21 @@ def linear_objective(
         memory_budget=memory_budget,
     )
     mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor.detach(), targets)))
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    asked = Asked(entropy=entropy, lse=lse, hit=hit)
     wants_gradient = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     if problem.group is None and wants_gradient and torch.is_grad_enabled():
-        results = _OneSweep.apply(flat, weight, bias, problem, token_objective, mine, entropy)
-        loss, token_losses, logprobs, entropies, lses, hits = results
+        loss, token_losses, *results = _OneSweep.apply(
+            flat_hidden(hidden), weight, bias, problem, token_objective, mine, asked
+        )
     else:
-        logprobs, entropies, lses, hits, _, _ = token_results(flat, weight, bias, problem, entropy=entropy, topk=0)
-        with torch.autocast(hidden.device.type, enabled=False):
-            losses = _call(token_objective, problem.take(logprobs), problem.take(entropies) if entropy else None, mine)
+        logprobs, entropies, *others = token_results(hidden, weight, bias, problem, asked)
+        assert logprobs is not None
+        kept = problem.take(logprobs), None if entropies is None else problem.take(entropies)
+        with without_autocast(hidden.device):
+            losses = _call(token_objective, *kept, mine)
         loss, token_losses = losses.sum(), problem.put(losses.detach())
-    shape = targets.shape
-    stats = TokenStats(
-        logprob=logprobs.detach().view(shape),
-        entropy=entropies.detach().view(shape) if entropy else None,
-        lse=lses.detach().view(shape) if lse else None,
-        hit=hits.view(shape) if hit else None,
-    )
-    return LinearObjective(loss, token_losses.view(shape), stats)
+        results = [None if row is None else row.detach() for row in (logprobs, entropies, *others)]
+    return LinearObjective(loss, token_losses.view(targets.shape), TokenStats.of(results, targets.shape))
 
 
 class _OneSweep(torch.autograd.Function):
@@ -121,17 +126,17 @@ class _OneSweep(torch.autograd.Function):
         problem: Problem,
         objective: TokenObjective,
         columns: Any,
-        entropy: bool,
-    ) -> tuple[Tensor, ...]:
+        asked: Asked,
+    ) -> tuple[Tensor | None, ...]:
         wanted = Wanted(*ctx.needs_input_grad[:3])
         head = Head(problem.take(hidden), weight, bias)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device):
             results, losses, ctx.gradients = _sweep(
-                head, problem, wanted, objective=objective, columns=columns, entropy=entropy
+                head, problem, wanted, objective=objective, columns=columns, entropy=asked.entropy
             )
         ctx.problem = problem
-        outputs = [problem.put(row) for row in (losses, results.logprob, results.entropy, results.lse, results.hit)]
-        ctx.mark_non_differentiable(*outputs)
+        outputs = problem.put(losses), *spread(results, problem, asked)
+        ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
         return losses.sum(), *outputs
 
     @staticmethod
@@ -159,11 +164,11 @@ def _sweep(
     for rows, vocabulary in plan.slabs(shape):
         slab, part = projection.slab(rows, vocabulary), state[:, rows]
         problem.epilogue.accumulate(slab, part, entropy=entropy)
-        results = Results.of(part)
+        results = problem.epilogue.results(part)
         losses[rows], upstream = _differentiate(objective, results, _map_tensors(columns, itemgetter(rows)), entropy)
-        coefficients = gradient_coefficients(slab.rows, results.normalizer, results.entropy, upstream)
+        coefficients = problem.epilogue.coefficients(slab.rows, results.normalizer, results.entropy, upstream, None)
         gradients.add(slab, problem.epilogue.differentiate(slab, coefficients, problem.operand))
-    return Results.of(state), losses, gradients
+    return problem.epilogue.results(state), losses, gradients
 
 
 def _differentiate(objective: TokenObjective, results: Results, columns: Any, entropy: bool) -> tuple[Tensor, Upstream]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.ops.linear_logprobs.backends import Backend
+from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.problem import Problem, resolve
-from postlude.ops.linear_logprobs.statistics import Results, Upstream, gradient_coefficients, join_ranks
+from postlude.ops.linear_logprobs.statistics import Results, TopK, Upstream, join_ranks
 from postlude.ops.linear_logprobs.sweep import Head, Wanted, sweep_gradients, sweep_statistics
 
 
@@ -28,6 +30,13 @@ class TokenStats:
     topk_logprobs: Tensor | None = None  # [..., k], best first
     topk_ids: Tensor | None = None  # [..., k] int64, ids of the whole vocabulary
     hit: Tensor | None = None  # bool: no logit is larger than the target's
+
+    @staticmethod
+    def of(results: Iterable[Tensor | None], shape: torch.Size) -> TokenStats:
+        """Results [positions, ...] in the order above, in the `shape` of the targets."""
+        if len(shape) != 1:  # a view is one more step for autograd
+            results = [None if row is None else row.view(*shape, *row.shape[1:]) for row in results]
+        return TokenStats(*results)  # type: ignore[arg-type]
 
 
 def linear_logprobs(
@@ -106,25 +115,44 @@ def linear_logprobs(
     assert known is not None
     if not 0 <= topk <= known:
         raise ValueError(f"topk must be between 0 and the vocabulary's {known} entries, but is {topk}.")
-    logprobs, entropies, lses, hits, topk_logprobs, topk_ids = token_results(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, problem, entropy=entropy, topk=topk
-    )
-    shape = targets.shape
-    return TokenStats(
-        logprob=logprobs.view(shape),
-        entropy=entropies.view(shape) if entropy else None,
-        lse=lses.view(shape) if lse else None,
-        topk_logprobs=topk_logprobs.view(*shape, topk) if topk else None,
-        topk_ids=topk_ids.view(*shape, topk) if topk else None,
-        hit=hits.view(shape) if hit else None,
-    )
+    asked = Asked(entropy=entropy, lse=lse, hit=hit, topk=topk)
+    results = token_results(hidden, weight, bias, problem, asked)
+    return TokenStats.of(results, targets.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Which results a call wants besides the log-probs."""
+
+    entropy: bool
+    lse: bool
+    hit: bool
+    topk: int = 0
 
 
 def token_results(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, *, entropy: bool, topk: int
-) -> tuple[Tensor, ...]:
-    """logprob, entropy, lse, hit [positions] and top-k log-probs and ids [positions, k] of a resolved call."""
-    return _LinearLogprobs.apply(hidden, weight, bias, problem, entropy, topk)  # type: ignore[no-any-return]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, asked: Asked
+) -> tuple[Tensor | None, ...]:
+    """What `TokenStats` holds, [positions, ...] each, of a resolved call."""
+    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, problem, asked)  # type: ignore[no-any-return]
+
+
+def flat_hidden(hidden: Tensor) -> Tensor:
+    """[..., H] -> [positions, H]."""
+    return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+
+
+def spread(results: Results, problem: Problem, asked: Asked, top: TopK | None = None) -> tuple[Tensor | None, ...]:
+    """What `TokenStats` holds, [positions, ...] each, made of what the projected tokens gave."""
+    rows = (
+        results.logprob,
+        results.entropy if asked.entropy else None,
+        results.lse if asked.lse else None,
+        None if top is None else top.logits - results.lse[:, None],
+        None if top is None else top.ids,
+        results.hit if asked.hit else None,
+    )
+    return tuple(None if row is None else problem.put(row) for row in rows)
 
 
 def refuse_second_derivative(name: str) -> None:
@@ -138,22 +166,20 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, entropy: bool, topk: int
-    ) -> tuple[Tensor, ...]:
-        with torch.autocast(hidden.device.type, enabled=False):
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, asked: Asked
+    ) -> tuple[Tensor | None, ...]:
+        with without_autocast(hidden.device):
             head = Head(problem.take(hidden), weight, bias)
-            state, top = sweep_statistics(head, problem, entropy=entropy, topk=topk)
+            state, top = sweep_statistics(head, problem, entropy=asked.entropy, topk=asked.topk)
             if problem.group is not None and state.shape[1]:
                 state, top = join_ranks(state, top, problem.group)
-        results = Results.of(state)
+        results = problem.epilogue.results(state)
         ctx.save_for_backward(hidden, weight, bias, results.normalizer, results.entropy)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        logprobs, entropies, lses = (problem.put(row) for row in (results.logprob, results.entropy, results.lse))
-        hits, topk_ids = problem.put(results.hit), problem.put(top.ids)
-        topk_logprobs = problem.put(top.logits - results.lse[:, None])
-        ctx.mark_non_differentiable(hits, topk_logprobs, topk_ids)
-        return logprobs, entropies, lses, hits, topk_logprobs, topk_ids
+        outputs = spread(results, problem, asked, top)
+        ctx.mark_non_differentiable(*(row for row in outputs[3:] if row is not None))
+        return outputs
 
     @staticmethod
     def backward(
@@ -161,15 +187,15 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_logprobs")
         if logprob is None and entropy is None and lse is None:
-            return (None,) * 6
+            return (None,) * 5
         hidden, weight, bias, normalizer, row_entropy = ctx.saved_tensors
         problem: Problem = ctx.problem
-        upstream = Upstream(*(None if row is None else problem.take(row) for row in (logprob, entropy, lse)))
-        coefficients = gradient_coefficients(problem.rows, normalizer, row_entropy, upstream)
-        with torch.autocast(hidden.device.type, enabled=False):
+        upstream = Upstream(logprob, entropy, lse)
+        coefficients = problem.epilogue.coefficients(problem.rows, normalizer, row_entropy, upstream, problem.kept)
+        with without_autocast(hidden.device):
             head = Head(problem.take(hidden), weight, bias)
             gradients = sweep_gradients(head, problem, coefficients, Wanted(*ctx.needs_input_grad[:3]))
         hidden_gradient, weight_gradient, bias_gradient = gradients.finish()
         if hidden_gradient is not None:
             hidden_gradient = problem.put(hidden_gradient)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None

@@ -24,7 +24,7 @@ from postlude.ops.linear_logprobs.triton_epilogue import logit_of
 # rows × columns × features of a tile, by measurement on an H200. 8 warps and 3 stages fill its shared memory.
 STATISTICS_TILE = (256, 128, 64)
 GRADIENT_TILE = (128, 256, 64)
-GROUP, WARPS, STAGES = 8, 8, 3
+GROUP, WARPS, STAGES = 16, 8, 3
 
 # A tile leaves this many bytes for each of its rows until they are joined: maximum, sum and moment in fp32.
 PARTIAL_BYTES = 12
@@ -33,7 +33,10 @@ _LOWEST = tl.constexpr(statistics.LOWEST)
 
 
 def accumulate(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, columns: slice, state: Tensor) -> None:
-    """Join the logits of hidden [n, H] on `columns` of weight [V, H] to the rows' `state` [4, n]. Entropy included."""
+    """Join the logits of hidden [n, H] on `columns` of weight [V, H] to the rows' `state` [4, n]. Entropy included.
+
+    Columns from 0 on begin the state: what it held is not read.
+    """
     count, features = hidden.shape
     block_rows, block_columns, block_features = STATISTICS_TILE
     tiles = -(-(columns.stop - columns.start) // block_columns)
@@ -62,7 +65,18 @@ def accumulate(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, 
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    _join_kernel[(triton.cdiv(count, 32),)](partial, tiles, count, state, state.stride(0), TILES=32, ROWS=32)
+    _join_kernel[(triton.cdiv(count, 32),)](
+        partial,
+        tiles,
+        count,
+        columns.stop,
+        rows.targets,
+        state,
+        state.stride(0),
+        BEGINS=columns.start == 0,
+        TILES=32,
+        ROWS=32,
+    )
 
 
 def differentiate(
@@ -173,10 +187,21 @@ def _accumulate_kernel(
 
 
 @triton.jit
-def _join_kernel(partial, tiles, count, state, state_stride, TILES: tl.constexpr, ROWS: tl.constexpr):
+def _join_kernel(
+    partial,
+    tiles,
+    count,
+    stop,
+    targets,
+    state,
+    state_stride,
+    BEGINS: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < count
-    plane = tiles.to(tl.int64) * count
+    plane = tl.cast(tiles, tl.int64) * count  # a lone tile comes as a constant, which has no methods
     maximum = tl.full((TILES, ROWS), _LOWEST, tl.float32)
     total = tl.zeros((TILES, ROWS), tl.float32)
     moment = tl.zeros((TILES, ROWS), tl.float32)
@@ -192,21 +217,25 @@ def _join_kernel(partial, tiles, count, state, state_stride, TILES: tl.constexpr
             tl.load(place + plane, mask=held, other=0.0),
             tl.load(place + 2 * plane, mask=held, other=0.0),
         )
-    # Spread over the lanes until here; then over the tiles; then with what the state held before.
+    # Spread over the lanes until here; then over the tiles; then with what the state held before, if anything.
     highest = tl.max(maximum, 0)
     gap = maximum - highest[None, :]
     decay = tl.exp(gap)
     moment = tl.sum((moment + gap * total) * decay, 0)
     total = tl.sum(total * decay, 0)
     place = state + row
-    highest, total, moment = _merge(
-        highest,
-        total,
-        moment,
-        tl.load(place, mask=live, other=_LOWEST),
-        tl.load(place + state_stride, mask=live, other=0.0),
-        tl.load(place + 2 * state_stride, mask=live, other=0.0),
-    )
+    if BEGINS:
+        target = tl.load(targets + row, mask=live, other=0)
+        tl.store(place + 3 * state_stride, _LOWEST, mask=live & ((target < 0) | (target >= stop)))
+    else:
+        highest, total, moment = _merge(
+            highest,
+            total,
+            moment,
+            tl.load(place, mask=live, other=_LOWEST),
+            tl.load(place + state_stride, mask=live, other=0.0),
+            tl.load(place + 2 * state_stride, mask=live, other=0.0),
+        )
     tl.store(place, highest, mask=live)
     tl.store(place + state_stride, total, mask=live)
     tl.store(place + 2 * state_stride, moment, mask=live)
@@ -294,9 +323,9 @@ def _gradient(
     constant = tl.load(place + 3 * coefficient_stride, mask=live, other=0.0)
     linear = tl.load(place + 4 * coefficient_stride, mask=live, other=0.0)
     log_p = (logit - maximum[:, None]) - log_total[:, None]
-    gradient = tl.exp(log_p) * (constant[:, None] + linear[:, None] * log_p)
     target = tl.load(targets + row, mask=live, other=-1)
-    gradient = tl.where(column[None, :] == target[:, None], gradient + at_target[:, None], gradient)
+    gradient = tl.where(column[None, :] == target[:, None], at_target[:, None], 0.0)
+    gradient -= tl.exp(log_p) * (constant[:, None] + linear[:, None] * log_p)
     if SOFTCAP:
         gradient *= slope
     return gradient

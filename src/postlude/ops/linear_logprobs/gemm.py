@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,13 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     if dtype in HALF and not (device.type == "cuda" and torch.version.cuda):
         return torch.float32
     return dtype
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which autocast casts nothing."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def plan_tiles(shape: Shape, columns: int, row_bytes: int, memory_budget: int | 
 
     A tile leaves `row_bytes` for each row until they are joined; that is what a launch is limited by.
     """
-    room = shape.rows * shape.scratch.partial if memory_budget is None else memory_budget
+    room = shape.slab_bytes(shape.scratch.partial) if memory_budget is None else memory_budget
     tiles = max(1, room // max(1, shape.rows * row_bytes))
     return Plan("vocabulary", max(1, min(tiles * columns, shape.columns)))
 

@@ -94,27 +94,34 @@ def resolve(
     operand = operand_dtype(dtype, hidden.device)
     compute = torch.promote_types(dtype, torch.float32)
     epilogue = select_epilogue(backend, hidden.device, compute)
-    slope = _per_token(logit_scale, temperatures, targets, compute)
-    rows = Rows(
-        targets=targets - vocab_start if vocab_start else targets,
-        factor=slope if softcap is None else _per_token(softcap, temperatures, targets, compute),
-        slope=slope,
-        inner=None if softcap is None else logit_scale / softcap,
+    selection = epilogue.select(
+        targets,
+        temperatures,
+        logit_scale if softcap is None else float(softcap),
+        ignore_index=ignore_index,
+        allowed=allowed,
+        vocab_start=vocab_start,
+        dtype=compute,
     )
-    # Last, so that the device waits as little as it can for what comes after.
-    kept = _kept_positions(targets, temperatures, ignore_index, allowed)
-    if kept is not None:
-        rows = rows[kept]
+    fused = can_fuse(epilogue, operand, hidden, weight)
+    # The only wait for the device: how many are kept, and whether all is well.
+    count, ignored, cold = selection.counts.tolist()
+    positions = targets.numel()
+    if count + ignored < positions:
+        raise _outside(targets, ignore_index, allowed)
+    if cold:
+        raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
+    rows = Rows(selection.targets, selection.factor, None if softcap is None else logit_scale / softcap)
     return Problem(
-        rows=rows,
-        kept=kept,
-        positions=hidden.shape[:-1].numel(),
+        rows=rows if count == positions else rows[:count],
+        kept=None if count == positions else selection.positions[:count],
+        positions=positions,
         vocab_start=vocab_start,
         columns=columns,
         operand=operand,
         compute=compute,
         epilogue=epilogue,
-        fused=can_fuse(epilogue, operand, hidden, weight),
+        fused=fused,
         group=group,
         memory_budget=memory_budget,
     )
@@ -134,9 +141,10 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor 
         raise ValueError(f"targets are vocabulary ids of an integer dtype, but these are {targets.dtype}.")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)} must have one entry for each of weight's {weight.shape[0]} rows.")
-    devices = {str(tensor.device) for tensor in (hidden, weight, targets, bias) if tensor is not None}
+    devices = {tensor.device for tensor in (hidden, weight, targets, bias) if tensor is not None}
     if len(devices) > 1:
-        raise ValueError(f"hidden, weight, targets and bias must share a device, but are on {sorted(devices)}.")
+        names = sorted(map(str, devices))
+        raise ValueError(f"hidden, weight, targets and bias must share a device, but are on {names}.")
 
 
 def _projection_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -160,37 +168,11 @@ def _flat_temperature(temperature: float | Tensor, targets: Tensor) -> float | T
     return temperature.detach().reshape(-1).to(targets.device).expand(targets.numel())
 
 
-def _per_token(value: float, temperatures: float | Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """value / temperature for each token, [n]."""
-    if isinstance(temperatures, Tensor):
-        return value / temperatures.to(dtype)
-    return torch.full(targets.shape, value / temperatures, dtype=dtype, device=targets.device)
-
-
-def _kept_positions(
-    targets: Tensor, temperatures: float | Tensor, ignore_index: int, allowed: tuple[int, int]
-) -> Tensor | None:
-    """Positions [n] of `targets` to project, None for all of them; an error if one of them makes no sense."""
+def _outside(targets: Tensor, ignore_index: int, allowed: tuple[int, int]) -> ValueError:
+    """The complaint about targets that are neither ignored nor in the vocabulary."""
     low, high = allowed
-    ignored = targets == ignore_index
-    valid = targets.clamp(low, high - 1) == targets if high > low else torch.zeros_like(ignored)
-    if low <= ignore_index < high:
-        valid &= ~ignored
-    counts = [valid, ignored]
-    if isinstance(temperatures, Tensor):
-        counts.append(valid & ~(temperatures > 0))
-    # The only wait for the device: how many are kept and whether all is well, in one copy and as few kernels as can be.
-    count, without, *not_positive = torch.stack(counts).sum(1).tolist()
-    outside = targets.numel() - count - without
-    if outside:
-        where = int((~(valid | ignored)).nonzero()[0])
-        raise ValueError(
-            f"target {int(targets[where])} at position {where} is outside the vocabulary, {allowed[0]} to "
-            f"{allowed[1] - 1} ({outside} such of {targets.numel()}). Mark a position without a target with "
-            f"ignore_index={ignore_index}."
-        )
-    if any(not_positive):
-        raise ValueError(f"temperature must be above 0 at every token, but is not at {not_positive[0]} of them.")
-    if count == targets.numel():
-        return None
-    return torch.nonzero_static(valid, size=count)[:, 0]
+    where = ((targets != ignore_index) & ((targets < low) | (targets >= high))).nonzero()[:, 0].tolist()
+    return ValueError(
+        f"target {int(targets[where[0]])} at position {where[0]} is outside the vocabulary, {low} to {high - 1} "
+        f"({len(where)} such of {targets.numel()}). Mark a position without a target with ignore_index={ignore_index}."
+    )

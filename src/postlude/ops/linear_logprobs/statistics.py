@@ -7,7 +7,7 @@ Taken relative to the maximum, none of them overflows and no digits cancel, howe
 
 and with log p = (ℓ - m) - log Σ, upstream gradients g of logprob, e of entropy and z of lse give
 
-    d_ℓ = g·[target] + p·(z - g - e·(log p + entropy)).
+    d_ℓ = g·[target] - p·(g + e·(entropy + log p) - z).
 
 Backward keeps m and log Σ apart for the same reason: where logits are in the thousands, their sum has lost its digits.
 """
@@ -31,19 +31,31 @@ MAXIMUM, SUM, MOMENT, TARGET = range(4)
 class Rows:
     """What each projected token brings along, and what all share.
 
-    logit = product · factor, or factor · tanh(product · inner) under a softcap. `slope` is d(logit)/d(product), the
-    softcap's own part apart. `targets` counts from this shard's first column and may point outside the shard.
+    logit = product · factor, or factor · tanh(product · inner) under a softcap. `targets` counts from this shard's
+    first column and may point outside the shard.
     """
 
     targets: Tensor  # [n] int64
     factor: Tensor  # [n]
-    slope: Tensor  # [n]
     inner: float | None
 
-    def __getitem__(self, rows: slice | Tensor) -> Rows:
-        factor = self.factor[rows]
-        slope = factor if self.slope is self.factor else self.slope[rows]
-        return Rows(self.targets[rows], factor, slope, self.inner)
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.targets[rows], self.factor[rows], self.inner)
+
+    @property
+    def slope(self) -> Tensor:
+        """d(logit)/d(product) [n], the softcap's own part apart."""
+        return self.factor if self.inner is None else self.factor * self.inner
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The tokens to project, in order, at the front of tensors with room for all; what lies behind means nothing."""
+
+    counts: Tensor  # [3] int64: tokens to project, ignored tokens, tokens to project at no temperature above 0
+    positions: Tensor  # int64
+    targets: Tensor  # int64, as in `Rows`
+    factor: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +78,41 @@ class Slab(Block):
 
 
 class Epilogue(Protocol):
-    """What a backend does with a slab: the only part in which backends differ."""
+    """What a backend does with the tokens, with a slab and with a row: the only part in which backends differ."""
 
     LOGIT_COPIES: int
     """How many times a slab is held, itself included."""
 
+    def select(
+        self,
+        targets: Tensor,
+        temperature: float | Tensor,
+        scale: float,
+        *,
+        ignore_index: int,
+        allowed: tuple[int, int],
+        vocab_start: int,
+        dtype: torch.dtype,
+    ) -> Selection:
+        """The tokens whose target lies in `allowed` and is not `ignore_index`; their factor is scale / temperature."""
+        ...
+
     def accumulate(self, slab: Slab, state: Tensor, *, entropy: bool) -> None:
         """Join the slab's logits to its rows' `state` [4, rows]. Leaves the products as they were."""
+
+    def results(self, state: Tensor) -> Results:
+        """Read a finished state [4, n]. Entropy means something only if the moment was accumulated."""
+        ...
+
+    def coefficients(
+        self, rows: Rows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
+    ) -> Tensor:
+        """[5, n]: m, log Σ, a, b, c with d_product = a·[target] - p·(b + c·log p), given the rows' results.
+
+        The gradients of row i arrive at place kept[i], at i if that is None. `rows.slope` is already in a, b and c; the
+        softcap's slope is not.
+        """
+        ...
 
     def differentiate(self, slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient [rows, columns] of the products, in `dtype`. May overwrite the products with it."""
@@ -88,7 +128,7 @@ class Kernels(Protocol):
     def accumulate(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, columns: slice, state: Tensor
     ) -> None:
-        """Join the logits of hidden [n, H] on `columns` of weight [V, H] to `state` [4, n]."""
+        """Join the logits of hidden [n, H] on `columns` of weight [V, H] to `state` [4, n]; column 0 begins it anew."""
 
     def differentiate(
         self,
@@ -158,16 +198,20 @@ class TopK:
         return self.joined(best, place + first)
 
 
-def join_ranks(state: Tensor, top: TopK, group: dist.ProcessGroup) -> tuple[Tensor, TopK]:
+def join_ranks(state: Tensor, top: TopK | None, group: dist.ProcessGroup) -> tuple[Tensor, TopK | None]:
     """Join what every rank of `group` found in its shard of the vocabulary: one collective, whatever was asked for."""
-    rows, k = top.logits.shape
     # Ids travel as the bits of the state's own dtype: int32 in fp32, int64 in float64.
     bits = torch.int32 if state.dtype == torch.float32 else torch.int64
-    mine = torch.cat((state, top.logits.t(), top.ids.to(bits).view(state.dtype).t()))
+    mine = state
+    if top is not None:
+        mine = torch.cat((state, top.logits.t(), top.ids.to(bits).view(state.dtype).t()))
     size = dist.get_world_size(group)
-    everyone = mine.new_empty(size * mine.shape[0], rows)
+    everyone = mine.new_empty(size * mine.shape[0], mine.shape[1])
     dist.all_gather_into_tensor(everyone, mine, group=group)
-    everyone = everyone.view(size, mine.shape[0], rows)
+    everyone = everyone.view(size, *mine.shape)
+    if top is None:
+        return join(everyone), None
+    rows, k = top.logits.shape
     logits, ids = (
         part.permute(2, 0, 1).reshape(rows, size * k) for part in (everyone[:, 4 : 4 + k], everyone[:, 4 + k :])
     )
@@ -179,45 +223,26 @@ def join_ranks(state: Tensor, top: TopK, group: dist.ProcessGroup) -> tuple[Tens
 class Results:
     """The row statistics made of a finished state, [n] each."""
 
+    state: Tensor  # [4, n]
     logprob: Tensor
     entropy: Tensor
-    lse: Tensor
-    hit: Tensor
     normalizer: Tensor  # [2, n]: m and log Σ
 
-    @staticmethod
-    def of(state: Tensor) -> Results:
-        """Read a finished state [4, n]. Entropy means something only if the moment was accumulated."""
-        maximum, total, moment, target = state.unbind(0)
-        log_total = total.log()
-        return Results(
-            logprob=(target - maximum) - log_total,
-            entropy=(log_total - moment / total).clamp_(min=0),
-            lse=maximum + log_total,
-            hit=target >= maximum,
-            normalizer=torch.stack((maximum, log_total)),
-        )
+    @property
+    def lse(self) -> Tensor:
+        """log Σ e^ℓ."""
+        return self.normalizer.sum(0)
+
+    @property
+    def hit(self) -> Tensor:
+        """Whether no logit is larger than the target's."""
+        return self.state[TARGET] >= self.state[MAXIMUM]
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """Gradients arriving at the results, [n] each; None is zero."""
+    """Gradients arriving at the results, one a token each; None is zero."""
 
     logprob: Tensor | None
     entropy: Tensor | None
     lse: Tensor | None = None
-
-
-def gradient_coefficients(rows: Rows, normalizer: Tensor, entropy: Tensor, upstream: Upstream) -> Tensor:
-    """[5, n]: m, log Σ, a, b, c with d_product = a·[target] + p·(b + c·log p), given the rows' results.
-
-    `rows.slope` is already in a, b and c; the softcap's slope is not.
-    """
-    zero = torch.zeros_like(entropy)
-    at_target = zero if upstream.logprob is None else upstream.logprob * rows.slope
-    constant = -at_target if upstream.lse is None else upstream.lse * rows.slope - at_target
-    linear = zero
-    if upstream.entropy is not None:
-        linear = -upstream.entropy * rows.slope
-        constant = constant + linear * entropy
-    return torch.stack((*normalizer, at_target, constant, linear))

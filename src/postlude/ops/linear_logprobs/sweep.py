@@ -155,25 +155,26 @@ class Gradients:
         )
 
 
-def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) -> tuple[Tensor, TopK]:
-    """State [4, n] of this shard's logits and their top k."""
-    shape = problem.shape(head.hidden.shape[1])
-    state = empty_state(shape.rows, problem.compute, head.hidden.device)
-    top = TopK.empty(shape.rows, topk, problem.compute, head.hidden.device)
-    if not (shape.rows and shape.columns):
-        return state, top
-    if problem.fused and not topk:
+def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) -> tuple[Tensor, TopK | None]:
+    """State [4, n] of this shard's logits, and their top k if that is any."""
+    shape, device = problem.shape(head.hidden.shape[1]), head.hidden.device
+    if problem.fused and not topk and shape.rows and shape.columns:
         kernels, bias = problem.kernels(), _fused_bias(head, problem)
         tiles = plan_tiles(shape, kernels.STATISTICS_TILE[1], kernels.PARTIAL_BYTES, problem.memory_budget)
+        state = torch.empty(4, shape.rows, dtype=problem.compute, device=device)
         for _, columns in tiles.slabs(shape):
             kernels.accumulate(head.hidden, head.weight, bias, problem.rows, columns, state)
+        return state, None
+    state = empty_state(shape.rows, problem.compute, device)
+    top = TopK.empty(shape.rows, topk, problem.compute, device) if topk else None
+    if not (shape.rows and shape.columns):
         return state, top
     plan = plan_statistics(shape, problem.memory_budget)
     projection = Projection(head, problem, plan, shape)
     for rows, columns in plan.slabs(shape):
         slab = projection.slab(rows, columns)
         problem.epilogue.accumulate(slab, state, entropy=entropy)
-        if topk:
+        if top is not None:
             logits, _ = transform(slab)
             top = top.joined_slab(logits, problem.vocab_start + columns.start)
     return state, top

@@ -5,9 +5,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from postlude.ops.linear_logprobs.statistics import LOWEST, MAXIMUM, MOMENT, SUM, TARGET, Slab, join, transform
+from postlude.ops.linear_logprobs.statistics import (
+    LOWEST,
+    MAXIMUM,
+    MOMENT,
+    SUM,
+    TARGET,
+    Results,
+    Rows,
+    Selection,
+    Slab,
+    Upstream,
+    join,
+    transform,
+)
 
 LOGIT_COPIES = 3  # the products, their logits, and one intermediate
+
+
+def select(
+    targets: Tensor,
+    temperature: float | Tensor,
+    scale: float,
+    *,
+    ignore_index: int,
+    allowed: tuple[int, int],
+    vocab_start: int,
+    dtype: torch.dtype,
+) -> Selection:
+    """See `Epilogue.select`."""
+    ignored = targets == ignore_index
+    kept = (targets >= allowed[0]) & (targets < allowed[1]) & ~ignored
+    if isinstance(temperature, Tensor):
+        factor, cold = scale / temperature.to(dtype), kept & ~(temperature > 0)
+    else:
+        factor, cold = torch.full_like(targets, scale / temperature, dtype=dtype), torch.zeros_like(kept)
+    positions = torch.nonzero_static(kept, size=targets.numel(), fill_value=0)[:, 0]
+    return Selection(
+        counts=torch.stack((kept, ignored, cold)).sum(1),
+        positions=positions,
+        targets=targets[positions] - vocab_start,
+        factor=factor[positions],
+    )
 
 
 def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
@@ -25,6 +64,27 @@ def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
     state.copy_(join(torch.stack((state, found))))
 
 
+def results(state: Tensor) -> Results:
+    """See `Epilogue.results`."""
+    maximum, total, moment, target = state.unbind(0)
+    log_total = total.log()
+    return Results(
+        state=state,
+        logprob=(target - maximum) - log_total,
+        entropy=(log_total - moment / total).clamp_(min=0),
+        normalizer=torch.stack((maximum, log_total)),
+    )
+
+
+def coefficients(rows: Rows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None) -> Tensor:
+    """See `Epilogue.coefficients`."""
+    at_target, linear, at_all = (
+        torch.zeros_like(entropy) if row is None else (row if kept is None else row[kept]) * rows.slope
+        for row in (upstream.logprob, upstream.entropy, upstream.lse)
+    )
+    return torch.stack((*normalizer, at_target, at_target + linear * entropy - at_all, linear))
+
+
 def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
     """See `Epilogue.differentiate`."""
     logits, slope = transform(slab)
@@ -32,7 +92,7 @@ def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tenso
     maximum, log_total, at_target, constant, linear = (row[:, None] for row in coefficients)
     log_p = logits.sub_(maximum).sub_(log_total)
     gradient = torch.exp(log_p, out=slab.products)
-    gradient.mul_(log_p.mul_(linear).add_(constant))
+    gradient.mul_(log_p.mul_(-linear).sub_(constant))
     gradient.scatter_add_(1, column, at_target * owned)
     if slope is not None:
         gradient.mul_(slope)

@@ -1,6 +1,7 @@
 """The epilogues as two Triton kernels, one program a row. GEMMs stay with cuBLAS, which nobody outruns by hand.
 
-Both read a slab of products once at full bandwidth; the softcap, bias, scale and temperature ride along for free.
+Both read a slab of products once at full bandwidth; the softcap, bias, scale and temperature ride along for free. A
+third kernel selects the tokens to project: a dozen small launches would keep the device idle for as long as they take.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -13,15 +14,54 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.linear_logprobs import statistics
-from postlude.ops.linear_logprobs.statistics import Slab
+from postlude.ops.linear_logprobs.statistics import Results, Rows, Selection, Slab, Upstream
 
 LOGIT_COPIES = 1
 
 # Columns a program holds at a time, its warps, and how many loads it keeps ahead: by measurement on an H200.
 STATISTICS_BLOCK, STATISTICS_WARPS, STATISTICS_STAGES = 1024, 4, 3
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
+SELECTION_BLOCK, SELECTION_WARPS = 8192, 32
+ROW_BLOCK = 256
 
 _LOWEST = tl.constexpr(statistics.LOWEST)
+
+
+def select(
+    targets: Tensor,
+    temperature: float | Tensor,
+    scale: float,
+    *,
+    ignore_index: int,
+    allowed: tuple[int, int],
+    vocab_start: int,
+    dtype: torch.dtype,
+) -> Selection:
+    """See `Epilogue.select`."""
+    tensors = temperature if isinstance(temperature, Tensor) else None
+    selection = Selection(
+        counts=targets.new_empty(3),
+        positions=torch.empty_like(targets),
+        targets=torch.empty_like(targets),
+        factor=torch.empty_like(targets, dtype=dtype),
+    )
+    _select_kernel[(1,)](
+        targets,
+        targets.numel(),
+        tensors,
+        0 if tensors is None else tensors.stride(0),
+        scale / temperature if tensors is None else scale,
+        ignore_index,
+        *allowed,
+        vocab_start,
+        selection.counts,
+        selection.positions,
+        selection.targets,
+        selection.factor,
+        BLOCK=SELECTION_BLOCK,
+        num_warps=SELECTION_WARPS,
+    )
+    return selection
 
 
 def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
@@ -44,6 +84,36 @@ def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
         STAGES=STATISTICS_STAGES,
         num_warps=STATISTICS_WARPS,
     )
+
+
+def results(state: Tensor) -> Results:
+    """See `Epilogue.results`."""
+    count = state.shape[1]
+    made = Results(state, state.new_empty(count), state.new_empty(count), state.new_empty(2, count))
+    _results_kernel[(triton.cdiv(count, ROW_BLOCK),)](
+        state, state.stride(0), count, made.logprob, made.entropy, made.normalizer, BLOCK=ROW_BLOCK
+    )
+    return made
+
+
+def coefficients(rows: Rows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None) -> Tensor:
+    """See `Epilogue.coefficients`."""
+    count = entropy.shape[0]
+    made = entropy.new_empty(5, count)
+    arriving = upstream.logprob, upstream.entropy, upstream.lse
+    _coefficients_kernel[(triton.cdiv(count, ROW_BLOCK),)](
+        *arriving,
+        *(0 if row is None else row.stride(0) for row in arriving),
+        kept,
+        rows.factor,
+        1.0 if rows.inner is None else rows.inner,
+        normalizer,
+        entropy,
+        count,
+        made,
+        BLOCK=ROW_BLOCK,
+    )
+    return made
 
 
 def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,6 +143,49 @@ def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tenso
 
 def _block(columns: int, most: int) -> int:
     return min(most, max(256, 1 << (columns - 1).bit_length()))
+
+
+@triton.jit
+def _select_kernel(
+    targets,
+    count,
+    temperatures,
+    temperature_stride,
+    scale,
+    ignore_index,
+    low,
+    high,
+    vocab_start,
+    counts,
+    positions,
+    kept_targets,
+    factors,
+    BLOCK: tl.constexpr,
+):
+    # One program: a token's place depends on all before it, and all there are take it a few microseconds.
+    kept_before = 0
+    ignored_before = 0
+    cold_before = 0
+    for first in range(0, count, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        inside = position < count
+        target = tl.load(targets + position, mask=inside, other=0)
+        ignored = inside & (target == ignore_index)
+        kept = inside & (target != ignore_index) & (target >= low) & (target < high)
+        place = kept_before + tl.cumsum(kept.to(tl.int32), 0) - 1
+        factor = tl.full((BLOCK,), scale, tl.float32)
+        if temperatures is not None:
+            temperature = tl.load(temperatures + position * temperature_stride, mask=inside, other=1.0)
+            factor = tl.div_rn(factor, temperature.to(tl.float32))
+            cold_before += tl.sum((kept & ~(temperature > 0)).to(tl.int32), 0)
+        tl.store(positions + place, position, mask=kept)
+        tl.store(kept_targets + place, target - vocab_start, mask=kept)
+        tl.store(factors + place, factor, mask=kept)
+        kept_before += tl.sum(kept.to(tl.int32), 0)
+        ignored_before += tl.sum(ignored.to(tl.int32), 0)
+    tl.store(counts, kept_before)
+    tl.store(counts + 1, ignored_before)
+    tl.store(counts + 2, cold_before)
 
 
 @triton.jit
@@ -161,6 +274,66 @@ def _accumulate_kernel(
 
 
 @triton.jit
+def _results_kernel(state, state_stride, count, logprobs, entropies, normalizer, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < count
+    place = state + row
+    maximum = tl.load(place, mask=live, other=0.0)
+    total = tl.load(place + state_stride, mask=live, other=1.0)
+    moment = tl.load(place + 2 * state_stride, mask=live, other=0.0)
+    target = tl.load(place + 3 * state_stride, mask=live, other=0.0)
+    log_total = tl.log(total)
+    entropy = log_total - moment / total
+    tl.store(logprobs + row, (target - maximum) - log_total, mask=live)
+    # Not tl.maximum, which would turn a NaN into a number and hide it.
+    tl.store(entropies + row, tl.where(entropy < 0, 0.0, entropy), mask=live)
+    tl.store(normalizer + row, maximum, mask=live)
+    tl.store(normalizer + count + row, log_total, mask=live)
+
+
+@triton.jit
+def _coefficients_kernel(
+    logprobs,
+    entropies,
+    lses,
+    logprob_stride,
+    entropy_stride,
+    lse_stride,
+    kept,
+    factors,
+    inner,
+    normalizer,
+    row_entropies,
+    count,
+    made,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < count
+    place = row
+    if kept is not None:
+        place = tl.load(kept + row, mask=live, other=0)
+    slope = tl.load(factors + row, mask=live, other=0.0) * inner
+    at_target = _arriving(logprobs, logprob_stride, place, live, slope)
+    linear = _arriving(entropies, entropy_stride, place, live, slope)
+    at_all = _arriving(lses, lse_stride, place, live, slope)
+    constant = at_target + linear * tl.load(row_entropies + row, mask=live, other=0.0) - at_all
+    tl.store(made + row, tl.load(normalizer + row, mask=live, other=0.0), mask=live)
+    tl.store(made + count + row, tl.load(normalizer + count + row, mask=live, other=0.0), mask=live)
+    tl.store(made + 2 * count + row, at_target, mask=live)
+    tl.store(made + 3 * count + row, constant, mask=live)
+    tl.store(made + 4 * count + row, linear, mask=live)
+
+
+@triton.jit
+def _arriving(gradients, stride, place, live, slope):
+    arriving = tl.zeros_like(slope)
+    if gradients is not None:
+        arriving = tl.load(gradients + place * stride, mask=live, other=0.0) * slope
+    return arriving
+
+
+@triton.jit
 def _differentiate_kernel(
     products,
     stride,
@@ -196,8 +369,7 @@ def _differentiate_kernel(
             product += tl.load(bias + column, mask=inside, other=0.0)
         logit, slope = logit_of(product, factor, inner, SOFTCAP)
         log_p = (logit - maximum) - log_total
-        gradient = tl.exp(log_p) * (constant + linear * log_p)
-        gradient = tl.where(column == target, gradient + at_target, gradient)
+        gradient = tl.where(column == target, at_target, 0.0) - tl.exp(log_p) * (constant + linear * log_p)
         if SOFTCAP:
             gradient *= slope
         # A narrower gradient lands on products of earlier columns: every thread must have read before any writes.
