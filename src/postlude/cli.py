@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, get_args
 
 import torch
 from rich.console import Console
@@ -21,8 +22,12 @@ from postlude.data import pack
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.export import export_hf
 from postlude.hf.load import adapt, load_model, load_tokenizer, read_config
+from postlude.launch import RankError, on_ranks
+from postlude.layout import Layout
 from postlude.model import LanguageModel, OutputInputs
+from postlude.model.recompute import Recompute
 from postlude.model.stack import LogicalLayer
+from postlude.verify import OBJECTIVES, TOLERANCES, Case, Report, compare_all, fitting, source_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join(BUILTIN)}"
@@ -33,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parse(arguments)
     try:
-        options.run(options, Console())
-    except (ValueError, OSError, ImportError) as error:
+        code: int | None = options.run(options, Console())
+    except (ValueError, OSError, ImportError, RankError) as error:
         print(f"postlude {options.command}: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def info(options: argparse.Namespace, console: Console) -> None:
@@ -119,6 +124,53 @@ def logprobs(options: argparse.Namespace, console: Console) -> None:
     console.print(f"mean log-prob {mean:.4f}, perplexity {torch.tensor(-mean).exp().item():.3f}")
 
 
+def verify(options: argparse.Namespace, console: Console) -> int:
+    """Compare layouts with one rank, print how far apart they are, and return 1 where one is too far."""
+    source, width = source_of(options.model)
+    _, config = adapt(read_config(source))
+    layouts = fitting(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
+    objectives = options.objective or (["grpo", "sequence"] if options.grid else ["grpo"])
+    cases = [
+        Case(
+            source,
+            layout,
+            objective,
+            options.recompute,
+            compute_dtype=DTYPES[options.dtype],
+            initializer_range=width,
+            seed=options.seed,
+        )
+        for layout in layouts
+        for objective in objectives
+    ]
+    tolerance = TOLERANCES[DTYPES[options.dtype]] if options.tolerance is None else options.tolerance
+    by_size: dict[int, list[Case]] = {}
+    for case in cases:
+        by_size.setdefault(case.layout.world_size, []).append(case)
+    start = functools.partial(on_ranks, compare_all, timeout=options.timeout, device=options.device)
+    reports: list[Report] = [
+        report for size, group in sorted(by_size.items()) for report in start(group, options.device, nproc=size)
+    ]
+    if not reports:
+        return 0  # a rank other than the first, whose reports these are
+    table = Table("layout", "ranks", "objective", "loss", "log-probs", "entropy", "gradients", "", title=options.model)
+    for report in reports:
+        passes = report.passes(tolerance)
+        row = (str(report.case.layout)[7:-1] or "one rank", str(report.case.layout.world_size), report.case.objective)
+        offs = (report.loss, report.logprob, report.entropy, report.worst[1])
+        table.add_row(*row, *(f"{off:.1e}" for off in offs), "equal" if passes else "[red]not equal[/red]")
+    console.print(table)
+    different = [report for report in reports if not report.passes(tolerance)]
+    for report in different:
+        name, off = report.worst
+        line = f"{report.case.layout} with {report.case.objective}: the gradient furthest off is {name}, by {off:.1e}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    count = len(reports)
+    verdict = f"{len(different)} of {count} differ by more than" if different else f"all {count} equal within"
+    console.print(f"{verdict} {tolerance:g} of the largest value", highlight=False)
+    return int(bool(different))
+
+
 def _score(inputs: OutputInputs, context: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob, entropy and rank (1 is the likeliest) of the next token at every position, each [T]."""
     targets = inputs.microbatch.targets
@@ -167,6 +219,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
     command.add_argument("--device", type=_device, default="cpu", help="device to compute on (default: cpu)")
     command.set_defaults(run=logprobs, parser=command)
+
+    command = commands.add_parser(
+        "verify", help="prove that a parallel layout computes what one rank computes", allow_abbrev=False
+    )
+    command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
+    chosen = command.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--layout", action="append", metavar="pp=2,cp=2", help="a layout to compare; may be repeated")
+    chosen.add_argument("--grid", action="store_true", help="compare the standard set of layouts, up to 8 ranks")
+    command.add_argument(
+        "--objective", action="append", choices=OBJECTIVES, help="what to minimise; may be repeated (default: grpo)"
+    )
+    command.add_argument("--recompute", choices=get_args(Recompute), default="none", help="recompute activations")
+    command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
+    limits = ", ".join(f"{limit:g} in {name}" for name, limit in zip(DTYPES, TOLERANCES.values(), strict=True))
+    command.add_argument("--tolerance", type=float, help=f"relative to the largest value (default: {limits})")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
+    command.set_defaults(run=verify, parser=command)
     return parser
 
 

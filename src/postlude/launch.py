@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -105,6 +106,23 @@ def launch(
             signal.raise_signal(stop.sigval)  # the ranks are gone; now it means what it always means here
             raise
     return [pickle.loads(results[rank]) for rank in range(nproc)]
+
+
+def on_ranks(
+    function: Callable[..., Result],
+    *args: Any,
+    nproc: int,
+    timeout: float = 600.0,
+    device: torch.device | str | None = None,
+) -> Result:
+    """What function(*args) returns on the first of `nproc` ranks, started here.
+
+    In a process that a launcher started as a rank already, function(*args) of this rank, with those that run.
+    """
+    if "RANK" not in os.environ:
+        return launch(function, *args, nproc=nproc, timeout=timeout, device=device)[0]
+    with ranks(timeout, device=device):
+        return function(*args)
 
 
 @contextmanager
@@ -380,6 +398,8 @@ def _run_rank(
     function: Callable[..., Any], args: tuple[Any, ...], notes: str, timeout: float, backend: str | None, device: Any
 ) -> bytes:
     """The life of a rank under `launch`."""
+    # torch's own FSDP calls what torch renamed.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
     try:

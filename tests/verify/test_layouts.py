@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import MistralConfig, Olmo3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from postlude import Layout
 from postlude.verify import GRID, Case, Report, compare
@@ -41,4 +42,60 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("case", cases())
 def test_a_layout_equals_one_rank(ranks: Any, case: Case) -> None:
     report = check(ranks, case)
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+SIZES = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 4, "initializer_range": 0.3}
+VARIANTS = {
+    "mistral": MistralConfig(**SIZES, **HEADS, sliding_window=5),
+    "qwen2": Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=False),
+    "olmo3": Olmo3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=5, pad_token_id=0),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES,
+        **HEADS,
+        moe_intermediate_size=12,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2),
+        pytest.param(Layout(cp=2, tp=2), marks=pytest.mark.slow),
+        pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow),
+        pytest.param(Layout(tp=4), marks=pytest.mark.slow),
+        pytest.param(Layout(dp_shard=2, cp=2), marks=pytest.mark.slow),
+    ],
+    ids=label,
+)
+def test_odd_models_equal_one_rank(ranks: Any, layout: Layout, family: str) -> None:
+    """Sizes that divide unevenly, fewer key heads than ranks, windows, norms over heads and over all of them."""
+    report = check(ranks, Case(VARIANTS[family], layout, "sequence"))
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", [Layout(pp=2), pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow)], ids=label)
+def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
+    report = check(ranks, Case("tiny-dense", layout, "sft", tied=tied, initializer_range=0.1))
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=2, ep=2), pytest.param(Layout(pp=2, cp=2), marks=pytest.mark.slow)], ids=label
+)
+def test_recomputing_changes_nothing(ranks: Any, layout: Layout, recompute: Any) -> None:
+    report = check(ranks, Case("tiny-moe", layout, "grpo", recompute, initializer_range=0.1))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)

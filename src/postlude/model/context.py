@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
 from postlude.layout import Mesh
+from postlude.model.recompute import Recompute
+from postlude.ops.attention import Scores
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, rotary_table
+
+
+class AttentionCache(Protocol):
+    """Keys and values of tokens that passed before, and how the tokens of this forward attend to them."""
+
+    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Keep the new keys and values [T, kv_heads, width] of block `name`; query [T, heads, width] -> the same."""
+        ...
 
 
 class ForwardContext:
@@ -19,9 +31,18 @@ class ForwardContext:
     states of its own shard of the tokens between blocks.
     """
 
-    def __init__(self, microbatch: Microbatch, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        microbatch: Microbatch,
+        mesh: Mesh | None = None,
+        *,
+        cache: AttentionCache | None = None,
+        recompute: Recompute = "none",
+    ) -> None:
         self.microbatch = microbatch
         self.mesh = mesh or Mesh.alone()
+        self.cache = cache
+        self.recompute = recompute
         self.real = self._real()
         self.reports: dict[str, Tensor] = {}
         self._done: set[str] = set()

@@ -15,7 +15,7 @@ from postlude.layout import Layout, Mesh, Stage
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
-from postlude.model.context import ForwardContext
+from postlude.model.context import AttentionCache, ForwardContext
 from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
 from postlude.model.parallel import ColumnLinear, RMSNorm, VocabularyEmbedding, held, local, region
 from postlude.model.recompute import Recompute, check_recompute
@@ -49,13 +49,14 @@ class LanguageModel(nn.Module):
             )
         self.config = config
         self.mesh = mesh or Mesh.alone()
+        self.recompute = recompute
         check_recompute(recompute)
         tp = self.mesh.tp
         self.stage = stage or Stage()
         # A tied head needs the embedding where the head is; both stages then hold it under the one name.
         if self.stage.first or (self.stage.last and config.tied_head):
             self.embedding = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
-        self.layers = HybridStack(config, self.stage, self.mesh, recompute, blocks)
+        self.layers = HybridStack(config, self.stage, self.mesh, blocks)
         if self.stage.last:
             self.norm = RMSNorm(config.hidden_size, config.norm_eps, tp=tp)
             if not config.tied_head:
@@ -77,6 +78,7 @@ class LanguageModel(nn.Module):
         targets: Tensor | bool | None = None,
         output_processor: OutputProcessor | None = None,
         output_processor_context: Any = None,
+        cache: AttentionCache | None = None,
     ) -> Any:
         """Run this stage. The last one returns what the output processor returns, as it is.
 
@@ -86,7 +88,7 @@ class LanguageModel(nn.Module):
         none.
         """
         processor, context = self._processor(targets, output_processor, output_processor_context)
-        forward = ForwardContext(microbatch, self.mesh)
+        forward = ForwardContext(microbatch, self.mesh, cache=cache, recompute=self.recompute)
         hidden = self.layers(self._enter(microbatch, hidden), forward)
         if not self.stage.last:
             return hidden

@@ -1,4 +1,8 @@
-"""Activation recompute: what a logical layer keeps for its backward, and what it computes again."""
+"""Activation recompute: what a logical layer keeps for its backward, and what it computes again.
+
+"full" keeps a layer's input alone. "selective" keeps what its products and attention give and makes the cheap rest
+again, step by step, without moving a token between ranks twice.
+"""
 
 from __future__ import annotations
 

@@ -19,12 +19,9 @@ from postlude.model.steps import Step, run_steps
 class LogicalLayer(nn.Module):
     """The blocks of one logical layer in order, under names that are distinct within it."""
 
-    def __init__(
-        self, layer: Layer, config: ModelConfig, mesh: Mesh, recompute: Recompute, blocks: Mapping[str, type[Block]]
-    ) -> None:
+    def __init__(self, layer: Layer, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
         super().__init__()
         self.block_names = layer.names
-        self.recompute = recompute
         for symbol, name in zip(layer.blocks, layer.names, strict=True):
             self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"layers.{layer.index}.{name}", mesh))
 
@@ -34,19 +31,18 @@ class LogicalLayer(nn.Module):
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
-        return recomputed(run_steps, self.recompute, self.steps(), hidden, context)
+        whole: Recompute = "full" if context.recompute == "full" else "none"
+        return recomputed(run_steps, whole, self.steps(), hidden, context)
 
 
 class HybridStack(nn.ModuleDict):
     """Logical layers by their global index, so that names are the same in every layout."""
 
-    def __init__(
-        self, config: ModelConfig, stage: Stage, mesh: Mesh, recompute: Recompute, blocks: Mapping[str, type[Block]]
-    ) -> None:
+    def __init__(self, config: ModelConfig, stage: Stage, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
         for symbol in dict.fromkeys(config.pattern.blocks):
             _check(symbol, config, blocks)
         layers = (config.pattern.layer(index) for index in config.stage_layers(stage))
-        super().__init__({str(layer.index): LogicalLayer(layer, config, mesh, recompute, blocks) for layer in layers})
+        super().__init__({str(layer.index): LogicalLayer(layer, config, mesh, blocks) for layer in layers})
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from postlude.model.context import ForwardContext
+from postlude.model.recompute import Recompute, recomputed
 
 Run = Callable[..., Mapping[str, Any]]
 
@@ -19,17 +20,20 @@ class Step:
     """One named piece of a layer: `run(*reads, context)` returns the values it writes, by name.
 
     `compute` works on this rank alone; `exchange` moves tokens between ranks. The residual stream is called `hidden`.
+    `again` says whether the step as a whole may be run again where activations are recomputed selectively; exchanges
+    never are.
     """
 
     name: str
     kind: Literal["compute", "exchange"]
     reads: tuple[str, ...]
     run: Run
+    again: bool = False
 
 
-def compute(name: str, run: Run) -> Step:
+def compute(name: str, run: Run, *, again: bool = True) -> Step:
     """A step that stays on this rank. What it reads are the names of `run`'s parameters before `context`."""
-    return Step(name, "compute", _reads(run), run)
+    return Step(name, "compute", _reads(run), run, again)
 
 
 def exchange(name: str, run: Run) -> Step:
@@ -41,7 +45,8 @@ def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) ->
     """Run a list from the residual stream that enters to the one that leaves."""
     values: dict[str, Any] = {"hidden": hidden}
     for step in steps:
-        values.update(step.run(*(values[name] for name in step.reads), context))
+        mode: Recompute = context.recompute if step.again and context.recompute == "selective" else "none"
+        values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))
     leaving: Tensor = values["hidden"]
     return leaving
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from postlude.data import Batch
-from postlude.hf.load import Source
+from postlude.hf.builtin import BUILTIN
+from postlude.hf.load import Source, experts_in, read_config
 from postlude.layout import Layout
-from postlude.model import OutputInputs
+from postlude.model import ModelConfig, OutputInputs
 from postlude.model.recompute import Recompute
 from postlude.objectives import Loss, Objective, mean
 
 BUDGET = 32
+FRESH_RANGE = 0.1  # fresh weights this wide give outputs that tell tokens apart
 
 # Every axis alone and in company. A model without experts leaves out those that need them.
 GRID = tuple(
@@ -54,9 +57,35 @@ class Case:
     layout: Layout
     objective: str = "grpo"
     recompute: Recompute = "none"
+    compute_dtype: torch.dtype = torch.float32
     tied: bool | None = None
     initializer_range: float | None = None
     seed: int = 0
+
+
+def source_of(model: str) -> tuple[Source, float | None]:
+    """What to load for a model named on the command line, and how wide to draw weights where it has none.
+
+    A built-in name, a directory, a GGUF file; or a directory or config.json without weights, which get fresh ones.
+    """
+    path = Path(model).expanduser()
+    if model in BUILTIN:
+        return model, FRESH_RANGE
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    if path.is_dir() and not any(path.glob("*.safetensors*")):
+        return read_config(path), FRESH_RANGE
+    return str(path), None
+
+
+def fitting(config: ModelConfig) -> list[Layout]:
+    """The layouts of the grid that this model can be divided by."""
+    experts = experts_in(config)
+    return [
+        layout
+        for layout in GRID
+        if (layout.ep == 1 or (experts and experts % layout.ep == 0)) and layout.stages <= len(config.pattern)
+    ]
 
 
 def batches(vocab_size: int, seed: int) -> dict[str, Batch]:

@@ -5,23 +5,28 @@ The one rank is no engine: a plain model, each microbatch in turn, autograd alon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from postlude.data import Batch, pack, unpack
+from postlude.data import pack, unpack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
 from postlude.hf.load import Source, adapt, experts_in, load_model, read_config
-from postlude.layout import Mesh
-from postlude.model import LanguageModel
+from postlude.layout import Layout, Mesh
+from postlude.model import LanguageModel, OutputInputs
+from postlude.ops.linear_logprobs import TokenStats
 from postlude.verify.cases import BUDGET, Case, batches, objective_named
 
-TOLERANCE = 1e-5
+# Of the largest value. Half precision rounds each rank's part by itself, so layouts differ by a few of its steps.
+TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,10 @@ class Report:
         """The gradient that is furthest off. One that is not a number is as far off as can be."""
         return max(self.gradients.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])
 
-    def passes(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether everything is within the tolerance."""
+    def passes(self, tolerance: float | None = None) -> bool:
+        """Whether everything is within the tolerance, by default that of the dtype."""
+        if tolerance is None:
+            tolerance = TOLERANCES[self.case.compute_dtype]
         return all(off <= tolerance for off in (self.loss, self.logprob, self.entropy, *self.gradients.values()))
 
 
@@ -56,23 +63,20 @@ class Answer:
 
 def compare(case: Case, *, mesh: Mesh | None = None, device: torch.device | str = "cpu") -> Report | None:
     """On every rank of the case's layout. The first rank gets the report, the others None."""
-    source = _source(case)
-    mesh = mesh or Mesh(case.layout, torch.device(device).type)
-    engine = Engine(
-        source,
-        mesh=mesh,
-        device=device,
-        budget=BUDGET,
-        compute_dtype=torch.float32,
-        recompute=case.recompute,
-        seed=case.seed,
-    )
-    todo = batches(engine.config.vocab_size, case.seed)
-    found = {name: _in_layout(engine, batch, case.objective) for name, batch in todo.items()}
-    if dist.get_rank() != 0:
-        return None
-    expected = {name: _on_one_rank(source, batch, case, device) for name, batch in todo.items()}
-    return _report(case, found, expected)
+    found = in_layout(case, mesh or Mesh(case.layout, torch.device(device).type), device)
+    return report(case, found, on_one_rank(case, device)) if dist.get_rank() == 0 else None
+
+
+def compare_all(cases: Sequence[Case], device: str) -> list[Report]:
+    """On every rank, the cases in turn, all of one number of ranks. The first rank gets the reports."""
+    meshes: dict[Layout, Mesh] = {}
+    place = torch.device(device if device != "cuda" else f"cuda:{torch.cuda.current_device()}")
+    reports = []
+    for case in cases:
+        if case.layout not in meshes:
+            meshes[case.layout] = Mesh(case.layout, place.type)
+        reports.append(compare(case, mesh=meshes[case.layout], device=place))
+    return [report for report in reports if report is not None]
 
 
 def _source(case: Case) -> Source:
@@ -87,40 +91,56 @@ def _source(case: Case) -> Source:
     return hf
 
 
-def _in_layout(engine: Engine, batch: Batch, objective: str) -> Answer:
-    engine.zero_grad()
-    result = engine.forward_backward(batch, objective_named(objective))
-    gradients = {name: tensor.cpu() for name, tensor in engine.gradients()}
-    scores = engine.logprobs(batch, entropy=True)
-    assert scores.entropy is not None
-    return Answer(result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients)
+def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, Answer]:
+    """What the engine finds, by the batch's name."""
+    engine = Engine(
+        _source(case),
+        mesh=mesh,
+        device=device,
+        budget=BUDGET,
+        compute_dtype=case.compute_dtype,
+        recompute=case.recompute,
+        seed=case.seed,
+    )
+    answers = {}
+    for name, batch in batches(engine.config.vocab_size, case.seed).items():
+        engine.zero_grad()
+        result = engine.forward_backward(batch, objective_named(case.objective))
+        gradients = {theirs: tensor.cpu() for theirs, tensor in engine.gradients()}
+        scores = engine.logprobs(batch, entropy=True)
+        assert scores.entropy is not None
+        answers[name] = Answer(result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients)
+    return answers
 
 
-def _on_one_rank(source: Source, batch: Batch, case: Case, device: torch.device | str) -> Answer:
-    model = load_model(source, dtype=torch.float32, device=device, seed=case.seed)
+def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Answer]:
+    """What one rank finds: every microbatch in turn, by plain autograd."""
+    source = _source(case)
+    model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed)
     objective = objective_named(case.objective)
-    microbatches = pack(batch.sequences, budget=BUDGET, columns=batch.columns, multiple_of=case.layout.dp)
-    scale = Scale(microbatches)
-    loss = 0.0
-    for microbatch in (each.to(device) for each in microbatches):
-        added = model(microbatch, output_processor=lambda inputs, _: scale.loss(objective(inputs), inputs.microbatch))
-        added.backward()
-        loss += float(added.detach())
-    gradients = _gradients(model, source)
-    model.eval()
-    logprobs, entropies = [], []
-    with torch.no_grad():
-        for microbatch in (each.to(device) for each in microbatches):
-            stats = model(
-                microbatch,
-                output_processor=lambda inputs, _: inputs.head.logprobs(
-                    inputs.hidden, inputs.microbatch.targets, entropy=True
-                ),
-            )
-            logprobs.append(stats.logprob.cpu())
-            entropies.append(stats.entropy.cpu())
-    logprob, entropy = (torch.cat(unpack(microbatches, values)) for values in (logprobs, entropies))
-    return Answer(loss, logprob, entropy, gradients)
+    answers = {}
+    for name, batch in batches(model.config.vocab_size, case.seed).items():
+        whole = pack(batch.sequences, budget=BUDGET, columns=batch.columns, multiple_of=case.layout.dp)
+        microbatches = [each.to(device) for each in whole]
+        scale = Scale(whole)
+        model.train()
+        model.zero_grad()
+        loss = 0.0
+        for each in microbatches:
+            added = scale.loss(model(each, output_processor=lambda inputs, _: objective(inputs)), each)
+            added.backward()
+            loss += float(added.detach())
+        model.eval()
+        with torch.no_grad():
+            stats = [model(each, output_processor=_score) for each in microbatches]
+        logprob = torch.cat(unpack(whole, [each.logprob.cpu() for each in stats]))
+        entropy = torch.cat(unpack(whole, [each.entropy.cpu() for each in stats]))
+        answers[name] = Answer(loss, logprob, entropy, _gradients(model, source))
+    return answers
+
+
+def _score(inputs: OutputInputs, context: None) -> TokenStats:
+    return inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
 
 
 def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
@@ -130,11 +150,12 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for expert, theirs in family.pieces(name, experts_in(config)):
-            found[theirs] = (gradient if expert is None else gradient[expert]).cpu()
+            found[theirs] = (gradient if expert is None else gradient[expert]).float().cpu()
     return found
 
 
-def _report(case: Case, found: Mapping[str, Answer], expected: Mapping[str, Answer]) -> Report:
+def report(case: Case, found: Mapping[str, Answer], expected: Mapping[str, Answer]) -> Report:
+    """How far apart two answers are, the worst of all batches."""
     loss = logprob = entropy = 0.0
     gradients: dict[str, float] = {}
     for name, answer in expected.items():

@@ -15,6 +15,7 @@ from postlude.model.blocks.block import Block, BlockConfig
 from postlude.model.blocks.mlp import Activation, gated
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import Linear, local, stored
+from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, compute, exchange
 from postlude.ops.experts import ExpertRoute, expert_order, grouped_linear, replicate_rows, restore_rows
 from postlude.ops.side_loss import add_side_loss
@@ -112,7 +113,7 @@ class MoE(Block):
         return (
             compute("route", self.route),
             exchange("dispatch", self.dispatch),
-            compute("experts", self.run_experts),
+            compute("experts", self.run_experts, again=False),  # sharded by themselves, they see to it themselves
             exchange("combine", self.combine),
             compute("merge", self.merge),
         )
@@ -140,7 +141,7 @@ class MoE(Block):
 
     def run_experts(self, rows: Tensor, route: ExpertRoute, context: ForwardContext) -> Mapping[str, Any]:
         """Each row through its expert."""
-        return {"rows": self.experts(rows, route.counts)}
+        return {"rows": self.experts(rows, route.counts, context.recompute)}
 
     def combine(
         self, rows: Tensor, route: ExpertRoute, order: Tensor, inverse: Tensor, weights: Tensor, context: ForwardContext
@@ -239,8 +240,11 @@ class Experts(nn.Module):
         self.up_proj = ExpertLinear(count, hidden_size, inner, ep)
         self.down_proj = ExpertLinear(count, inner, hidden_size, ep)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, recompute: Recompute = "none") -> Tensor:
         """`rows` [R, H] sorted by expert, `counts` [E / ep] -> [R, H]."""
+        return recomputed(self._work, "selective" if recompute == "selective" else "none", rows, counts)
+
+    def _work(self, rows: Tensor, counts: Tensor) -> Tensor:
         gate = self.gate_proj(rows, counts) if self.gate_proj is not None else None
         output: Tensor = self.down_proj(gated(self.activation, gate, self.up_proj(rows, counts)), counts)
         return output

@@ -1,0 +1,46 @@
+"""Recomputing keeps less and gives the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import LanguageModel
+from tests.equality import assert_equal
+from tests.model.small import small_config, small_microbatch
+
+
+def kept_and_gradients(recompute: Any) -> tuple[int, dict[str, Tensor]]:
+    """Bytes that the graph holds on to besides parameters, and the gradients."""
+    model = LanguageModel(small_config("[*-][S-][*E]*"), recompute=recompute)
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(small_microbatch(30, 20, 10), targets=True).sum()
+    held = sum(kept.values())
+    loss.backward()
+    return held, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_less_is_kept_and_the_gradients_are_the_same() -> None:
+    everything, expected = kept_and_gradients("none")
+    for recompute in ("selective", "full"):
+        _, gradients = kept_and_gradients(recompute)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert_equal(gradient, expected[name], name)
+    assert kept_and_gradients("full")[0] < 0.5 * everything
+
+
+def test_an_unknown_word() -> None:
+    with pytest.raises(ValueError, match="recompute='some' is unknown; use none, selective, full"):
+        LanguageModel(small_config(), recompute="some")  # type: ignore[arg-type]

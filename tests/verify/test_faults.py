@@ -1,0 +1,152 @@
+"""The proof can fail: a fault put into each axis on purpose is found, and without it the same case passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partialmethod
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Replicate
+
+from postlude import Layout
+from postlude.engine import engine as engine_module
+from postlude.engine.scale import Scale
+from postlude.model import context as context_module
+from postlude.model import parallel
+from postlude.ops import collectives
+from postlude.pipeline import executor
+from postlude.verify import Case, Report
+from postlude.verify.compare import in_layout, on_one_rank, report
+from tests.meshes import mesh
+
+Fault = Callable[[], AbstractContextManager[Any]]
+
+
+def own_part(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    start = dist.get_rank(ctx.group) * ctx.rows
+    return gradients[0][start : start + ctx.rows], None, None
+
+
+def doubled(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    return 2 * collectives._scatter(gradients[0], ctx.group), None, None
+
+
+def lost(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    return gradients[0].new_zeros(sum(ctx.sent), *gradients[0].shape[1:]), None, None, None
+
+
+def unshared(self: Scale, microbatches: Any, counts: Any = None, *, sharers: int = 1) -> None:
+    self.microbatches, self.sharers, self.counts = microbatches, 1, {}
+
+
+SUMS_REPLICAS = FSDPModule.set_requires_all_reduce
+
+
+def never(module: Any, switch: Any, wanted: bool) -> None:
+    switch(module, False)
+
+
+def nothing(entered: Tensor | None) -> Tensor | None:
+    return None if entered is None else torch.zeros_like(entered)
+
+
+FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
+    "tp: the gradient of gathered tokens is not summed": (
+        Layout(tp=2),
+        "tiny-dense",
+        "sft",
+        lambda: patch.object(collectives._GatherRows, "backward", staticmethod(own_part)),
+    ),
+    "tp: the gradient of what ranks hold alike is not summed": (
+        Layout(tp=2),
+        "tiny-dense",
+        "sft",
+        lambda: patch.object(parallel, "Partial", Replicate),
+    ),
+    "cp: the gradient of gathered keys is doubled": (
+        Layout(cp=2),
+        "tiny-dense",
+        "sft",
+        lambda: patch.object(collectives._GatherRows, "backward", staticmethod(doubled)),
+    ),
+    "cp: every rank counts a sequence's loss": (
+        Layout(cp=2),
+        "tiny-dense",
+        "sequence",
+        lambda: patch.object(Scale, "__init__", unshared),
+    ),
+    "cp: a sequence's sum is not summed over ranks": (
+        Layout(cp=2),
+        "tiny-dense",
+        "sequence",
+        lambda: patch("postlude.data.microbatch.sum_over_group", lambda tensor, group: tensor),
+    ),
+    "dp: gradients are averaged": (
+        Layout(dp_shard=2),
+        "tiny-dense",
+        "sft",
+        lambda: patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
+    ),
+    "dp: replicas do not sum": (
+        Layout(dp_replicate=2),
+        "tiny-dense",
+        "sft",
+        lambda: patch.object(FSDPModule, "set_requires_all_reduce", partialmethod(never, SUMS_REPLICAS)),
+    ),
+    "pp: the two ends of a tied embedding are not summed": (
+        Layout(pp=2),
+        "tiny-dense",
+        "sft",
+        lambda: patch.object(engine_module, "sum_tied", lambda gradient, mesh: None),
+    ),
+    "pp: gradients do not reach the stage before": (
+        Layout(pp=2),
+        "tiny-dense",
+        "sft",
+        lambda: patch.object(executor, "_gradient", nothing),
+    ),
+    "ep: gradients are lost on the way to the experts": (
+        Layout(dp_shard=2, ep=2),
+        "tiny-moe",
+        "sft",
+        lambda: patch.object(collectives._ExchangeRows, "backward", staticmethod(lost)),
+    ),
+    "ep: an expert's share is that of one rank's tokens": (
+        Layout(cp=2, ep=2),
+        "tiny-moe",
+        "sft",
+        lambda: patch.object(context_module.ForwardContext, "total", lambda self, values: values),
+    ),
+    "scale: the loss is a sum": (
+        Layout(dp_shard=2),
+        "tiny-dense",
+        "sft",
+        lambda: patch.object(Scale, "count", lambda self, over: 1.0),
+    ),
+}
+
+
+def verify_with(group: Any, case: Case, fault: str | None) -> Report | None:
+    if fault is None:
+        found = in_layout(case, mesh(case.layout), "cpu")
+    else:
+        with FAULTS[fault][-1]():
+            found = in_layout(case, mesh(case.layout), "cpu")
+    return report(case, found, on_one_rank(case, "cpu")) if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(ranks: Any, fault: str) -> None:
+    layout, model, objective, _ = FAULTS[fault]
+    case = Case(model, layout, objective, initializer_range=0.1)
+    broken = ranks(layout.world_size, verify_with, case, fault)[0]
+    assert not broken.passes(), f"nobody noticed that, {fault}: {broken.worst}"
+    sound = ranks(layout.world_size, verify_with, case, None)[0]
+    assert sound.passes(), sound.worst
