@@ -12,7 +12,7 @@ import postlude
 ROOT = Path(postlude.__file__).parent
 ROOMS = (
     "layout",
-    "launch",
+    "launcher",
     "ops",
     "integrations",
     "data",
@@ -28,7 +28,7 @@ ROOMS = (
     "cli",
 )
 ALONE = {"integrations": {"ops"}}  # a room that may import less than everything above it
-TORCH_ONLY = ("layout", "launch", "ops", "model", "pipeline")
+TORCH_ONLY = ("layout", "launcher", "ops", "model", "pipeline")
 OUTSIDE = {"torch", "triton", "numpy"}
 RL_WORDS = ("reward", "advantage", "policy", "rollout", "grpo", "ppo", "dpo", "reinforce", "rlhf")
 

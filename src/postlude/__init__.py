@@ -8,41 +8,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from postlude.data import Microbatch, pack, unpack
+    from postlude.data import Batch, Microbatch, pack, unpack
+    from postlude.engine import SGD, AdamW, Engine, Schedule
     from postlude.hf.export import export_hf
     from postlude.hf.load import load_model, load_tokenizer
-    from postlude.layout import Layout, Stage
+    from postlude.launcher import RankError, launch, ranks
+    from postlude.layout import Layout, Mesh, Stage
     from postlude.model import LanguageModel, ModelConfig, OutputHead, OutputInputs, OutputProcessor, Pattern
+    from postlude.objectives import Loss
     from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
     from postlude.ops.linear_objective import LinearObjective, linear_objective
 
 __all__ = [
+    "SGD",
+    "AdamW",
+    "Batch",
+    "Engine",
     "LanguageModel",
     "Layout",
     "LinearObjective",
+    "Loss",
+    "Mesh",
     "Microbatch",
     "ModelConfig",
     "OutputHead",
     "OutputInputs",
     "OutputProcessor",
     "Pattern",
+    "RankError",
+    "Schedule",
     "Stage",
     "TokenStats",
     "export_hf",
+    "launch",
     "linear_logprobs",
     "linear_objective",
     "load_model",
     "load_tokenizer",
     "pack",
+    "ranks",
     "unpack",
 ]
 
 _HOMES = {
-    "postlude.data": ("Microbatch", "pack", "unpack"),
+    "postlude.data": ("Batch", "Microbatch", "pack", "unpack"),
+    "postlude.engine": ("SGD", "AdamW", "Engine", "Schedule"),
     "postlude.hf.export": ("export_hf",),
     "postlude.hf.load": ("load_model", "load_tokenizer"),
-    "postlude.layout": ("Layout", "Stage"),
+    "postlude.launcher": ("RankError", "launch", "ranks"),
+    "postlude.layout": ("Layout", "Mesh", "Stage"),
     "postlude.model": ("LanguageModel", "ModelConfig", "OutputHead", "OutputInputs", "OutputProcessor", "Pattern"),
+    "postlude.objectives": ("Loss",),
     "postlude.ops.linear_logprobs": ("TokenStats", "linear_logprobs"),
     "postlude.ops.linear_objective": ("LinearObjective", "linear_objective"),
 }

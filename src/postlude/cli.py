@@ -22,7 +22,7 @@ from postlude.data import pack
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.export import export_hf
 from postlude.hf.load import adapt, load_model, load_tokenizer, read_config
-from postlude.launch import RankError, on_ranks
+from postlude.launcher import RankError, on_ranks
 from postlude.layout import Layout
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.recompute import Recompute
@@ -129,7 +129,7 @@ def verify(options: argparse.Namespace, console: Console) -> int:
     source, width = source_of(options.model)
     _, config = adapt(read_config(source))
     layouts = fitting(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
-    objectives = options.objective or (["grpo", "sequence"] if options.grid else ["grpo"])
+    objectives = options.objective or (["grpo", "dpo"] if options.grid else ["grpo"])
     cases = [
         Case(
             source,

@@ -353,3 +353,20 @@ def test_whole_and_broken_numbers_make_one_column():
     )
     assert microbatch.column("reward").tolist() == [1.0, 0.0, 0.5, 0.5, 0.0]
     assert microbatch.column("mixed").tolist() == [1.0, 0.0, 1.5, 2.5, 0.0]
+
+
+class TestGroups:
+    def test_a_group_stays_in_one_microbatch(self) -> None:
+        lengths = [5, 3, 8, 2, 12, 7, 9, 4, 6, 6]
+        batch = pack([[1] * n for n in lengths], budget=20, groups=[i // 2 for i in range(10)], multiple_of=2)
+        for microbatch in batch:
+            assert {index ^ 1 for index in microbatch.sequences} == set(microbatch.sequences)
+            assert len(microbatch) <= 20
+        assert sorted(index for microbatch in batch for index in microbatch.sequences) == list(range(10))
+        assert len(batch) % 2 == 0
+
+    def test_a_group_over_the_budget_and_groups_that_do_not_fit(self) -> None:
+        with pytest.raises(ValueError, match=r"sequences 0, 1 of group 'a' stay together and have 8 tokens"):
+            pack([[1] * 4, [1] * 4, [1]], budget=6, groups=["a", "a", "b"])
+        with pytest.raises(ValueError, match="2 groups for 3 sequences"):
+            pack([[1], [1], [1]], budget=6, groups=[0, 1])

@@ -79,13 +79,13 @@ FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
     "cp: every rank counts a sequence's loss": (
         Layout(cp=2),
         "tiny-dense",
-        "sequence",
+        "dpo",
         lambda: patch.object(Scale, "__init__", unshared),
     ),
     "cp: a sequence's sum is not summed over ranks": (
         Layout(cp=2),
         "tiny-dense",
-        "sequence",
+        "dpo",
         lambda: patch("postlude.data.microbatch.sum_over_group", lambda tensor, group: tensor),
     ),
     "dp: gradients are averaged": (
@@ -142,7 +142,12 @@ def verify_with(group: Any, case: Case, fault: str | None) -> Report | None:
     return report(case, found, on_one_rank(case, "cpu")) if dist.get_rank() == 0 else None
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = ("cp: every rank counts a sequence's loss", "scale: the loss is a sum")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow) for fault in FAULTS]
+)
 def test_a_fault_is_found(ranks: Any, fault: str) -> None:
     layout, model, objective, _ = FAULTS[fault]
     case = Case(model, layout, objective, initializer_range=0.1)

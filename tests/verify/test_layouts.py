@@ -31,8 +31,11 @@ def cases() -> list[Any]:
     found = []
     for layout in GRID:
         for model in ("tiny-moe",) if layout.ep > 1 else ("tiny-dense", "tiny-moe"):
-            for objective in ("grpo", "sequence"):
-                quick = layout.world_size == 2 and objective == ("grpo" if model == "tiny-moe" else "sequence")
+            for objective in ("grpo", "dpo"):
+                quick = layout.world_size == 2 and (model, objective) == (
+                    "tiny-moe",
+                    "grpo" if layout.tp > 1 else "dpo",
+                )
                 case = Case(model, layout, objective, initializer_range=0.1)
                 name = f"{label(layout)}-{model}-{objective}"
                 found.append(pytest.param(case, id=name, marks=() if quick else pytest.mark.slow))
@@ -71,7 +74,7 @@ VARIANTS = {
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(tp=2),
+        pytest.param(Layout(tp=2), marks=pytest.mark.slow),
         pytest.param(Layout(cp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(Layout(tp=4), marks=pytest.mark.slow),
@@ -81,7 +84,7 @@ VARIANTS = {
 )
 def test_odd_models_equal_one_rank(ranks: Any, layout: Layout, family: str) -> None:
     """Sizes that divide unevenly, fewer key heads than ranks, windows, norms over heads and over all of them."""
-    report = check(ranks, Case(VARIANTS[family], layout, "sequence"))
+    report = check(ranks, Case(VARIANTS[family], layout, "gspo"))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
@@ -93,9 +96,8 @@ def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize(
-    "layout", [Layout(dp_shard=2, ep=2), pytest.param(Layout(pp=2, cp=2), marks=pytest.mark.slow)], ids=label
-)
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2, ep=2), Layout(pp=2, cp=2)], ids=label)
+@pytest.mark.slow
 def test_recomputing_changes_nothing(ranks: Any, layout: Layout, recompute: Any) -> None:
     report = check(ranks, Case("tiny-moe", layout, "grpo", recompute, initializer_range=0.1))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,12 @@ class Batch:
 
     It is the *global* batch: every rank has all of it, the same. A column holds one entry per sequence: its value for
     every token, [length, ...], or one scalar for all of them; the value of token i is seen where token i is predicted.
+    `groups`, one per sequence, keep sequences together in a microbatch, such as the two of a pair.
     """
 
     sequences: Sequence[Sequence[int] | Tensor]
     columns: Mapping[str, Sequence[Any] | Tensor] = field(default_factory=dict)
+    groups: Sequence[Hashable] | None = None
 
     def __len__(self) -> int:
         """The number of sequences."""

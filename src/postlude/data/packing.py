@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -29,6 +29,7 @@ def pack(
     columns: Mapping[str, Sequence[Any] | Tensor | NDArray[Any]] | None = None,
     truncate: bool = False,
     multiple_of: int = 1,
+    groups: Sequence[Hashable] | None = None,
 ) -> list[Microbatch]:
     """Pack `sequences` into as few microbatches of at most `budget` tokens as the packer can, evened out in cost.
 
@@ -39,6 +40,7 @@ def pack(
             for all of them. Tensors keep their dtype; Python and numpy values become bool, int64 or float32.
         truncate: cut a sequence longer than the budget at its end, and its columns with it, instead of refusing it.
         multiple_of: the number of microbatches is rounded up to a multiple of this, with empty ones if need be.
+        groups: one per sequence; sequences of the same group stay in one microbatch, as a pair to compare must.
 
     Returns:
         The microbatches as `plan_bins` orders them, all on the device of the first sequence. Within one, sequences
@@ -47,7 +49,7 @@ def pack(
     tokens = _read_sequences(sequences)
     lengths = [len(sequence) for sequence in tokens]
     kept = [min(length, budget) for length in lengths] if truncate else lengths
-    bins = plan_bins(kept, budget, multiple_of=multiple_of)
+    bins = plan_bins(kept, budget, multiple_of=multiple_of, groups=groups)
 
     batch = Packing.from_lengths(kept, tokens[0].device)
     all_tokens = torch.cat([_cut(sequence, keep) for sequence, keep in zip(tokens, kept, strict=True)])
@@ -129,14 +131,20 @@ def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bo
     into.index_add_(0, places, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
 
 
-def plan_bins(lengths: Sequence[int], budget: int, *, multiple_of: int = 1) -> list[list[int]]:
+def plan_bins(
+    lengths: Sequence[int], budget: int, *, multiple_of: int = 1, groups: Sequence[Hashable] | None = None
+) -> list[list[int]]:
     """Divide sequences of these `lengths` into bins of at most `budget` tokens: lists of ascending indices.
 
     The number of bins comes first: the better of best-fit and first-fit decreasing, rounded up to `multiple_of`.
     The cost (matrices plus quadratic attention) is then evened out over that many bins, as far as the budget allows.
     Bins come costliest first and empty ones last, so neighbours, which data-parallel ranks run at the same time, cost
-    alike. The same lengths always give the same bins.
+    alike. The same lengths always give the same bins. Sequences of one of `groups`, one per sequence, stay together.
     """
+    if groups is not None:
+        members = _members(groups, lengths, budget)
+        together = plan_bins([sum(lengths[each] for each in part) for part in members], budget, multiple_of=multiple_of)
+        return [sorted(each for part in parts for each in members[part]) for parts in together]
     for name, value in (("budget", budget), ("multiple_of", multiple_of)):
         if value < 1:
             raise ValueError(f"{name} is {value}, but the least is 1. Give a positive {name}.")
@@ -152,6 +160,23 @@ def plan_bins(lengths: Sequence[int], budget: int, *, multiple_of: int = 1) -> l
     bins += [[] for _ in range(-len(bins) % multiple_of)]
     bins = even_bins(bins, lengths, budget)
     return sorted((sorted(members) for members in bins), key=lambda members: -bin_cost(members, lengths))
+
+
+def _members(groups: Sequence[Hashable], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """The sequences of each group, in the order in which groups appear."""
+    if len(groups) != len(lengths):
+        raise ValueError(f"there are {len(groups)} groups for {len(lengths)} sequences. Give one per sequence.")
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    for group, part in members.items():
+        total = sum(lengths[index] for index in part)
+        if total > budget:
+            raise ValueError(
+                f"sequences {', '.join(map(str, part))} of group {group!r} stay together and have {total} tokens, over "
+                f"the budget of {budget}. Raise the budget to at least {total}, or shorten them."
+            )
+    return list(members.values())
 
 
 def bin_cost(members: Sequence[int], lengths: Sequence[int]) -> int:

@@ -81,6 +81,11 @@ class Engine:
         selection_bias_rate: float = 1e-3,
         mesh: Mesh | None = None,
     ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "an engine runs on ranks, and none are started: make it inside `with postlude.ranks():`, by itself, "
+                "under torchrun, or in a function given to `postlude.launch`."
+            )
         self.device = torch.device(device)
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
         self.budget = budget
@@ -324,7 +329,13 @@ class Engine:
 
     def _deal(self, batch: Batch) -> tuple[list[Microbatch], list[Microbatch]]:
         """All microbatches of the batch, and this rank's part of its own ones."""
-        whole = pack(batch.sequences, budget=self.budget, columns=batch.columns, multiple_of=self.mesh.dp.size)
+        whole = pack(
+            batch.sequences,
+            budget=self.budget,
+            columns=batch.columns,
+            multiple_of=self.mesh.dp.size,
+            groups=batch.groups,
+        )
         own = whole[self.mesh.dp.rank :: self.mesh.dp.size]
         return whole, [cut(each, self.mesh.cp, multiple_of=self.mesh.tp.size).to(self.device) for each in own]
 
@@ -339,7 +350,9 @@ class Engine:
 
     def _finish_tied(self) -> None:
         embedding = self.parameters.get("embedding.weight")
-        if self.config.tied_head and embedding is not None and embedding.grad is not None:
+        if self.config.tied_head and embedding is not None:
+            if embedding.grad is None:  # at this end nothing depended on it; at the other end something may
+                embedding.grad = torch.zeros_like(embedding)
             sum_tied(embedding.grad, self.mesh)
 
     def _update_selection_biases(self) -> None:

@@ -20,6 +20,7 @@ from postlude.model.config import ModelConfig
 from postlude.ops.collectives import gather_alike, gather_from_sequence
 from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
 from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
+from postlude.ops.logprobs_at import linear_logprobs_at
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class OutputHead:
         *,
         temperature: float | Tensor = 1.0,
         entropy: bool = False,
+        lse: bool = False,
+        hit: bool = False,
     ) -> LinearObjective:
         """A loss that treats each token by itself, in one sweep: cheaper than `logprobs` and a loss of its own.
 
@@ -118,6 +121,26 @@ class OutputHead:
             vocab_size=self.vocab_size,
             group=self.tp.group,
             entropy=entropy,
+            lse=lse,
+            hit=hit,
+        )
+
+    def logprobs_at(
+        self, hidden: Tensor, targets: Tensor, ids: Tensor, *, temperature: float | Tensor = 1.0
+    ) -> tuple[TokenStats, Tensor]:
+        """As `logprobs`, and the log-probs of `ids` [T, k] at every position beside them, fp32 [T, k]."""
+        return linear_logprobs_at(
+            self.gather(hidden),
+            self.weight,
+            targets,
+            ids,
+            bias=self.bias,
+            temperature=temperature,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            vocab_start=self.vocab_start,
+            vocab_size=self.vocab_size,
+            group=self.tp.group,
         )
 
     def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Activation recompute: what a logical layer keeps for its backward, and what it computes again.
 
 "full" keeps a layer's input alone. "selective" keeps what its products and attention give and makes the cheap rest
-again, step by step, without moving a token between ranks twice.
+again, step by step. Experts' exchanges are never repeated; gathers within a step are.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ Recompute = Literal["none", "selective", "full"]
 Result = TypeVar("Result")
 
 # The expensive results: products and attention. All else of a layer is cheap to make again from them.
-KEPT = tuple(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_flash_attention_forward",
-    )
-    if hasattr(torch.ops.aten, name)
+KEPT = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._grouped_mm",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._flash_attention_forward",
+    "torch_attn._varlen_attn",
 )
 
 
@@ -47,6 +44,17 @@ def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments
         return function(*arguments)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if recompute == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(KEPT))
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept())
     result: Result = checkpoint(function, *arguments, **options)
     return result
+
+
+def _kept() -> list[Any]:
+    """The operators of KEPT that this torch has, and that something has loaded by now."""
+    found = []
+    for name in KEPT:
+        room, operator = name.split(".")
+        packet = getattr(getattr(torch.ops, room), operator, None)
+        if packet is not None:
+            found.append(packet.default)
+    return found

@@ -1,5 +1,31 @@
 """What to minimise: functions of the output seam that return a `Loss`. They know tokens, no ranks and no scale."""
 
+from postlude.objectives.correction import RolloutCorrection
+from postlude.objectives.custom import load_objective
+from postlude.objectives.distill import Distill
+from postlude.objectives.divergence import ReferenceKL
 from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, smallest, total
+from postlude.objectives.policy import PolicyGradient
+from postlude.objectives.preference import Preference
+from postlude.objectives.sft import SFT
+from postlude.objectives.value import ValueLoss
+from postlude.objectives.weights import weights
 
-__all__ = ["Loss", "Metric", "Objective", "largest", "mean", "smallest", "total"]
+__all__ = [
+    "SFT",
+    "Distill",
+    "Loss",
+    "Metric",
+    "Objective",
+    "PolicyGradient",
+    "Preference",
+    "ReferenceKL",
+    "RolloutCorrection",
+    "ValueLoss",
+    "largest",
+    "load_objective",
+    "mean",
+    "smallest",
+    "total",
+    "weights",
+]

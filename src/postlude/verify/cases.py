@@ -14,9 +14,9 @@ from postlude.data import Batch
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.load import Source, experts_in, read_config
 from postlude.layout import Layout
-from postlude.model import ModelConfig, OutputInputs
+from postlude.model import ModelConfig
 from postlude.model.recompute import Recompute
-from postlude.objectives import Loss, Objective, mean
+from postlude.objectives import SFT, Objective, PolicyGradient, Preference, ReferenceKL
 
 BUDGET = 32
 FRESH_RANGE = 0.1  # fresh weights this wide give outputs that tell tokens apart
@@ -88,13 +88,21 @@ def fitting(config: ModelConfig) -> list[Layout]:
     ]
 
 
-def batches(vocab_size: int, seed: int) -> dict[str, Batch]:
-    """By name: unequal lengths of which one fills a microbatch, and fewer sequences than any layout has places for."""
-    lengths = {"many": (5, 1, 8, 3, 12, 2, 7, 9, 4, 11, BUDGET), "few": (6,)}
-    return {name: _batch(chosen, vocab_size, seed + index) for index, (name, chosen) in enumerate(lengths.items())}
+def batches(objective: str, vocab_size: int, seed: int) -> dict[str, Batch]:
+    """By name: unequal lengths of which one fills a microbatch, and fewer sequences than any layout has places for.
+
+    For preferences, pairs of them.
+    """
+    pairs = objective == "dpo"
+    many = (5, 3, 8, 2, 12, 7, 9, 4, 20, BUDGET - 20) if pairs else (5, 1, 8, 3, 12, 2, 7, 9, 4, 11, BUDGET)
+    few = (6, 4) if pairs else (6,)
+    return {
+        name: _batch(lengths, vocab_size, seed + index, pairs)
+        for index, (name, lengths) in enumerate({"many": many, "few": few}.items())
+    }
 
 
-def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int) -> Batch:
+def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int, pairs: bool) -> Batch:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(length: int) -> Tensor:
@@ -103,48 +111,23 @@ def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int) -> Batch:
     return Batch(
         [torch.randint(vocab_size, (length,), generator=generator) for length in lengths],
         {
-            "mask": [(torch.arange(length) >= length // 3).float() for length in lengths],
+            "response_mask": [(torch.arange(length) >= length // 3).float() for length in lengths],
             "advantages": [normal(1).expand(length) for length in lengths],
             "old_logprobs": [-3.0 + 0.5 * normal(length) for length in lengths],
             "reference_logprobs": [-3.0 + 0.5 * normal(length) for length in lengths],
         },
+        groups=[index // 2 for index in range(len(lengths))] if pairs else None,
     )
 
 
-def sft(inputs: OutputInputs) -> Loss:
-    """Mean negative log-prob."""
-    stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets)
-    return Loss(-stats.logprob, over="mask", metrics={"nll": mean(-stats.logprob, over="mask")})
-
-
-def grpo(inputs: OutputInputs) -> Loss:
-    """A clipped ratio, a penalty for leaving the reference, and an entropy bonus with its gradient."""
-    microbatch = inputs.microbatch
-    stats = inputs.head.logprobs(inputs.hidden, microbatch.targets, entropy=True)
-    assert stats.entropy is not None
-    advantages = microbatch.column("advantages")
-    ratio = (stats.logprob - microbatch.column("old_logprobs")).exp()
-    surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    away = microbatch.column("reference_logprobs") - stats.logprob
-    penalty = away.exp() - away - 1
-    values = surrogate + 0.1 * penalty - 0.05 * stats.entropy
-    return Loss(values, over="mask", metrics={"entropy": mean(stats.entropy, over="mask")})
-
-
-def sequence(inputs: OutputInputs) -> Loss:
-    """Sequence level: a mean ratio a sequence, seen by its tokens, and a loss of whole sequences."""
-    microbatch = inputs.microbatch
-    stats = inputs.head.logprobs(inputs.hidden, microbatch.targets)
-    mask = microbatch.column("mask")
-    count = microbatch.sequence_sum(mask).clamp_min(1.0)
-    away = microbatch.sequence_sum((stats.logprob - microbatch.column("old_logprobs")) * mask) / count
-    ratio = away.exp()[microbatch.packing.sequence_index()]
-    margin = microbatch.sequence_sum((stats.logprob - microbatch.column("reference_logprobs")) * mask)
-    tokens = Loss(-ratio * microbatch.column("advantages"), over="mask")
-    return tokens + 0.5 * Loss(-torch.nn.functional.logsigmoid(0.1 * margin), over="sequences")
-
-
-OBJECTIVES: Mapping[str, Objective] = MappingProxyType({"sft": sft, "grpo": grpo, "sequence": sequence})
+OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
+    {
+        "sft": SFT(over="response_mask"),
+        "grpo": PolicyGradient(clip_high=0.28, kl=ReferenceKL(coefficient=0.1), entropy=0.05),
+        "gspo": PolicyGradient(ratio="sequence", length=8.0),
+        "dpo": Preference(beta=0.1, nll=0.2),
+    }
+)
 
 
 def objective_named(name: str) -> Objective:

@@ -103,7 +103,7 @@ def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, A
         seed=case.seed,
     )
     answers = {}
-    for name, batch in batches(engine.config.vocab_size, case.seed).items():
+    for name, batch in batches(case.objective, engine.config.vocab_size, case.seed).items():
         engine.zero_grad()
         result = engine.forward_backward(batch, objective_named(case.objective))
         gradients = {theirs: tensor.cpu() for theirs, tensor in engine.gradients()}
@@ -119,8 +119,14 @@ def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Answer]:
     model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed)
     objective = objective_named(case.objective)
     answers = {}
-    for name, batch in batches(model.config.vocab_size, case.seed).items():
-        whole = pack(batch.sequences, budget=BUDGET, columns=batch.columns, multiple_of=case.layout.dp)
+    for name, batch in batches(case.objective, model.config.vocab_size, case.seed).items():
+        whole = pack(
+            batch.sequences,
+            budget=BUDGET,
+            columns=batch.columns,
+            multiple_of=case.layout.dp,
+            groups=batch.groups,
+        )
         microbatches = [each.to(device) for each in whole]
         scale = Scale(whole)
         model.train()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from postlude.launch import GRACE, RankError, launch, ranks
+from postlude.launcher import GRACE, RankError, launch, ranks
 
 SLACK = 5.0  # seconds; the tests share their machine
 PATIENCE = 60  # seconds until a process that should end by itself is given up
@@ -50,8 +50,8 @@ def misbehave(how: str, who: int, where: str) -> None:
 
 PLAIN = """
 import sys
-from postlude.launch import RankError, ranks
-from tests.test_launch import misbehave
+from postlude.launcher import RankError, ranks
+from tests.test_launcher import misbehave
 
 try:
     with ranks(timeout=5) as rank:
@@ -145,7 +145,7 @@ def test_torchrun_starts_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"
-        "from postlude.launch import ranks\n"
+        "from postlude.launcher import ranks\n"
         "for _ in range(2):\n"
         "    with ranks(timeout=30, device='cpu') as rank:\n"
         "        total = torch.ones(())\n"

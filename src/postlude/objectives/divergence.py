@@ -1,0 +1,76 @@
+"""How far a policy has moved, estimated from the tokens that were sampled; and the penalty for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from postlude.objectives.checks import above, one_of
+
+Estimator = Literal["k1", "k2", "k3"]
+Gradient = Literal["expectation", "importance", "estimator"]
+
+LOG_BOUND = 20.0
+"""Differences of log-probs are held to ± this before they are exponentiated: beyond, no weight is meant seriously."""
+
+
+def bounded(difference: Tensor) -> Tensor:
+    """A difference of log-probs that can be exponentiated. Beyond the bound it is constant."""
+    return difference.clamp(-LOG_BOUND, LOG_BOUND)
+
+
+def estimate(logprob: Tensor, other: Tensor, estimator: Estimator = "k3") -> Tensor:
+    """Estimate KL(p ‖ q) at tokens sampled from p, given log p = `logprob` and log q = `other`, [...] each.
+
+    With d = log q - log p, held to ± 20:
+
+        k1 = -d          unbiased, of either sign
+        k2 = d² / 2      biased, never negative
+        k3 = eᵈ - 1 - d  unbiased, never negative
+    """
+    one_of("estimator", estimator, get_args(Estimator))
+    difference = bounded(other - logprob)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    return difference.expm1() - difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceKL:
+    """A penalty for leaving the reference policy: coefficient · w · k, with k of `estimate(log p, log p_ref)`.
+
+    An estimator's value at a token is one thing, the gradient of the divergence another: the policy also decides how
+    often the token is drawn. `gradient` says what w is:
+
+    - "expectation": w = p / sg(p), which is 1 and whose gradient is that of log p. The gradient is that of the mean of
+      k under the policy itself; of k1 and k3, it is the divergence's own: (log p - log p_ref) · ∇log p for k3.
+    - "importance": w = p / p_old. Likewise, and the value too is corrected for tokens drawn from the old policy.
+    - "estimator": w = 1, the derivative of k alone, as in the published GRPO. Of k2 it is the divergence's own
+      gradient, of k3 a biased one. Of k1 it is ∇log p, which is zero on average and no penalty: that is refused.
+    """
+
+    coefficient: float
+    estimator: Estimator = "k3"
+    gradient: Gradient = "expectation"
+
+    def __post_init__(self) -> None:
+        above("the coefficient of a KL penalty", self.coefficient, 0.0)
+        one_of("estimator", self.estimator, get_args(Estimator))
+        one_of("gradient", self.gradient, get_args(Gradient))
+        if (self.estimator, self.gradient) == ("k1", "estimator"):
+            raise ValueError(
+                'ReferenceKL(estimator="k1", gradient="estimator") has a gradient of zero on average, so it restrains '
+                'nothing. Use gradient="expectation", or estimator="k2".'
+            )
+
+    def __call__(self, logprob: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+        """The penalty at each token, [...], given log-probs of the policy, the reference and the old policy."""
+        values = estimate(logprob, reference, self.estimator)
+        if self.gradient != "estimator":
+            sampled_by = logprob.detach() if self.gradient == "expectation" else old
+            values = values * bounded(logprob - sampled_by).exp()
+        return self.coefficient * values

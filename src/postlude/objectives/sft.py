@@ -1,0 +1,47 @@
+"""Supervised fine-tuning: make the tokens that were written likely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from postlude.model import OutputInputs
+from postlude.objectives.checks import at_least, per_token
+from postlude.objectives.loss import Loss, mean
+from postlude.objectives.weights import learned
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT:
+    """Negative log-likelihood, averaged by weight over the whole batch:
+
+        Σ wₜ · (-log p(tokenₜ) + z_loss · lseₜ²) / Σ wₜ,   lse = log Σ e^logit
+
+    `over` names the weights w: "tokens" for one each, or a column such as "loss_mask". Where it is zero nothing is
+    projected. `z_loss` keeps the logits from drifting: it pulls their normaliser to zero.
+
+    Columns: the one `over` names.
+    """
+
+    over: str = "tokens"
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least("z_loss", self.z_loss, 0.0)
+        per_token(self.over)
+
+    def __call__(self, inputs: OutputInputs) -> Loss:
+        """Evaluate it on one microbatch."""
+        targets, weights = learned(inputs.microbatch, self.over)
+        if self.z_loss == 0.0:
+            found = inputs.head.objective(inputs.hidden, targets, _weighted_nll, weights)
+            return Loss(found.loss, self.over, metrics={"nll": mean(-found.stats.logprob, self.over)})
+        stats = inputs.head.logprobs(inputs.hidden, targets, lse=True)
+        assert stats.lse is not None  # asked for
+        metrics = {"nll": mean(-stats.logprob, self.over), "lse": mean(stats.lse, self.over)}
+        return Loss(self.z_loss * stats.lse.square() - stats.logprob, self.over, metrics)
+
+
+def _weighted_nll(logprob: Tensor, entropy: Tensor | None, weights: Tensor) -> Tensor:
+    return -logprob * weights

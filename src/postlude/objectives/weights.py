@@ -1,0 +1,78 @@
+"""How much each token counts: columns of weights for a batch, and what an objective reads of them.
+
+A loss is sum(weight · value) / sum(weight) over the whole batch, so a way of averaging is a column:
+
+    tokens      mask                          every token alike (DAPO, and the usual mean of fine-tuning)
+    sequences   mask / tokens of its sequence every sequence alike (GRPO as published, GSPO)
+    groups      mask / tokens of its group    every prompt alike, whatever the number and length of its answers
+
+What is divided by a constant length instead (Dr. GRPO) is a setting of `PolicyGradient`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from postlude.data import IGNORE, Microbatch
+from postlude.objectives.checks import one_of
+
+Mean = Literal["tokens", "sequences", "groups"]
+
+
+def weights(
+    masks: Sequence[Sequence[Any] | Tensor], mean: Mean = "tokens", *, groups: Sequence[Hashable] | None = None
+) -> list[Tensor]:
+    """Make a column of weights, [length] fp32 per sequence, out of masks of the tokens to learn, [length] each.
+
+    The first token of a sequence is predicted by nothing, so its mask is taken as 0. A sequence, or a group, with
+    nothing to learn weighs nothing and is not counted. `groups` names the prompt of each sequence, for "groups".
+    """
+    one_of("mean", mean, get_args(Mean))
+    read = [torch.as_tensor(mask).to(torch.float32, copy=True) for mask in masks]
+    for mask in read:
+        mask[:1] = 0.0
+    if mean == "tokens":
+        return read
+    names: Sequence[Hashable] = range(len(read))
+    if mean == "groups":
+        if groups is None or len(groups) != len(read):
+            raise ValueError(
+                f'mean="groups" needs the group of each of {len(read)} sequences, but '
+                f"{'none were' if groups is None else f'{len(groups)} were'} given. Name each one's prompt in groups."
+            )
+        names = groups
+    counts: defaultdict[Hashable, float] = defaultdict(float)
+    for name, mask in zip(names, read, strict=True):
+        counts[name] += float(mask.sum())
+    return [mask / (counts[name] or 1.0) for name, mask in zip(names, read, strict=True)]
+
+
+def learned(microbatch: Microbatch, over: str) -> tuple[Tensor, Tensor]:
+    """Targets [T] and weights [T] fp32 of a mean over `over`: "tokens" or a column.
+
+    Targets are `IGNORE` where the weight is zero, so that nothing is projected that nothing is learned from.
+    """
+    if over == "tokens":
+        return microbatch.targets, (microbatch.targets != IGNORE).float()
+    values = microbatch.column(over).float()
+    if values.ndim != 1:
+        raise ValueError(
+            f'column "{over}" has shape {tuple(values.shape)}, but weights are one number a token, [{len(microbatch)}].'
+        )
+    return microbatch.targets.masked_fill(values == 0, IGNORE), values
+
+
+def sequence_mean(microbatch: Microbatch, values: Tensor, kept: Tensor) -> Tensor:
+    """Mean of `values` [T] over those tokens of each sequence that are `kept` [T]: [n], 0 where none is."""
+    counts = microbatch.sequence_sum(kept.float())
+    return microbatch.sequence_sum(values.where(kept, 0.0)) / counts.clamp_min(1.0)
+
+
+def spread(microbatch: Microbatch, values: Tensor) -> Tensor:
+    """A value for each sequence, [n] -> the same for each of its tokens, [T]."""
+    return values[microbatch.packing.sequence_index()]

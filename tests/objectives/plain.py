@@ -1,0 +1,258 @@
+"""Objectives written plainly: every sequence by itself, all its logits, a loop over its tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude import LanguageModel, pack
+from postlude.data import Batch
+
+
+@dataclass
+class Token:
+    """One token that is predicted: its row of the log-softmax, and what the batch's columns say of it."""
+
+    sequence: int
+    id: int
+    hidden: Tensor  # [H]
+    logprobs: Tensor  # [V]
+    lse: Tensor
+    columns: dict[str, Any]
+
+    @property
+    def logprob(self) -> Tensor:
+        return self.logprobs[self.id]
+
+    @property
+    def entropy(self) -> Tensor:
+        return -(self.logprobs.exp() * self.logprobs).sum()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+
+def tokens_of(model: LanguageModel, batch: Batch, temperature: float = 1.0) -> list[Token]:
+    found = []
+    for index, sequence in enumerate(batch.sequences):
+        (alone,) = pack([sequence], budget=len(sequence))
+        hidden, logits = model(alone, output_processor=lambda i, _: (i.hidden, i.head.logits(i.hidden)))
+        logits = logits / temperature
+        for place in range(1, len(sequence)):
+            columns = {}
+            for name, entries in batch.columns.items():
+                entry = torch.as_tensor(entries[index])
+                columns[name] = entry if entry.ndim == 0 else entry[place]
+            row = logits[place - 1]
+            found.append(
+                Token(index, int(sequence[place]), hidden[place - 1], row.log_softmax(-1), row.logsumexp(-1), columns)
+            )
+    return found
+
+
+def weight(token: Token, over: str) -> float:
+    return 1.0 if over == "tokens" else float(token[over])
+
+
+def average(tokens: list[Token], over: str, value: Callable[[Token], Tensor]) -> Tensor:
+    """Σ weight · value / Σ weight."""
+    counted = [(weight(token, over), token) for token in tokens]
+    total = sum(share * value(token) for share, token in counted if share)
+    return total / sum(share for share, _ in counted)
+
+
+def by_sequence(tokens: list[Token]) -> Iterator[list[Token]]:
+    for index in sorted({token.sequence for token in tokens}):
+        yield [token for token in tokens if token.sequence == index]
+
+
+def sft(model: LanguageModel, batch: Batch, *, over: str = "tokens", z_loss: float = 0.0) -> Tensor:
+    return average(tokens_of(model, batch), over, lambda token: -token.logprob + z_loss * token.lse**2)
+
+
+def preference(
+    model: LanguageModel,
+    batch: Batch,
+    *,
+    form: str = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    length_normalised: bool = False,
+    reference: bool = True,
+    margin: float = 0.0,
+    nll: float = 0.0,
+    mask: str = "response_mask",
+) -> Tensor:
+    answers = [[token for token in tokens if weight(token, mask)] for tokens in by_sequence(tokens_of(model, batch))]
+    gains = []
+    for answer in answers:
+        gain = sum(token.logprob - (token["reference_logprobs"] if reference else 0.0) for token in answer)
+        gains.append(gain / len(answer) if length_normalised else gain)
+    losses = []
+    for chosen in range(0, len(answers), 2):
+        difference = gains[chosen] - gains[chosen + 1]
+        if form == "ipo":
+            loss = (difference - 1 / (2 * beta)) ** 2
+        else:
+            right = torch.sigmoid(beta * difference - margin)
+            loss = -(1 - label_smoothing) * right.log() - label_smoothing * (1 - right).log()
+        if nll:
+            loss = loss - nll * sum(token.logprob for token in answers[chosen]) / len(answers[chosen])
+        losses.append(loss)
+    return sum(losses) / len(losses)
+
+
+def rollout_weights(answer: list[Token], olds: list[float], correction: Any) -> list[float]:
+    gaps = [old - float(token["rollout_logprobs"]) for token, old in zip(answer, olds, strict=True)]
+    found = []
+    for gap in gaps:
+        raw = math.exp(gap if correction.level == "token" else sum(gaps))
+        kept = raw
+        if correction.truncate is not None:
+            kept = min(max(raw, correction.truncate[0]), correction.truncate[1])
+        if correction.mask is not None and not correction.mask[0] <= raw <= correction.mask[1]:
+            kept = 0.0
+        if correction.sequence_mask is not None:
+            geometric = math.exp(sum(gaps) / len(gaps))
+            if not correction.sequence_mask[0] <= geometric <= correction.sequence_mask[1]:
+                kept = 0.0
+        found.append(kept)
+    return found
+
+
+def policy(model: LanguageModel, batch: Batch, **settings: Any) -> Tensor:
+    return policy_with_metrics(model, batch, **settings)[0]
+
+
+def policy_with_metrics(  # noqa: PLR0912
+    model: LanguageModel,
+    batch: Batch,
+    *,
+    surrogate: str = "clip",
+    ratio: str = "token",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    correction: Any = None,
+    kl: Any = None,
+    entropy: float = 0.0,
+    positive_nll: float = 0.0,
+    temperature: float = 1.0,
+    over: str = "response_mask",
+    length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    everything = tokens_of(model, batch, temperature)
+    total, shares = torch.zeros(()), 0.0
+    watched: dict[str, list[tuple[float, float]]] = {}
+    for tokens in by_sequence(everything):
+        answer = [token for token in tokens if weight(token, over)]
+        if not answer:
+            continue
+        old = [token.logprob.detach() if ratio == "on_policy" else token["old_logprobs"] for token in answer]
+        corrected = [1.0] * len(answer)
+        if correction is not None:
+            corrected = rollout_weights(answer, [float(each.detach()) for each in old], correction)
+        logs = [token.logprob - each for token, each in zip(answer, old, strict=True)]
+        if ratio == "sequence":
+            logs = [sum(logs) / len(logs)] * len(logs)
+        for token, log, before, share in zip(answer, logs, old, corrected, strict=True):
+            advantage, r = float(token["advantages"]), log.exp()
+            inside = r.clamp(1 - clip_low, 1 + clip_high)
+            if surrogate == "reinforce":
+                value = -advantage * token.logprob
+            elif surrogate == "cispo":
+                value = -advantage * inside.detach() * token.logprob
+            else:
+                value = -min(advantage * r, advantage * inside)
+                if dual_clip is not None and advantage < 0:
+                    value = min(value, torch.tensor(-advantage * dual_clip))
+            value = value * share
+            if kl is not None:
+                d = token["reference_logprobs"] - token.logprob
+                k = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}[kl.estimator]
+                factor = {
+                    "expectation": token.logprob.exp() / token.logprob.exp().detach(),
+                    "importance": (token.logprob - before).exp(),
+                    "estimator": 1.0,
+                }[kl.gradient]
+                value = value + kl.coefficient * factor * k
+                watched.setdefault("kl_reference", []).append((weight(token, over), float(k.detach())))
+            value = value - entropy * token.entropy
+            if positive_nll:
+                value = value - positive_nll * token["positive"] * token.logprob
+            total = total + weight(token, over) * value
+            shares += weight(token, over)
+            gap = float(before.detach() - token["rollout_logprobs"])
+            raw = float((token.logprob - before).detach())
+            seen = {
+                "ratio": float(r.detach()),
+                "ratio_max": float(r.detach()),
+                "kl_old": math.exp(raw) - 1 - raw,
+                "entropy": float(token.entropy.detach()),
+                "clipped_low": float(advantage < 0 and r < 1 - clip_low),
+                "clipped_high": float(advantage > 0 and r > 1 + clip_high),
+                "clipped_dual": float(dual_clip is not None and advantage < 0 and r > dual_clip),
+                "rollout_kl": math.exp(gap) - 1 - gap,
+                "rollout_gap_max": abs(gap),
+                "correction": share,
+                "corrected": float(abs(share - math.exp(gap)) > 1e-6),
+            }
+            for name, number in seen.items():
+                watched.setdefault(name, []).append((weight(token, over), number))
+    metrics = {}
+    for name, entries in watched.items():
+        if name.endswith("_max"):
+            metrics[name] = max(number for _, number in entries)
+        else:
+            metrics[name] = sum(share * number for share, number in entries) / sum(share for share, _ in entries)
+    return total / (shares if length is None else length * len(batch)), metrics
+
+
+def value(
+    model: LanguageModel, batch: Batch, *, critic: nn.Module, clip: float | None = 0.2, over: str = "response_mask"
+) -> Tensor:
+    def loss(token: Token) -> Tensor:
+        estimate, earned = critic(token.hidden)[0], token["returns"]
+        error = (estimate - earned) ** 2
+        if clip is not None:
+            old = token["old_values"]
+            error = torch.maximum(error, (estimate.clamp(old - clip, old + clip) - earned) ** 2)
+        return error / 2
+
+    return average(tokens_of(model, batch), over, loss)
+
+
+def distill(
+    model: LanguageModel,
+    batch: Batch,
+    *,
+    forward: float = 1.0,
+    outside: str = "bucket",
+    nll: float = 0.0,
+    temperature: float = 1.0,
+    over: str = "tokens",
+) -> Tensor:
+    def loss(token: Token) -> Tensor:
+        q, p = token.logprobs[token["teacher_ids"]].exp(), token["teacher_logprobs"].exp()
+        if outside == "renormalise":
+            q, p = q / q.sum(), p / p.sum()
+        elif outside == "bucket":
+            q, p = (torch.cat([each, 1 - each.sum()[None]]) for each in (q, p))
+        divergence = forward * (p * (p / q).log()).sum() + (1 - forward) * (q * (q / p).log()).sum()
+        return divergence - nll * token.logprob
+
+    return average(tokens_of(model, batch, temperature), over, loss)
+
+
+PLAIN: Mapping[str, Callable[..., Tensor]] = {
+    "sft": sft,
+    "preference": preference,
+    "policy": policy,
+    "value": value,
+    "distill": distill,
+}

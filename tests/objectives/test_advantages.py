@@ -1,0 +1,112 @@
+"""Advantages equal their definitions, written with Python's own statistics."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from postlude.objectives.advantages import gae, grpo, reinforce_plus_plus, rloo, whiten
+
+REWARDS = [1.0, 0.0, 0.5, 2.0, 2.0, 0.25, 3.0]
+GROUPS = ["a", "b", "a", "b", "c", "a", "d"]  # not side by side; the last two are alone
+
+
+def groups_of(index: int) -> list[float]:
+    return [reward for reward, group in zip(REWARDS, GROUPS, strict=True) if group == GROUPS[index]]
+
+
+def test_grpo_centres_and_scales_each_group() -> None:
+    for index, advantage in enumerate(grpo(REWARDS, GROUPS, eps=0.1).tolist()):
+        members = groups_of(index)
+        if len(members) == 1:
+            assert advantage == 0.0
+            continue
+        wanted = (REWARDS[index] - statistics.mean(members)) / (statistics.stdev(members) + 0.1)
+        assert advantage == pytest.approx(wanted, rel=1e-6)
+
+
+def test_without_the_standard_deviation_and_without_oneself() -> None:
+    plain, others = grpo(REWARDS, GROUPS, scale_by_std=False), rloo(REWARDS, GROUPS)
+    scaled = grpo(REWARDS, GROUPS, leave_one_out=True, eps=0.1)
+    for index in range(len(REWARDS)):
+        members = groups_of(index)
+        assert plain[index] == pytest.approx(REWARDS[index] - statistics.mean(members), abs=1e-7)
+        members.remove(REWARDS[index])
+        wanted = REWARDS[index] - statistics.mean(members) if members else 0.0
+        assert others[index] == pytest.approx(wanted, abs=1e-7)
+        if members:
+            assert scaled[index] == pytest.approx(wanted / (statistics.stdev(groups_of(index)) + 0.1), rel=1e-6)
+
+
+def test_equal_rewards_teach_exactly_nothing() -> None:
+    assert grpo([0.1] * 3 + [0.7], [0, 0, 0, 1]).tolist() == [0.0] * 4
+    assert grpo(torch.tensor([1.0, 3.0]), torch.tensor([7, 7])).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+def test_reinforce_plus_plus_normalises_over_every_token() -> None:
+    masks = [[0, 1, 1, 1], [0, 0, 1], [0, 1, 0, 1]]
+    penalties = [[9.0, 0.1, 0.2, 0.3], [9.0, 9.0, 0.4], [9.0, 0.5, 9.0, 0.6]]
+    found = reinforce_plus_plus([1.0, 2.0, 0.0], masks, penalties=penalties, gamma=0.9)
+    returns = [
+        [-0.1 + 0.9 * (-0.2 + 0.9 * 0.7), -0.2 + 0.9 * 0.7, 0.7],
+        [1.6],
+        [-0.5 + 0.9 * -0.6, -0.6],
+    ]
+    flat = [value for each in returns for value in each]
+    average, deviation = statistics.mean(flat), statistics.pstdev(flat)
+    for advantages, mask, wanted in zip(found, masks, returns, strict=True):
+        kept = advantages[torch.tensor(mask) > 0].tolist()
+        assert kept == pytest.approx([(value - average) / deviation for value in wanted], rel=1e-5)
+        assert advantages[torch.tensor(mask) == 0].abs().sum() == 0
+
+
+def test_reinforce_plus_plus_takes_the_groups_mean_first() -> None:
+    masks = [[0, 1], [0, 1], [0, 1], [0, 1]]
+    found = reinforce_plus_plus([1.0, 0.0, 5.0, 5.0], masks, groups=[0, 0, 1, 1])
+    assert [float(each[1]) for each in found] == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
+
+
+def test_gae_is_the_discounted_sum_of_surprises() -> None:
+    rewards, values, gamma, lam = [0.1, 0.0, 1.0], [0.5, 0.2, 0.4], 0.9, 0.8
+    surprises = [0.1 + 0.9 * 0.2 - 0.5, 0.0 + 0.9 * 0.4 - 0.2, 1.0 - 0.4]
+    (advantages,), (returns,) = gae([rewards], [values], gamma=gamma, lam=lam)
+    wanted = [sum((gamma * lam) ** k * each for k, each in enumerate(surprises[start:])) for start in range(3)]
+    assert advantages.tolist() == pytest.approx(wanted)
+    assert returns.tolist() == pytest.approx([a + v for a, v in zip(wanted, values, strict=True)])
+    _, (returns,) = gae([rewards], [values], gamma=1.0, lam=1.0)
+    assert returns.tolist() == pytest.approx([1.1, 1.0, 1.0])
+
+
+def test_gae_steps_over_tokens_that_are_masked_out() -> None:
+    inner, _ = gae([[0.1, 0.0, 1.0]], [[0.5, 0.2, 0.4]], gamma=0.9, lam=0.8)
+    outer, returns = gae(
+        [[7.0, 0.1, 7.0, 0.0, 1.0], [1.0]],
+        [[7.0, 0.5, 7.0, 0.2, 0.4], [0.25]],
+        masks=[[0, 1, 0, 1, 1], [1]],
+        gamma=0.9,
+        lam=0.8,
+    )
+    assert outer[0][[1, 3, 4]].tolist() == inner[0].tolist()
+    assert outer[0][[0, 2]].tolist() == returns[0][[0, 2]].tolist() == [0.0, 0.0]
+    assert outer[1].tolist() == [0.75]
+
+
+def test_whitened_values_have_mean_0_and_deviation_1() -> None:
+    values, masks = [[1.0, 2.0, 50.0], [3.0, 7.0]], [[1, 1, 0], [1, 1]]
+    first, second = whiten(values, masks)
+    kept = torch.cat([first[:2], second])
+    assert first[2] == 0
+    assert float(kept.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(kept.std(correction=0)) == pytest.approx(1, rel=1e-5)
+    assert whiten([[1.0]], [[0]])[0].tolist() == [0.0]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 groups for 3 sequences"):
+        grpo([1.0, 2.0, 3.0], [0, 0])
+    with pytest.raises(ValueError, match=r"sequence 0 has 2 rewards, 1 values and 2 masks"):
+        gae([[1.0, 2.0]], [[1.0]])
+    with pytest.raises(ValueError, match=r"lam is 1\.5"):
+        gae([[1.0]], [[1.0]], lam=1.5)

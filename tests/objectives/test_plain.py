@@ -1,0 +1,135 @@
+"""Every setting of every objective equals its formula written plainly, in loss and in every parameter's gradient."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import LanguageModel
+from postlude.data import Batch, pack
+from postlude.engine.scale import Scale, Tally
+from postlude.objectives import Objective, PolicyGradient, ReferenceKL, RolloutCorrection
+from tests.equality import assert_equal, difference
+from tests.model.small import small_model
+from tests.objectives import plain
+from tests.objectives.cases import CASES, OBJECTIVES, SETTINGS, batch_for, settings_of
+
+Gradients = dict[str, Tensor]
+
+
+@functools.cache
+def model_and_batch() -> tuple[LanguageModel, Batch]:
+    model = small_model("[*-][S-][*E]")
+    return model, batch_for(model)
+
+
+def run(model: LanguageModel, batch: Batch, objective: Objective, budget: int) -> tuple[Tensor, dict[str, float]]:
+    """What the engine does on one rank."""
+    microbatches = pack(batch.sequences, budget=budget, columns=batch.columns)
+    scale = Scale(microbatches)
+    tally = Tally(scale)
+    losses = []
+    for microbatch in microbatches:
+        loss = model(microbatch, output_processor=lambda inputs, _: objective(inputs))
+        losses.append(scale.loss(loss, microbatch))
+        for part in loss.parts():
+            for name, metric in part.metrics.items():
+                tally.add(name, metric, microbatch)
+    return torch.stack(losses).sum(), tally.reduce(True)
+
+
+def gradients(model: LanguageModel, loss: Tensor) -> Gradients:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for name, parameter, gradient in zip(names, parameters, found, strict=True)
+    }
+
+
+@functools.cache
+def expected(kind: str, name: str) -> tuple[Tensor, Gradients]:
+    model, batch = model_and_batch()
+    loss = plain.PLAIN[kind](model, batch, **settings_of(kind, name, model))
+    return loss.detach(), gradients(model, loss)
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_equals_the_plain_formula(kind: str, name: str) -> None:
+    model, batch = model_and_batch()
+    objective = OBJECTIVES[kind](**settings_of(kind, name, model))
+    # Pairs must share a microbatch; everything else is cut into several.
+    loss, _ = run(model, batch, objective, budget=64 if kind == "preference" else 20)
+    wanted, wanted_gradients = expected(kind, name)
+    assert_equal(loss, wanted, "loss")
+    for parameter, gradient in gradients(model, loss).items():
+        assert_equal(gradient, wanted_gradients[parameter], f"gradient of {parameter}")
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_setting_matters(kind: str, name: str) -> None:
+    first = next(iter(SETTINGS[kind]))
+    if name == first:
+        return
+    (loss, gradient), (other_loss, other_gradient) = expected(kind, name), expected(kind, first)
+    off = max(difference(gradient[each], other_gradient[each]) for each in gradient)
+    assert off > 1e-3, f"{name} gives the gradients of {first}, so no test would see it ignored"
+    if name != "NLL of the positive":  # its value may be small, its gradient is not
+        assert abs(loss - other_loss) > 1e-5
+
+
+ALL: dict[str, Any] = {
+    "dual_clip": 1.3,
+    "clip_high": 0.3,
+    "correction": RolloutCorrection(truncate=(0.0, 1.2)),
+    "kl": ReferenceKL(coefficient=0.3),
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [ALL, {}, ALL | {"over": "sequence_weights"}, ALL | {"ratio": "sequence"}, ALL | {"ratio": "on_policy"}],
+)
+def test_metrics_equal_the_plain_ones(settings: dict[str, Any]) -> None:
+    model, batch = model_and_batch()
+    _, metrics = run(model, batch, PolicyGradient(**settings), budget=20)
+    with torch.no_grad():
+        _, wanted = plain.policy_with_metrics(model, batch, **settings)
+    if not settings:
+        assert not metrics.keys() & {"correction", "corrected", "kl_reference", "clipped_dual"}
+    if settings == ALL:
+        assert all(0 < metrics[name] < 1 for name in ("clipped_low", "clipped_high", "clipped_dual", "corrected"))
+    for name, number in metrics.items():
+        assert number == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+
+
+def test_nothing_is_projected_that_nothing_is_learned_from() -> None:
+    """Columns may hold anything where the weight is zero, and the gradient stays finite and the same."""
+    model, batch = model_and_batch()
+    for settings in ({}, ALL, ALL | {"ratio": "sequence"}, {"surrogate": "cispo", "ratio": "on_policy"}):
+        objective = PolicyGradient(**settings)
+        loss, _ = run(model, batch, objective, budget=20)
+        spoilt = dict(batch.columns)
+        for name in ("old_logprobs", "rollout_logprobs", "reference_logprobs", "advantages"):
+            spoilt[name] = [
+                entry.where(mask > 0, torch.nan)
+                for entry, mask in zip(batch.columns[name], batch.columns["response_mask"], strict=True)
+            ]
+        same, _ = run(model, Batch(batch.sequences, spoilt), objective, budget=20)
+        assert_equal(same, loss)
+        wanted = gradients(model, loss)
+        for name, gradient in gradients(model, same).items():
+            assert_equal(gradient, wanted[name], name)
+
+
+def test_parts_of_a_batch_add_up_however_it_is_cut() -> None:
+    model, batch = model_and_batch()
+    for settings in (ALL, ALL | {"ratio": "sequence", "length": 3.0}):
+        whole, metrics = run(model, batch, PolicyGradient(**settings), budget=64)
+        parts, same_metrics = run(model, batch, PolicyGradient(**settings), budget=11)
+        assert_equal(parts, whole)
+        assert same_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)

@@ -1,0 +1,219 @@
+"""Settings that cannot be meant are refused in a sentence; columns that are missing, pairs that are split likewise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from postlude import OutputInputs, pack
+from postlude.engine.scale import Scale
+from postlude.objectives import (
+    SFT,
+    Distill,
+    Loss,
+    PolicyGradient,
+    Preference,
+    ReferenceKL,
+    RolloutCorrection,
+    ValueLoss,
+    load_objective,
+    weights,
+)
+from postlude.objectives.divergence import estimate
+from tests.model.small import sequences, small_model
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: SFT(over="sequences"), "this loss has a value for each token"),
+        (lambda: SFT(z_loss=-1.0), "z_loss is -1"),
+        (lambda: Preference(form="hinge"), "form is 'hinge', but the choices are 'sigmoid', 'ipo'"),
+        (lambda: Preference(beta=0.0), "beta is 0, but it must be a number above 0"),
+        (lambda: Preference(label_smoothing=0.5), "Swap the answers"),
+        (lambda: Preference(form="ipo", margin=1.0), "a margin of its own"),
+        (lambda: PolicyGradient(surrogate="trpo"), "'clip', 'cispo', 'reinforce'"),
+        (lambda: PolicyGradient(ratio="none"), "'token', 'sequence', 'on_policy'"),
+        (lambda: PolicyGradient(clip_low=1.5), "a ratio is never below 0"),
+        (lambda: PolicyGradient(clip_high=-0.1), "clip_high is -0.1"),
+        (lambda: PolicyGradient(dual_clip=1.0), "dual_clip is 1, but it must be a number above 1"),
+        (lambda: PolicyGradient(surrogate="cispo", dual_clip=3.0), "bounds the clipped surrogate"),
+        (lambda: PolicyGradient(surrogate="reinforce", ratio="sequence"), "uses no ratio"),
+        (lambda: PolicyGradient(length=0), "length is 0"),
+        (lambda: ReferenceKL(coefficient=0.1, estimator="k1", gradient="estimator"), "restrains nothing"),
+        (lambda: ReferenceKL(coefficient=float("nan")), "coefficient of a KL penalty is nan"),
+        (lambda: RolloutCorrection(truncate=(2.0, 1.0)), "0 ≤ low < high"),
+        (lambda: RolloutCorrection(level="group"), "'token', 'sequence'"),
+        (lambda: ValueLoss(critic=nn.Linear(2, 1), clip=0.0), "clip is 0"),
+        (lambda: Distill(forward=1.5), "between 0 and 1"),
+        (lambda: Distill(forward=0.5, outside="ignore"), "moving the student away"),
+        (lambda: weights([[1]], "mean"), "'tokens', 'sequences', 'groups'"),
+        (lambda: weights([[1]], "groups"), "needs the group of each of 1 sequences"),
+    ],
+)
+def test_settings_that_cannot_be_meant(build: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        build()
+
+
+def run(objective: Any, budget: int = 64, **columns: Any) -> list[Loss]:
+    model = small_model("[*-]")
+    microbatches = pack(sequences(5, 4, 6, 3), budget=budget, columns=columns)
+    return [model(each, output_processor=lambda inputs, _: objective(inputs)) for each in microbatches]
+
+
+def test_missing_columns_are_named() -> None:
+    ones = [1.0] * 4
+    for objective, column in [
+        (SFT(over="loss_mask"), "loss_mask"),
+        (PolicyGradient(over="tokens"), "advantages"),
+        (Preference(), "response_mask"),
+        (ValueLoss(critic=nn.Linear(16, 1), over="tokens"), "returns"),
+        (Distill(), "teacher_ids"),
+    ]:
+        with pytest.raises(LookupError, match=f'no column "{column}"'):
+            run(objective)
+    with pytest.raises(LookupError, match='no column "old_logprobs"'):
+        run(PolicyGradient(over="tokens"), advantages=ones)
+    run(PolicyGradient(over="tokens", ratio="on_policy"), advantages=ones)
+    with pytest.raises(LookupError, match='no column "rollout_logprobs"'):
+        run(PolicyGradient(over="tokens", correction=RolloutCorrection()), advantages=ones, old_logprobs=ones)
+
+
+def test_columns_of_the_wrong_shape() -> None:
+    two = [torch.ones(length, 2) for length in (5, 4, 6, 3)]
+    with pytest.raises(ValueError, match="weights are one number a token"):
+        run(SFT(over="mask"), mask=two)
+    with pytest.raises(ValueError, match=r"must both be \[tokens, k\]"):
+        run(Distill(), teacher_ids=two, teacher_logprobs=[1.0] * 4)
+    with pytest.raises(ValueError, match=r"one value a token is \(18, 1\)"):
+        run(ValueLoss(critic=nn.Linear(16, 2), over="tokens"), returns=[1.0] * 4, old_values=[1.0] * 4)
+
+
+def test_a_split_pair_is_refused() -> None:
+    objective = Preference(reference=False, mask="tokens")
+    (loss,) = run(objective)
+    one, two = run(objective, budget=9)  # by luck, a pair in each
+    torch.testing.assert_close(torch.cat([one.values, two.values]).sort().values, loss.values.sort().values)
+    with pytest.raises(ValueError, match=r"sequence \d, the .* answer of pair \d, is in microbatch \d without"):
+        run(objective, budget=7)
+    model = small_model("[*-]")
+    (odd,) = pack(sequences(5, 4, 6), budget=64)
+    with pytest.raises(ValueError, match=r"sequence 2, the chosen answer of pair 1.*sequence 3"):
+        model(odd, output_processor=lambda inputs, _: objective(inputs))
+
+
+def test_an_empty_microbatch_adds_nothing() -> None:
+    model = small_model("[*-]")
+    columns = {"advantages": [1.0, 2.0], "old_logprobs": [-1.0, -2.0]}
+    *_, empty = microbatches = pack(sequences(5, 4), budget=9, columns=columns, multiple_of=3)
+    assert len(empty) == 0
+    scale = Scale(microbatches)
+    for objective in (
+        SFT(),
+        Preference(reference=False, mask="tokens"),
+        PolicyGradient(over="tokens"),
+        PolicyGradient(over="tokens", ratio="sequence", length=2.0),
+    ):
+        loss = model(empty, output_processor=lambda inputs, _, objective=objective: objective(inputs))
+        assert float(scale.loss(loss, empty).detach()) == 0.0
+
+
+def test_weights_count_what_their_name_says() -> None:
+    masks = [[1, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0], [0, 1, 0, 0, 1]]
+    tokens = weights(masks)
+    assert [each.tolist() for each in tokens[:2]] == [[0, 1, 0, 1], [0, 1, 1, 1]]  # nothing predicts the first
+    alike = weights(masks, "sequences")
+    assert [float(each.sum()) for each in alike] == pytest.approx([1, 1, 0, 1])
+    assert alike[0].tolist() == [0, 0.5, 0, 0.5]
+    by_prompt = weights(masks, "groups", groups=["a", "a", "b", "c"])
+    assert [float(each.sum()) for each in by_prompt] == pytest.approx([0.4, 0.6, 0.0, 1.0])
+
+
+def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> None:
+    """Summed over the whole vocabulary by probability, it is the gradient of Σ p · log(p / q)."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
+    reference = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    (wanted,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    p = logprobs.exp().detach()
+
+    def found(estimator: Any, gradient: Any) -> torch.Tensor:
+        penalty = ReferenceKL(coefficient=1.0, estimator=estimator, gradient=gradient)
+        old = logprobs.detach()  # the tokens are the policy's own
+        return torch.autograd.grad((p * penalty(logprobs, reference, old)).sum(), logits, retain_graph=True)[0]
+
+    for estimator, gradient in (
+        ("k1", "expectation"),
+        ("k3", "expectation"),
+        ("k3", "importance"),
+        ("k2", "estimator"),
+    ):
+        torch.testing.assert_close(found(estimator, gradient), wanted)
+    assert (found("k3", "estimator") - wanted).abs().max() > 0.01  # biased, as documented
+    exact = (p * (logprobs - reference)).sum()
+    torch.testing.assert_close((p * estimate(logprobs, reference, "k3")).sum(), exact)
+    torch.testing.assert_close((p * estimate(logprobs, reference, "k1")).sum(), exact)
+
+
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass
+from postlude.objectives import Loss
+
+@dataclass(frozen=True)
+class Scaled:
+    factor: float = 1.0
+    def __call__(self, inputs):
+        return self.factor * half(inputs)
+
+def half(inputs, factor=0.5):
+    return Loss(-factor * inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob)
+
+def two(inputs, context):
+    return None
+
+number = 3
+"""
+
+
+def test_an_objective_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    (plain,) = run(lambda inputs: Loss(-inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob))
+    for objective, factor in [
+        (load_objective(f"{path}:half"), 0.5),
+        (load_objective(f"{path}:half", {"factor": 2.0}), 2.0),
+        (load_objective(f"{path}:Scaled", {"factor": 3.0}), 1.5),
+    ]:
+        (loss,) = run(objective)
+        torch.testing.assert_close(loss.values, factor * plain.values)
+    for where, error, sentence in [
+        (f"{path}:halve", AttributeError, "has no halve; did you mean half"),
+        (f"{path}:zzz", AttributeError, "it has .*Scaled, half, two, number"),
+        (f"{path}:number", TypeError, "number in .* is a int, which cannot be called"),
+        (f"{path}:two", TypeError, "missing a required argument: 'context'"),
+        (f"{tmp_path / 'owm.py'}:half", FileNotFoundError, "did you mean .*own.py"),
+        ("own:half", ValueError, "Write it as path/to/file.py:name"),
+        (f"{path}", ValueError, "names no objective"),
+    ]:
+        with pytest.raises(error, match=sentence):
+            load_objective(where)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'facter'"):
+        load_objective(f"{path}:Scaled", {"facter": 3.0})
+    path.write_text("1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        load_objective(f"{path}:half")
+
+
+def test_an_objective_is_a_function_of_the_seam() -> None:
+    def mine(inputs: OutputInputs) -> Loss:
+        return SFT()(inputs) + 0.5 * SFT(over="mask")(inputs)
+
+    (loss,) = run(mine, mask=[1.0, 0.0, 1.0, 1.0])
+    assert [part.over for part in loss.parts()] == ["tokens", "mask"]

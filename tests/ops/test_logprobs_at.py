@@ -1,0 +1,102 @@
+"""Log-probs of given ids equal the dense head's, on one rank and with the vocabulary cut over several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from postlude.ops import logprobs_at
+from postlude.ops.collectives import copy_to_group
+from postlude.ops.logprobs_at import linear_logprobs_at
+from tests.conftest import Ranks
+from tests.equality import assert_equal
+from tests.ops.dense_head import Operands
+
+TOKENS, FEATURES, VOCABULARY, REAL, K = 12, 6, 37, 33, 4
+SHARDS = [(37,), (20, 17), (10, 9, 9, 9), (30, 3, 0, 4)]  # the last: a rank of padding alone, and one without rows
+OPTIONS = {"temperature": torch.linspace(0.6, 1.4, TOKENS), "logit_scale": 1.2, "softcap": 5.0, "vocab_size": REAL}
+
+
+def operands() -> tuple[Operands, Tensor, Tensor]:
+    made = Operands.random(TOKENS, FEATURES, VOCABULARY, bias=True, seed=5)
+    made.targets %= REAL
+    made.targets[[2, 7]] = -100
+    generator = torch.Generator().manual_seed(6)
+    ids = torch.randint(REAL, (TOKENS, K), generator=generator)
+    ids[2] = -1  # nothing is asked of an ignored token's ids
+    ids[3, 1] = ids[3, 0]
+    return made, ids, torch.randn(TOKENS, K, generator=generator)
+
+
+def dense(whole: Operands, ids: Tensor) -> Tensor:
+    logits = OPTIONS["logit_scale"] * (whole.hidden.double() @ whole.weight.double().T + whole.bias.double())
+    logits = OPTIONS["softcap"] * torch.tanh(logits / OPTIONS["softcap"]) / OPTIONS["temperature"].double()[:, None]
+    kept = (whole.targets != -100)[:, None]
+    return logits[:, :REAL].log_softmax(-1).gather(1, ids.clamp_min(0)).where(kept, 0.0)
+
+
+def run(group: dist.ProcessGroup, shards: tuple[int, ...]) -> dict[str, Any]:
+    whole, ids, upstream = operands()
+    rank = dist.get_rank(group) if len(shards) > 1 else 0
+    rows = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+    joined = group if len(shards) > 1 else None
+    hidden, weight, bias = (
+        each.detach().clone().requires_grad_() for each in (whole.hidden, whole.weight[rows], whole.bias[rows])
+    )
+    stats, found = linear_logprobs_at(
+        copy_to_group(hidden, joined), weight, whole.targets, ids, bias=bias, vocab_start=rows.start, group=joined,
+        **OPTIONS,
+    )  # fmt: skip
+    ((found * upstream).sum() + stats.logprob.sum()).backward()
+    return {"rows": rows, "found": found.detach(), "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_equals_the_dense_head(ranks: Ranks, shards: tuple[int, ...]) -> None:
+    whole, ids, upstream = operands()
+    wanted = dense(whole, ids)
+    target = dense(whole, whole.targets.clamp_min(0)[:, None])
+    (wanted.mul(upstream).sum() + target.sum()).backward()
+    for got in ranks(len(shards), run, shards) if len(shards) > 1 else [run(None, shards)]:
+        assert_equal(got["found"], wanted, "log-probs")
+        assert_equal(got["hidden"], whole.hidden.grad, "gradient of hidden")
+        for name in ("weight", "bias"):
+            full = getattr(whole, name).grad
+            if got[name].numel():
+                off = (got[name] - full[got["rows"]]).abs().max() / full.abs().max()
+                assert off < 1e-5, f"gradient of {name} is off by {off}"
+
+
+def test_few_tokens_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(None, (37,))
+    monkeypatch.setattr(logprobs_at, "LOOKUP_ELEMENTS", 2 * K * FEATURES)
+    for name, value in run(None, (37,)).items():
+        if name != "rows":
+            assert_equal(value, first[name], name, tolerance=1e-6)
+
+
+def test_frozen_parts_and_half_precision() -> None:
+    whole, ids, _ = operands()
+    frozen = whole.weight.detach()
+    _, found = linear_logprobs_at(whole.hidden, frozen, whole.targets, ids, vocab_size=REAL)
+    found.sum().backward()
+    assert frozen.grad is None
+    half = [each.detach().bfloat16().requires_grad_() for each in (whole.hidden, whole.weight)]
+    _, rounded = linear_logprobs_at(*half, whole.targets, ids, vocab_size=REAL)
+    exact = [each.detach().float() for each in half]
+    assert rounded.dtype == torch.float32
+    assert_equal(rounded, linear_logprobs_at(*exact, whole.targets, ids, vocab_size=REAL)[1])
+    rounded.sum().backward()
+    assert {each.grad.dtype for each in half} == {torch.bfloat16}
+
+
+def test_what_is_refused() -> None:
+    whole, ids, _ = operands()
+    with pytest.raises(ValueError, match="id 33 is outside the vocabulary, 0 to 32"):
+        linear_logprobs_at(whole.hidden, whole.weight, whole.targets, ids.clamp_min(33), vocab_size=REAL)
+    with pytest.raises(ValueError, match="integers of shape"):
+        linear_logprobs_at(whole.hidden, whole.weight, whole.targets, ids.float(), vocab_size=REAL)
