@@ -73,7 +73,7 @@ def test_export_touches_nothing_but_the_model(tmp_path: Path) -> None:
 
 def test_a_stage_is_not_exported_as_if_it_were_the_model(tmp_path: Path) -> None:
     stage = LanguageModel(load_model("tiny-dense").config, stage=Stage(0, 2))
-    with pytest.raises(ValueError, match="stage 0 of 2 .* is a part of a model"):
+    with pytest.raises(ValueError, match=r"stage 0 of 2 .* is a part of a model"):
         export_hf(stage, tmp_path / "model")
     assert not list(tmp_path.iterdir())
 

@@ -161,6 +161,8 @@ class Engine:
         for stage in self.stages.values():
             stage.train()
             before_backwards(stage, self.mesh, last=False)
+        if self._is_second_copy("embedding.weight") and "embedding.weight" in self.parameters:
+            self.parameters["embedding.weight"].grad = None  # the first stage holds what was summed before
         self.executor.run(
             own,
             output_processor=evaluate,

@@ -79,7 +79,8 @@ class SGD:
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over these parameters."""
         groups = _groups(parameters, self.weight_decay)
-        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)
+        # Not fused: DTensors have no fused step of it.
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, foreach=True)
 
 
 OptimizerConfig = AdamW | SGD

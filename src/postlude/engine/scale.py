@@ -35,7 +35,7 @@ class Scale:
         """The sum of the weights `over` names, in the whole batch."""
         if over not in self.counts:
             weights = (self.weights(over, microbatch).sum(dtype=torch.float64) for microbatch in self.microbatches)
-            self.counts[over] = float(sum(weights)) * (self.sharers if over == "sequences" else 1)
+            self.counts[over] = float(sum(weights)) * self._sharers_of(over)
         if self.counts[over] <= 0:
             raise ValueError(
                 f'a loss is a mean over "{over}", whose weights sum to {self.counts[over]:g} in this batch. '
@@ -59,9 +59,13 @@ class Scale:
 
     def _sum(self, values: Tensor, over: str, microbatch: Microbatch) -> Tensor:
         if values.ndim == 0:
-            return values.float()
+            return values.float() / self._sharers_of(over)
         weights = self._fitting(values, over, microbatch)
         return torch.where(weights != 0, values.float() * weights, 0.0).sum()
+
+    def _sharers_of(self, over: str) -> int:
+        """How many ranks have the same values: a sequence's are whole on every rank that holds part of it."""
+        return self.sharers if over == "sequences" else 1
 
     def _fitting(self, values: Tensor, over: str, microbatch: Microbatch) -> Tensor:
         weights = self.weights(over, microbatch)
@@ -91,7 +95,7 @@ class Tally:
         """Count the values of one microbatch."""
         values = metric.values.detach().float()
         if values.ndim == 0:
-            weights = torch.ones_like(values) / (self.scale.sharers if metric.over == "sequences" else 1)
+            weights = torch.ones_like(values) / self.scale._sharers_of(metric.over)
         else:
             weights = self.scale._fitting(values, metric.over, microbatch).float()
         kept = weights != 0
@@ -101,11 +105,13 @@ class Tally:
         match metric.reduction:
             case "max":
                 upper.append(torch.where(kept, values, float("-inf")).amax() if values.numel() else values.sum())
+                lower.append(kept.sum())
             case "min":
                 upper.append(torch.where(kept, values, float("inf")).amin() if values.numel() else values.sum())
+                lower.append(kept.sum())
             case _:
                 upper.append(torch.where(kept, values * weights, 0.0).sum())
-        lower.append(weights.sum())
+                lower.append(weights.sum())
 
     def reduce(self, counts_here: bool, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """One number a metric, the same on every rank. Only ranks where `counts_here` holds bring values in."""
@@ -123,10 +129,10 @@ class Tally:
 
 def _combine(entries: Sequence[tuple[Reduction, list[float], list[float]]]) -> float:
     reduction = entries[0][0]
-    pairs = [pair for _, upper, lower in entries for pair in zip(upper, lower, strict=True) if pair[1] != 0]
+    pairs = [pair for _, upper, lower in entries for pair in zip(upper, lower, strict=True)]
     if reduction in ("max", "min"):
-        choose = max if reduction == "max" else min
-        return choose((value for value, _ in pairs), default=float("nan"))
+        found = torch.tensor([value for value, kept in pairs if kept] or [float("nan")], dtype=torch.float64)
+        return float(found.amax() if reduction == "max" else found.amin())  # not Python's, which may pass over a NaN
     weighted, weight = sum(value for value, _ in pairs), sum(value for _, value in pairs)
     if reduction == "sum":
         return weighted

@@ -74,7 +74,7 @@ def stream(
     Every rank takes every tensor, in step: a rank that stops early leaves the others waiting.
     """
     spoken = {name: tensor for name, tensor in tensors.items() if _speaks_for(name, tensor, mesh)}
-    device = next(iter(tensors.values())).device
+    device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
     for bucket in buckets:
         size = sum(piece.size for piece in bucket)
         whole_words = -(-size * dtype.itemsize // 4) * 4 // dtype.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -52,7 +53,12 @@ def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) ->
 
 
 def _reads(run: Run) -> tuple[str, ...]:
-    names = tuple(inspect.signature(run).parameters)
+    names = _parameters(getattr(run, "__func__", run))[1 if hasattr(run, "__self__") else 0 :]
     if not names or names[-1] != "context":
         raise TypeError(f"a step's function ends in a `context` parameter, but {run.__qualname__} takes {names}.")
     return names[:-1]
+
+
+@functools.cache
+def _parameters(function: Run) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)

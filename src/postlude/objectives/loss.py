@@ -53,7 +53,8 @@ class Loss:
     - the name of a column, such as a mask of the tokens to learn: its values; `values` [T].
 
     Where the weight is zero a value counts for nothing, even if it is not a number. A scalar stands for a sum over this
-    microbatch that has its weights in it already. Losses over different things add up: `policy + 0.1 * penalty`.
+    microbatch that has its weights in it already; over "sequences", a sum over whole ones, alike on every rank that
+    shares them. Losses over different things add up: `policy + 0.1 * penalty`.
     """
 
     values: Tensor

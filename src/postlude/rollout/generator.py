@@ -1,0 +1,291 @@
+"""Generator: samples answers from a LanguageModel with its own weights, many at once, without padding.
+
+Every step is one forward over packed tokens: the newest token of each running answer, and the whole prompts of those
+that join. Answers join as others finish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.data.microbatch import IGNORE, Microbatch
+from postlude.model import LanguageModel, OutputInputs
+from postlude.ops.packing import Packing
+from postlude.rollout.cache import RowCache
+from postlude.rollout.draw import Settings, draw
+from postlude.rollout.noise import stream_key
+from postlude.rollout.protocol import Completion
+from postlude.rollout.sampling import Sampling, one_each
+from postlude.rollout.schedule import Admission, Answer, Prompt, Schedule
+from postlude.rollout.stops import Decoder, StopStrings, final_text
+
+
+class Generator:
+    """Samples from `model` as it is at the time of the call, so that sampling and training agree to rounding.
+
+    `max_batch_tokens` bounds the key/value cache: running answers times the tokens of the longest, prompt included.
+    `max_sequences` bounds how many run at once, `max_prefill_tokens` how many tokens of new prompts join a step (a
+    longer prompt joins alone). `eos_tokens` end an answer, and default to the tokenizer's.
+
+    Under tensor parallelism every rank makes the same call and gets the same answers. Under data parallelism each rank
+    brings prompts of its own; where they share weights they step together until the last is done, so all must call.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Decoder | None = None,
+        *,
+        max_batch_tokens: int = 65_536,
+        max_sequences: int = 256,
+        max_prefill_tokens: int = 8_192,
+        eos_tokens: Sequence[int] | None = None,
+    ) -> None:
+        for name, value in (
+            ("max_batch_tokens", max_batch_tokens),
+            ("max_sequences", max_sequences),
+            ("max_prefill_tokens", max_prefill_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value}: the least is 1.")
+        if model.stage.count > 1:
+            raise ValueError(
+                f"the model is stage {model.stage.index} of {model.stage.count}, but a generator needs all of it on "
+                "every rank. Use a layout with pp=1."
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_batch_tokens = max_batch_tokens
+        self.max_sequences = max_sequences
+        self.max_prefill_tokens = max_prefill_tokens
+        if eos_tokens is None and tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos_tokens = (tokenizer.eos_token_id,)
+        self.eos_tokens = frozenset(eos_tokens or ())
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+    ) -> list[list[Completion]]:
+        """Give `n` answers to each prompt of token ids, in the caller's order. A prompt passes the model once.
+
+        `sampling` is one for all, or one a prompt. See `Completion` for what the log-probs are of.
+        """
+        if n < 1:
+            raise ValueError(f"n={n}: give at least 1 answer a prompt.")
+        samplings = one_each(sampling, len(prompts))
+        groups = [
+            self._answers(place, tokens, own, n)
+            for place, (tokens, own) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+        answers = [answer for group in groups for answer in group]
+        with torch.no_grad(), _evaluating(self.model):
+            _Run(self, answers).finish()
+        return [[self._completion(answer) for answer in group] for group in groups]
+
+    def _answers(self, place: int, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Answer]:
+        tokens = [int(token) for token in tokens]
+        size = self.model.config.vocab_size
+        if not tokens:
+            raise ValueError(f"prompt {place} is empty; give at least one token, such as the one that begins a text.")
+        worst = min(tokens) if min(tokens) < 0 else max(tokens)
+        if not 0 <= worst < size:
+            raise ValueError(f"prompt {place} has token {worst}, but the vocabulary goes from 0 to {size - 1}.")
+        if len(tokens) + sampling.max_new_tokens > self.max_batch_tokens:
+            raise ValueError(
+                f"prompt {place} has {len(tokens)} tokens and may get {sampling.max_new_tokens} more, but "
+                f"max_batch_tokens is {self.max_batch_tokens}. Shorten either, or raise max_batch_tokens."
+            )
+        for token in sampling.stop_tokens:
+            if not 0 <= token < size:
+                raise ValueError(f"stop token {token} of prompt {place} is not in the vocabulary, 0 to {size - 1}.")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"stop={sampling.stop!r} needs text to look in; give the Generator a tokenizer.")
+        ends = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.eos_tokens)
+        prompt = Prompt(tokens, sampling, not_begun=n)
+        return [
+            Answer(prompt, stream_key(sampling.seed, place, number), ends, self._stop_strings(sampling))
+            for number in range(n)
+        ]
+
+    def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
+        return StopStrings(self.tokenizer, sampling.stop) if sampling.stop and self.tokenizer is not None else None
+
+    def _completion(self, answer: Answer) -> Completion:
+        assert answer.finish_reason is not None
+        text = None if self.tokenizer is None else final_text(self.tokenizer, answer.tokens, answer.stopped_by)
+        return Completion(answer.tokens, answer.logprobs, answer.sampled_logprobs, answer.finish_reason, text)
+
+
+class _Run:
+    """One call of generate: the cache and the schedule, stepped until every answer is finished."""
+
+    def __init__(self, generator: Generator, answers: Sequence[Answer]) -> None:
+        self.model = generator.model
+        self.device = next(generator.model.parameters()).device
+        self.schedule = Schedule(
+            answers, generator.max_batch_tokens, generator.max_sequences, generator.max_prefill_tokens
+        )
+        self.cache = RowCache(self.device)
+        self.settings: Settings | None = None  # of the running answers; None once they have changed
+        self.together = _stepping_together(generator.model)
+
+    def finish(self) -> None:
+        """Step until this rank, and all that step together with it, have nothing left."""
+        while self._anyone(bool(self.schedule.waiting or self.schedule.running)):
+            self.step()
+
+    def step(self) -> None:
+        """One forward and one token for every running answer."""
+        schedule = self.schedule
+        moves = schedule.evict()
+        self.cache.copy(moves)
+        decoded = len(schedule.running)
+        admission = schedule.admit()
+        if moves or len(schedule.running) > decoded:
+            self.settings = None
+        self.cache.resize(schedule.rows, schedule.capacity)
+        logits = self._forward(schedule.running[:decoded], admission.prefilled)
+        if logits is None:
+            return
+        self._advance(self._begin(logits, admission, decoded))
+
+    def _forward(self, decoded: list[Answer], prefilled: list[Answer]) -> Tensor | None:
+        """The newest token of each answer in `decoded` and all tokens of each in `prefilled` -> logits after each.
+
+        [answers, vocab]; None where there is no answer, and the forward was for other ranks alone.
+        """
+        count = len(decoded)
+        tokens = [answer.tokens[-1] for answer in decoded]
+        lengths = [1] * count
+        for answer in prefilled:
+            tokens += [*answer.prompt.tokens, *answer.tokens]
+            lengths.append(answer.length)
+        padding = -len(tokens) % self.model.mesh.tp.size if tokens else self.model.mesh.tp.size
+        answers = len(lengths)
+        if padding:
+            tokens += [0] * padding
+            lengths.append(padding)
+        packing = Packing.from_lengths(lengths, self.device)
+        total = len(tokens)
+        stored = [answer.length for answer in decoded]
+        keys = torch.tensor(stored, dtype=torch.int64, device=self.device)
+        prefill = Packing.from_lengths(lengths[count:], self.device) if total > count else None
+        positions = keys - 1 if prefill is None else torch.cat((keys - 1, prefill.positions()))
+        self.cache.expect(keys, max(stored, default=0), prefill, padding)
+        places = torch.arange(total, device=self.device)
+        microbatch = Microbatch(
+            tokens=torch.tensor(tokens, device=self.device),
+            packing=packing,
+            positions=positions,
+            targets=torch.full_like(places, IGNORE),
+            columns={},
+            places=places if not padding else places.masked_fill(places >= total - padding, -1),
+            sequences=tuple(range(len(lengths))),
+            index=0,
+            count=1,
+            batch_tokens=total,
+            batch_targets=0,
+            padding=padding,
+        )
+        logits: Tensor = self.model(
+            microbatch, output_processor=last_logits, output_processor_context=answers, cache=self.cache
+        )
+        return logits if answers else None
+
+    def _begin(self, logits: Tensor, admission: Admission, decoded: int) -> Tensor:
+        """Give the answers whose prompt was cached already its keys and its logits: [running, vocab]."""
+        fresh: dict[Prompt, Tensor] = {}
+        for row, answer in enumerate(admission.prefilled, start=decoded):
+            if not answer.tokens:
+                fresh[answer.prompt] = answer.prompt.begin(logits[row])
+        moves = [
+            (source, target, len(answer.prompt.tokens))
+            for target, (answer, source) in enumerate(admission.copied, start=len(logits))
+        ]
+        self.cache.copy(moves)
+        rows = [answer.prompt.begin(fresh.get(answer.prompt)) for answer, _ in admission.copied]
+        return torch.cat((logits, torch.stack(rows))) if rows else logits
+
+    def _advance(self, logits: Tensor) -> None:
+        """A token for every running answer. The finished ones leave, or hand their rows to others of their prompt."""
+        schedule = self.schedule
+        if self.settings is None:
+            self.settings = self._settings(schedule.running)
+        finished = self._draw(schedule.running, logits, self.settings)
+        left: list[int] = []
+        while heirs := schedule.inherit(finished):
+            left += set(finished) - set(heirs)
+            answers = [schedule.running[row] for row in heirs]
+            firsts = torch.stack([answer.prompt.begin() for answer in answers])
+            finished = [heirs[place] for place in self._draw(answers, firsts, self._settings(answers))]
+            self.settings = None
+        left += finished
+        if left:
+            self.cache.copy(schedule.retire(left))
+            self.settings = None
+
+    def _settings(self, answers: Sequence[Answer]) -> Settings:
+        samplings, keys = [answer.prompt.sampling for answer in answers], [answer.key for answer in answers]
+        return Settings.of(samplings, keys, self.model.config.vocab_size, self.device)
+
+    def _draw(self, answers: Sequence[Answer], logits: Tensor, settings: Settings) -> list[int]:
+        """One token for each of `answers` from its row of `logits` [answers, vocab]; which of them it finishes."""
+        counts = torch.tensor([len(answer.tokens) for answer in answers], device=self.device)
+        drawn = draw(logits, settings, counts)
+        columns = torch.stack([part.double() for part in drawn]).tolist()  # the one wait for the device
+        finished = []
+        for place, (answer, token, logprob, sampled) in enumerate(zip(answers, *columns, strict=True)):
+            if math.isnan(logprob):
+                raise FloatingPointError(
+                    f"the model's logits after {answer.length} tokens are not numbers. Look at its weights, or at the "
+                    "training step that made them."
+                )
+            if answer.add(int(token), logprob, sampled):
+                finished.append(place)
+        return finished
+
+    def _anyone(self, busy: bool) -> bool:
+        """Whether any rank that steps together with this one has work left."""
+        if self.together is None:
+            return busy
+        flag = torch.tensor([float(busy)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.together)
+        return bool(flag.item())
+
+
+def last_logits(inputs: OutputInputs, context: int) -> Tensor:
+    """An output processor: logits fp32 [context, vocab] after the last token of the first `context` sequences.
+
+    Alike on every tensor-parallel rank. No other position is projected.
+    """
+    head, microbatch = inputs.head, inputs.microbatch
+    hidden = inputs.gather(inputs.hidden)
+    if context < len(microbatch):
+        hidden = hidden[microbatch.cu_seqlens[1 : context + 1].long() - 1]
+    missing = -context % head.tp.size
+    if missing:
+        hidden = F.pad(hidden, (0, 0, 0, missing))
+    return head.logits(hidden[slice(*head.tp.block(len(hidden)))])[:context].float()
+
+
+def _stepping_together(model: LanguageModel) -> dist.ProcessGroup | None:
+    """The data-parallel ranks, where a forward of one needs the others: they share its weights or hold its experts."""
+    layout, mesh = model.layout, model.mesh
+    return mesh.dp.group if layout.dp_shard > 1 or layout.ep > layout.tp * layout.cp else None
+
+
+@contextlib.contextmanager
+def _evaluating(model: LanguageModel) -> Iterator[None]:
+    """Evaluation mode inside, whatever mode it was in outside."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

@@ -1,0 +1,192 @@
+"""Which answers run in a step: they join as others finish, within the cache's room. Plain Python."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from postlude.rollout.protocol import FinishReason
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.stops import StopStrings
+
+MARGIN = 32  # tokens; room is made for at least so many more, since making room copies the cache
+
+
+@dataclass(eq=False)
+class Prompt:
+    """One prompt, shared by its answers."""
+
+    tokens: Sequence[int]
+    sampling: Sampling
+    not_begun: int
+    """Answers without a first token."""
+    logits: Tensor | None = None
+    """[vocab] after its last token, kept while answers are still to begin."""
+
+    def begin(self, logits: Tensor | None = None) -> Tensor:
+        """The logits of one more answer's first token: `logits` where they have just been made, else those kept."""
+        first = self.logits if logits is None else logits
+        assert first is not None
+        self.not_begun -= 1
+        if not self.not_begun:
+            self.logits = None
+        elif logits is not None:
+            self.logits = logits.clone()  # its own memory, not the whole step's
+        return first
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer on its way."""
+
+    prompt: Prompt
+    key: int
+    """Where its random numbers start."""
+    stop_tokens: frozenset[int]
+    stop_strings: StopStrings | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled_logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stopped_by: str | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the answer so far."""
+        return len(self.prompt.tokens) + len(self.tokens)
+
+    def add(self, token: int, logprob: float, sampled_logprob: float) -> bool:
+        """Take the next token; whether it was the last one."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.sampled_logprobs.append(sampled_logprob)
+        if token in self.stop_tokens:
+            self.finish_reason = "stop"
+        elif self.stop_strings is not None:
+            self.stopped_by = self.stop_strings.found(self.tokens)
+            self.finish_reason = "stop" if self.stopped_by is not None else None
+        if self.finish_reason is None and len(self.tokens) == self.prompt.sampling.max_new_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+
+Move = tuple[int, int, int]
+"""Source row, target row, and how many tokens of it."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Answers that join the running ones, in the order of their rows."""
+
+    prefilled: list[Answer]
+    """Those whose prompt (and what they have so far) goes through the model."""
+    copied: list[tuple[Answer, int]]
+    """Those whose prompt is in the cache already, each with the row that has it."""
+
+
+class Schedule:
+    """Answers that run and those that wait.
+
+    The cache holds rows · capacity ≤ `budget` tokens. When running answers outgrow it, the ones with the fewest tokens
+    go back to wait; their tokens are kept and pass the model again later.
+    """
+
+    def __init__(self, answers: Sequence[Answer], budget: int, max_sequences: int, prefill_budget: int) -> None:
+        self.waiting = deque(answers)
+        self.running: list[Answer] = []
+        self.capacity = 0
+        self.budget = budget
+        self.prefill_budget = prefill_budget
+        self.max_sequences = min(max_sequences, len(answers))
+        self.longest = max(
+            (len(answer.prompt.tokens) + answer.prompt.sampling.max_new_tokens for answer in answers), default=0
+        )
+
+    @property
+    def rows(self) -> int:
+        """How many rows the cache has at this capacity."""
+        return min(self.max_sequences, self.budget // self.capacity) if self.capacity else 0
+
+    def evict(self) -> list[Move]:
+        """Make room for the next token of every running answer. Returns what must first be moved in the cache."""
+        stay = sorted(range(len(self.running)), key=lambda row: len(self.running[row].tokens), reverse=True)
+        out: list[int] = []
+        while stay:  # one alone always fits
+            capacity = self._capacity(len(stay), max(self.running[row].length for row in stay))
+            if capacity is not None:
+                self.capacity = capacity
+                break
+            out.append(stay.pop())
+        self.waiting.extendleft(self.running[row] for row in out)
+        return self.retire(out)
+
+    def admit(self) -> Admission:
+        """Let answers join as long as there is room, first come first served. Their rows follow those running."""
+        prefilled: list[Answer] = []
+        copied: list[Answer] = []
+        tokens = 0
+        longest = max((answer.length for answer in self.running), default=0)
+        while self.waiting:
+            answer = self.waiting[0]
+            longest = max(longest, answer.length + 1)
+            capacity = self._capacity(len(self.running) + len(prefilled) + len(copied) + 1, longest)
+            if capacity is None:
+                break
+            if not answer.tokens and self._will_be_cached(answer.prompt, prefilled):
+                copied.append(answer)
+            elif tokens and tokens + answer.length > self.prefill_budget:
+                break
+            else:
+                prefilled.append(answer)
+                tokens += answer.length
+            self.capacity = capacity
+            self.waiting.popleft()
+        self.running += prefilled
+        row_of: dict[Prompt, int] = {}
+        for row, answer in enumerate(self.running):
+            row_of.setdefault(answer.prompt, row)
+        self.running += copied
+        return Admission(prefilled, [(answer, row_of[answer.prompt]) for answer in copied])
+
+    def inherit(self, finished: Sequence[int]) -> list[int]:
+        """Let the next answer take over the row of a finished one to its prompt, whose keys lie there: those rows."""
+        heirs = []
+        for row in finished:
+            prompt, waiting = self.running[row].prompt, self.waiting
+            if prompt.logits is not None and waiting and waiting[0].prompt is prompt and not waiting[0].tokens:
+                self.running[row] = waiting.popleft()
+                heirs.append(row)
+        return heirs
+
+    def retire(self, rows: Collection[int]) -> list[Move]:
+        """Take `rows` out of the running ones and fill the gaps from the end. Returns what that moves in the cache."""
+        gone = set(rows)
+        count = len(self.running) - len(gone)
+        gaps = sorted(row for row in gone if row < count)
+        moved = [row for row in range(count, len(self.running)) if row not in gone]
+        moves = []
+        for source, target in zip(moved, gaps, strict=True):
+            self.running[target] = self.running[source]
+            moves.append((source, target, self.running[target].length - 1))  # the newest token is not in the cache yet
+        del self.running[count:]
+        return moves
+
+    def _will_be_cached(self, prompt: Prompt, prefilled: list[Answer]) -> bool:
+        """Whether this step has the prompt's keys, and its last logits, from another answer to it."""
+        if any(answer.prompt is prompt and not answer.tokens for answer in prefilled):
+            return True
+        return prompt.logits is not None and any(answer.prompt is prompt for answer in self.running)
+
+    def _capacity(self, rows: int, needed: int) -> int | None:
+        """Tokens a row gets where so many rows of at least `needed` tokens fit; None where they do not."""
+        if rows > self.max_sequences:
+            return None
+        if needed <= self.capacity and rows * self.capacity <= self.budget:
+            return self.capacity
+        fits = self.budget // rows
+        if fits < min(needed + MARGIN, self.longest):
+            return None
+        return min(max(needed + MARGIN, needed * 5 // 4), fits, self.longest)

@@ -1,0 +1,443 @@
+"""A checkpoint goes on as its run would have, in any layout; and one that cannot says so on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import hf_storage
+from transformers import LlamaConfig, PretrainedConfig
+
+from postlude import Layout
+from postlude.engine import SGD, AdamW, checkpoint
+from tests.engine.training import batch, build, config, optimizer_state, policy, same, told, train, unlearnable, weights
+from tests.equality import assert_equal
+
+DENSE, MOE = config("tiny-dense", num_hidden_layers=2), config("tiny-moe", num_hidden_layers=2)
+DEEP = config("tiny-dense")
+ODD = LlamaConfig(
+    vocab_size=259,
+    hidden_size=48,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+    initializer_range=0.1,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=2,
+)
+ODD_MOE = config("tiny-moe", num_hidden_layers=2, num_experts=5)  # over 4 ranks: 2, 2, 1 and none
+EXTRA = {"epoch": 3, "seen": ["a", "ü"], "nested": {"share": 0.25, "none": None}}
+
+
+def size(layout: str) -> int:
+    return Layout.parse(layout).world_size
+
+
+def save_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str) -> dict[str, Any]:
+    engine = build(layout, hf)
+    train(engine, [1, 2])
+    engine.forward_backward(batch(3), unlearnable)
+    engine.optimizer_step()
+    train(engine, [3])
+    torch.manual_seed(7)
+    engine.save(directory, extra=EXTRA)
+    draws = torch.rand(3)
+    return {
+        "weights": weights(engine),
+        "losses": train(engine, range(4, 9)),
+        "counts": (engine.step, engine.skipped),
+        "draws": draws,
+    }
+
+
+def load_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str) -> dict[str, Any]:
+    engine = build(layout, hf, seed=1)
+    torch.manual_seed(8)
+    extra = engine.load(directory)
+    draws = torch.rand(3)
+    return {
+        "weights": weights(engine),
+        "losses": train(engine, range(4, 9)),
+        "counts": (engine.step, engine.skipped),
+        "draws": draws,
+        "extra": extra,
+    }
+
+
+@pytest.mark.parametrize(
+    ("hf", "before", "after"),
+    [
+        pytest.param(DENSE, "", "tp=2", id="one rank -> tp=2"),
+        pytest.param(DENSE, "pp=2", "cp=2", id="pp=2 (tied) -> cp=2"),
+        *(
+            pytest.param(
+                hf, before, after, id=f"{before or 'one rank'} -> {after or 'one rank'}", marks=pytest.mark.slow
+            )
+            for hf, before, after in (
+                (DENSE, "dp_shard=2", ""),
+                (MOE, "dp_shard=2,ep=2", ""),
+                (DENSE, "tp=2,pp=2", "dp_shard=4"),
+                (DEEP, "pp=2,vpp=2", "tp=2,cp=2"),
+                (MOE, "dp_shard=4,ep=4", "pp=2,dp_shard=2,ep=2"),
+                (MOE, "cp=2,ep=2", "tp=2,ep=2"),
+                (DEEP, "dp_replicate=2,dp_shard=2", "pp=4"),
+            )
+        ),
+        pytest.param(
+            ODD, "tp=2,dp_shard=2", "", id="odd vocabulary, tp=2,dp_shard=2 -> one rank", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ODD, "", "tp=2,dp_shard=2", id="odd vocabulary, one rank -> tp=2,dp_shard=2", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ODD_MOE, "dp_shard=4", "tp=2,cp=2", id="odd experts, dp_shard=4 -> tp=2,cp=2", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    ranks: Any, tmp_path: Path, hf: PretrainedConfig, before: str, after: str
+) -> None:
+    directory = str(tmp_path / "checkpoint")
+    uninterrupted = ranks(size(before), save_and_go_on, hf, before, directory)
+    resumed = ranks(size(after), load_and_go_on, hf, after, directory)
+    for found in resumed:
+        assert found["extra"] == EXTRA
+        assert same(found["weights"], uninterrupted[0]["weights"])
+        assert_equal(torch.tensor(found["losses"]), torch.tensor(uninterrupted[0]["losses"]), "losses")
+        assert found["counts"] == uninterrupted[0]["counts"] == (8, 1)
+        assert torch.equal(found["draws"], uninterrupted[0]["draws"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def resume_here(group: Any, directory: str) -> tuple[Any, ...]:
+    engine = build("dp_shard=2", DENSE)
+    train(engine, [1, 2])
+    engine.save(directory)
+    expected = train(engine, [3, 4]), weights(engine)
+    engine.forward_backward(batch(9), policy)  # gradients of another life
+    engine.load(directory)
+    return expected, (train(engine, [3, 4]), weights(engine))
+
+
+def test_going_back_in_the_same_engine_is_exact_to_the_bit(ranks: Any, tmp_path: Path) -> None:
+    for (losses, tensors), (again, tensors_again) in ranks(2, resume_here, str(tmp_path / "checkpoint")):
+        assert losses == again
+        assert same(tensors, tensors_again)
+
+
+def back_to_the_start(group: Any, directory: str) -> tuple[Any, ...]:
+    engine = build("dp_shard=2", DENSE)
+    engine.save(directory)
+    expected = train(engine, [1, 2]), weights(engine)
+    engine.load(directory)
+    return expected, (engine.step, train(engine, [1, 2]), weights(engine))
+
+
+def test_a_checkpoint_from_before_the_first_step_loads_in_a_used_engine(ranks: Any, tmp_path: Path) -> None:
+    for (losses, tensors), (step, again, tensors_again) in ranks(2, back_to_the_start, str(tmp_path / "checkpoint")):
+        assert step == 0
+        assert losses == again
+        assert same(tensors, tensors_again)
+
+
+def sgd_run(group: Any, momentum: float, directory: str) -> tuple[list[float], list[float]]:
+    engine = build("dp_shard=2", DENSE, optimizer=SGD(lr=0.05, momentum=momentum))
+    train(engine, [1, 2])
+    engine.save(directory)
+    expected = train(engine, [3, 4])
+    fresh = build("dp_shard=2", DENSE, optimizer=SGD(lr=0.05, momentum=momentum), seed=1)
+    fresh.load(directory)
+    return expected, train(fresh, [3, 4])
+
+
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
+def test_sgd_resumes_with_and_without_momentum(ranks: Any, tmp_path: Path, momentum: float) -> None:
+    for expected, found in ranks(2, sgd_run, momentum, str(tmp_path / "checkpoint")):
+        assert expected == found
+
+
+# --- written aside and renamed
+
+
+def save_changing_at_once(group: Any, directory: str) -> tuple[Any, ...]:
+    engine = build("tp=2", DENSE)
+    train(engine, [1])
+    at_save = weights(engine), optimizer_state(engine)
+    engine.save(directory, wait=False)
+    train(engine, [2])
+    moved = not same(weights(engine), at_save[0])
+    engine.finish_saving()
+    engine.load(directory)
+    return moved, same(weights(engine), at_save[0]), same(optimizer_state(engine), at_save[1]), engine.step
+
+
+def test_a_background_save_holds_the_values_at_its_start(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, save_changing_at_once, str(tmp_path / "checkpoint")) == [(True, True, True, 1)] * 2
+
+
+def save_with_a_fault(group: Any, fault: str, directory: str, wait: bool) -> tuple[str, str, bool, str]:
+    """What `save` says with the fault, what `finish_saving` says, whether the target is there, and what comes after."""
+    engine = build("dp_shard=2", DENSE)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == FAULTS[fault][0]:
+            FAULTS[fault][1](patch)
+        at_once = told(lambda: engine.save(directory, wait=wait))
+        later = told(engine.finish_saving)
+    there = os.path.exists(directory)
+    dist.barrier()
+    return at_once, later, there, told(lambda: engine.save(directory))
+
+
+def full(*arguments: Any, **options: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def no_room_for_tensors(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hf_storage.HuggingFaceStorageWriter, "write_data", full)
+
+
+def no_room_for_the_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Path, "write_text", full)
+
+
+def unreadable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoint, "_crc32", full)
+
+
+def no_room_for_the_directory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Path, "mkdir", full)
+
+
+FAULTS: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
+    "tensors": (1, no_room_for_tensors),
+    "state": (0, no_room_for_the_state),
+    "sums": (1, unreadable),
+    "directory": (0, no_room_for_the_directory),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_save_that_fails_on_one_rank_is_told_on_all_and_leaves_no_directory(
+    ranks: Any, tmp_path: Path, fault: str, wait: bool
+) -> None:
+    answers = ranks(2, save_with_a_fault, fault, str(tmp_path / "checkpoint"), wait)
+    for at_once, later, there, after in answers:
+        complaint, silence = (at_once, later) if wait or fault == "directory" else (later, at_once)
+        assert silence == "nothing"
+        assert complaint == (
+            f"OSError: {tmp_path / 'checkpoint'} could not be written: rank {FAULTS[fault][0]} met OSError: "
+            "[Errno 28] No space left on device. What was written is not a checkpoint; mend the cause and save again."
+        )
+        assert not there
+        assert after == "nothing"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def save_over_remains(group: Any, directory: str) -> tuple[str, bool]:
+    engine = build("dp_shard=2", DENSE)
+    if dist.get_rank() == 0:  # as a save that was killed leaves it
+        aside = Path(directory).parent / f".{Path(directory).name}.partial"
+        aside.mkdir()
+        (aside / "shard-00009-model-00001-of-00001.safetensors").write_bytes(b"half a file")
+    dist.barrier()
+    engine.save(directory)
+    before = weights(engine)
+    engine.load(directory)
+    return told(lambda: engine.save(directory)), same(before, weights(engine))
+
+
+def test_remains_of_a_killed_save_are_swept_away_and_a_checkpoint_is_never_overwritten(
+    ranks: Any, tmp_path: Path
+) -> None:
+    target = tmp_path / "checkpoint"
+    sentence = f"FileExistsError: {target} exists already; a checkpoint is written to a new directory."
+    assert ranks(2, save_over_remains, str(target)) == [(sentence, True)] * 2
+
+
+def save_odd_extra(group: Any, directory: str) -> str:
+    return told(lambda: build("dp_shard=2", DENSE).save(directory, extra={"when": object()}))
+
+
+def test_what_json_cannot_hold_is_refused_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
+    for answer in ranks(2, save_odd_extra, str(tmp_path / "checkpoint")):
+        assert answer == (
+            "TypeError: `extra` is kept as JSON, which cannot hold it (Object of type object is not JSON "
+            "serializable); give numbers, strings, lists and dicts."
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- checked on load
+
+
+def make(group: Any, directory: str) -> None:
+    engine = build("pp=2", DENSE)
+    train(engine, [1])
+    engine.save(directory)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "checkpoint"
+    ranks(2, make, str(directory))
+    return directory
+
+
+def attempt(group: Any, directory: str, hf: PretrainedConfig, layout: str, optimizer: Any) -> tuple[str, bool, bool]:
+    """What `load` says to a used engine and to a fresh one, and whether they are what they were. They go on."""
+    engine, fresh = (build(layout, hf, optimizer=optimizer) for _ in range(2))
+    train(engine, [1])
+    before = [(weights(each), optimizer_state(each), each.step) for each in (engine, fresh)]
+    complaints = {told(lambda each=each: each.load(directory)) for each in (engine, fresh)}
+    unchanged = all(
+        same(weights(each), tensors) and same(optimizer_state(each), state) and each.step == step
+        for each, (tensors, state, step) in zip((engine, fresh), before, strict=True)
+    )
+    train(engine, [2])
+    return complaints.pop(), unchanged, not complaints
+
+
+def refused(
+    ranks: Any, directory: Path, *, hf: PretrainedConfig = DENSE, layout: str = "pp=2", optimizer: Any = None
+) -> str:
+    answers = ranks(size(layout), attempt, str(directory), hf, layout, optimizer or AdamW(lr=1e-3))
+    assert all(answer == answers[0] for answer in answers)
+    complaint, unchanged, both = answers[0]
+    assert unchanged
+    assert both
+    return str(complaint)
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.safetensors"))
+
+
+def flip_a_byte(directory: Path) -> str:
+    path = files(directory)[1]
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    return f"ValueError: {directory} is damaged: {path.name} is not what was saved there. Load another checkpoint."
+
+
+def cut_short(directory: Path) -> str:
+    path = files(directory)[0]
+    path.write_bytes(path.read_bytes()[:1000])
+    return f"ValueError: {directory} is damaged: {path.name} is not what was saved there. Load another checkpoint."
+
+
+def lose_a_file(directory: Path) -> str:
+    path = files(directory)[1]
+    path.unlink()
+    return f"FileNotFoundError: {directory} lacks {path.name}; load another checkpoint."
+
+
+def add_a_file(directory: Path) -> str:
+    path = directory / "model.safetensors"
+    shutil.copy(files(directory)[0], path)
+    return f"ValueError: {directory} holds {path.name}, which was not saved there. Take it out."
+
+
+def lose_the_state(directory: Path) -> str:
+    (directory / "state.json").unlink()
+    return f"FileNotFoundError: {directory} has no state.json, so it is not a checkpoint, or not a complete one."
+
+
+def spoil_the_state(directory: Path) -> str:
+    (directory / "state.json").write_text('{"format": 1,')
+    return (
+        f"ValueError: {directory / 'state.json'} cannot be read (Expecting property name enclosed in double quotes: "
+        "line 1 column 14 (char 13)); load another checkpoint."
+    )
+
+
+def empty_the_state(directory: Path) -> str:
+    (directory / "state.json").write_text('{"format": 1}')
+    return f"ValueError: {directory / 'state.json'} cannot be read ('step' is missing); load another checkpoint."
+
+
+def write_another_format(directory: Path) -> str:
+    state = json.loads((directory / "state.json").read_text())
+    (directory / "state.json").write_text(json.dumps(state | {"format": 99}))
+    return f"ValueError: {directory} has format 99, but this version of postlude reads format 1."
+
+
+DAMAGES = (
+    flip_a_byte,
+    cut_short,
+    lose_a_file,
+    add_a_file,
+    lose_the_state,
+    spoil_the_state,
+    empty_the_state,
+    write_another_format,
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=[damage.__name__ for damage in DAMAGES])
+def test_a_damaged_checkpoint_is_refused_on_every_rank_and_changes_nothing(
+    ranks: Any, saved: Path, tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(saved, directory)
+    sentence = damage(directory)
+    assert refused(ranks, directory) == sentence
+
+
+def test_no_directory_at_all_is_refused(ranks: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "nowhere"
+    expected = f"FileNotFoundError: {directory} has no state.json, so it is not a checkpoint, or not a complete one."
+    assert refused(ranks, directory) == expected
+
+
+@pytest.mark.parametrize(
+    ("hf", "layout", "sentence"),
+    [
+        pytest.param(
+            DEEP,
+            "pp=2",
+            "it lacks 54 tensor(s) of this model and optimizer, such as model/layers.2.attention.norm.weight.",
+            id="more layers",
+        ),
+        pytest.param(
+            config("tiny-dense", num_hidden_layers=1),
+            "dp_shard=2",
+            "it holds 27 tensor(s) this model and optimizer have no place for, such as "
+            "model/layers.1.attention.k_proj.weight.",
+            id="fewer layers",
+        ),
+        pytest.param(
+            config("tiny-dense", num_hidden_layers=2, intermediate_size=256),
+            "pp=2",
+            "model/layers.0.mlp.gate_proj.weight is (384, 128) there, but (256, 128) here.",
+            id="narrower",
+        ),
+        pytest.param(
+            config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False),
+            "pp=2",
+            "it lacks 3 tensor(s) of this model and optimizer, such as model/head.weight.",
+            id="untied",
+        ),
+    ],
+)
+def test_another_models_checkpoint_is_refused_on_every_rank(
+    ranks: Any, saved: Path, hf: PretrainedConfig, layout: str, sentence: str
+) -> None:
+    assert refused(ranks, saved, hf=hf, layout=layout) == f"ValueError: {saved} is of another model: {sentence}"
+
+
+def test_another_optimizers_checkpoint_is_refused(ranks: Any, saved: Path) -> None:
+    assert refused(ranks, saved, optimizer=SGD(lr=1e-3)) == (
+        f"ValueError: {saved} was saved with AdamW, but this engine has SGD. Give the engine the same optimizer."
+    )

@@ -1,0 +1,249 @@
+"""The one scale: parts of a batch add up to its mean, however they are divided over microbatches and ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.data import Batch, Microbatch, cut, pack
+from postlude.engine.scale import Scale, Tally
+from postlude.layout import Layout
+from postlude.objectives import Loss, Metric, largest, mean, smallest, total
+from tests.equality import assert_equal
+from tests.meshes import mesh
+
+LENGTHS = (5, 1, 8, 3, 12, 2)
+GENERATOR = torch.Generator().manual_seed(0)
+VALUES = [torch.randn(length, generator=GENERATOR) for length in LENGTHS]
+MASK = [(torch.rand(length, generator=GENERATOR) < 0.5).float() for length in LENGTHS]
+SHARE = [torch.rand(length, generator=GENERATOR) for length in LENGTHS]
+BATCH = Batch([[1] * length for length in LENGTHS], {"value": VALUES, "mask": MASK, "share": SHARE})
+
+
+def microbatches(budget: int = 64, multiple_of: int = 1) -> list[Microbatch]:
+    return pack(BATCH.sequences, budget=budget, columns=BATCH.columns, multiple_of=multiple_of)
+
+
+def seen(values: list[Tensor]) -> Tensor:
+    """What is predicted: all tokens but the first of each sequence."""
+    return torch.cat([each[1:] for each in values]).double()
+
+
+def weighed(over: str) -> Tensor:
+    return {"tokens": torch.ones_like(seen(VALUES)), "mask": seen(MASK), "share": seen(SHARE)}[over]
+
+
+@pytest.mark.parametrize("over", ["tokens", "mask", "share"])
+@pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
+def test_a_loss_is_the_weighted_mean_of_the_whole_batch(over: str, budget: int, multiple_of: int) -> None:
+    parts = microbatches(budget, multiple_of)
+    scale = Scale(parts)
+    found = sum(scale.loss(Loss(part.column("value"), over=over), part) for part in parts)
+    expected = (seen(VALUES) * weighed(over)).sum() / weighed(over).sum()
+    assert_equal(torch.as_tensor(found), expected, over)
+
+
+@pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
+def test_a_loss_over_sequences_is_their_mean(budget: int, multiple_of: int) -> None:
+    parts = microbatches(budget, multiple_of)
+    scale = Scale(parts)
+    found = sum(scale.loss(Loss(part.sequence_sum(part.column("value")), over="sequences"), part) for part in parts)
+    assert_equal(torch.as_tensor(found), seen(VALUES).sum() / len(LENGTHS), "sequences")
+
+
+@pytest.mark.parametrize("over", ["tokens", "mask", "share", "sequences"])
+def test_a_scalar_is_a_sum_with_its_weights_in_it(over: str) -> None:
+    parts = microbatches(12)
+    scale = Scale(parts)
+
+    def values(part: Microbatch) -> Tensor:
+        return part.sequence_sum(part.column("value")) if over == "sequences" else part.column("value")
+
+    by_one = sum(scale.loss(Loss(values(part), over=over), part) for part in parts)
+    summed = sum(scale.loss(Loss((values(part) * scale.weights(over, part)).sum(), over=over), part) for part in parts)
+    assert_equal(torch.as_tensor(summed), torch.as_tensor(by_one), over)
+
+
+def test_losses_over_different_things_add_up_and_scale() -> None:
+    (part,) = microbatches()
+    scale = Scale([part])
+    tokens, masked = Loss(part.column("value")), Loss(part.column("value"), over="mask")
+    sequences = Loss(part.sequence_sum(part.column("value")), over="sequences")
+    one_by_one = scale.loss(tokens, part) + 0.5 * scale.loss(masked, part) - 2.0 * scale.loss(sequences, part)
+    assert_equal(scale.loss(tokens + 0.5 * masked + -2.0 * sequences, part), one_by_one, "loss")
+    assert_equal(scale.loss(2.0 * (tokens + masked), part), 2.0 * scale.loss(tokens + masked, part), "loss")
+
+
+def test_counts_of_a_whole_step_make_parts_of_it_add_up() -> None:
+    whole = microbatches(12)
+    counts = {"mask": float(seen(MASK).sum()), "sequences": float(len(LENGTHS))}
+
+    def objective(part: Microbatch) -> Loss:
+        return Loss(part.column("value"), over="mask") + Loss(part.sequence_sum(part.column("value")), "sequences")
+
+    expected = sum(Scale(whole).loss(objective(part), part) for part in whole)
+    found = torch.zeros(())
+    for rows in ([0, 3], [1, 2, 4], [5]):
+        columns = {name: [values[row] for row in rows] for name, values in BATCH.columns.items()}
+        parts = pack([BATCH.sequences[row] for row in rows], budget=12, columns=columns)
+        found += sum(Scale(parts, counts).loss(objective(part), part) for part in parts)
+    assert_equal(found, torch.as_tensor(expected), "loss")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_a_number_at_zero_weight_reaches_neither_loss_nor_gradient_nor_metric(bad: float) -> None:
+    parts = microbatches(12)
+    clean, spoilt = torch.zeros(()), torch.zeros(())
+    scale, gradients = Scale(parts), []
+    tallies = Tally(scale), Tally(scale)
+    for part in parts:
+        for fill, tally in ((0.0, tallies[0]), (bad, tallies[1])):
+            values = part.column("value").where(part.column("mask") != 0, fill).requires_grad_()
+            added = scale.loss(Loss(values, over="mask"), part)
+            added.backward()
+            gradients.append(values.grad)
+            for name, kind in (("mean", mean), ("sum", total), ("max", largest), ("min", smallest)):
+                tally.add(name, kind(values, over="mask"), part)
+            if fill == 0.0:
+                clean += added.detach()
+            else:
+                spoilt += added.detach()
+    assert torch.equal(clean, spoilt)
+    assert all(torch.equal(one, other) for one, other in zip(gradients[::2], gradients[1::2], strict=True))
+    assert tallies[0].reduce(True) == tallies[1].reduce(True)
+
+
+def test_a_batch_with_nothing_to_learn_is_refused_in_a_sentence() -> None:
+    parts = pack([[1, 2, 3]], budget=8, columns={"mask": [0.0]})
+    with pytest.raises(ValueError, match='a mean over "mask", whose weights sum to 0 in this'):
+        Scale(parts).loss(Loss(torch.ones(3), over="mask"), parts[0])
+    with pytest.raises(LookupError, match='has no column "msk" \\(it has: "mask"\\)'):
+        Scale(parts).loss(Loss(torch.ones(3), over="msk"), parts[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "over", "wanted"), [((4,), "tokens", "(3,)"), ((3, 1), "mask", "(3,)"), ((3,), "sequences", "(1,)")]
+)
+def test_values_of_another_shape_are_refused_in_a_sentence(values: tuple[int, ...], over: str, wanted: str) -> None:
+    (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [1.0]})
+    sentence = f'values over "{over}" have shape {values}, but this microbatch has {wanted} of them.'
+    with pytest.raises(ValueError, match=r"over .* have shape") as loss:
+        Scale([part]).loss(Loss(torch.ones(values), over=over), part)
+    with pytest.raises(ValueError, match=r"over .* have shape") as metric:
+        Tally(Scale([part])).add("x", mean(torch.ones(values), over), part)
+    assert sentence in str(loss.value)
+    assert sentence in str(metric.value)
+
+
+REDUCTIONS = {"mean": mean, "sum": total, "max": largest, "min": smallest}
+
+
+def reduced(weights: Tensor, values: Tensor) -> dict[str, float]:
+    kept = values[weights != 0]
+    weighted = (values * weights).sum()
+    found = {"mean": weighted / weights.sum(), "sum": weighted, "max": kept.max(), "min": kept.min()}
+    return {name: float(value) for name, value in found.items()}
+
+
+def metrics(part: Microbatch) -> dict[str, tuple[Metric, str]]:
+    values, sums = part.column("value"), part.sequence_sum(part.column("value"))
+    return {
+        f"{name} over {over}": (kind(sums if over == "sequences" else values, over), name)
+        for name, kind in REDUCTIONS.items()
+        for over in ("tokens", "mask", "share", "sequences")
+    }
+
+
+def check_metrics(found: dict[str, float]) -> None:
+    sums = torch.stack([values[1:].double().sum() for values in VALUES])
+    for over in ("tokens", "mask", "share", "sequences"):
+        weights = torch.ones(len(LENGTHS)) if over == "sequences" else weighed(over)
+        for name, expected in reduced(weights, sums if over == "sequences" else seen(VALUES)).items():
+            assert_equal(torch.tensor(found[f"{name} over {over}"]), torch.tensor(expected), f"{name} over {over}")
+
+
+@pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
+def test_metrics_are_reduced_as_declared_over_microbatches(budget: int, multiple_of: int) -> None:
+    parts = microbatches(budget, multiple_of)
+    tally = Tally(Scale(parts))
+    for part in parts:
+        for name, (metric, _) in metrics(part).items():
+            tally.add(name, metric, part)
+    check_metrics(tally.reduce(True))
+
+
+def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]:
+    """The loss over sequences, given one by one and as a sum, and every metric."""
+    here = mesh(Layout.parse(layout))
+    whole = microbatches(12, here.dp.size)
+    own = [cut(part, here.cp) for part in whole[here.dp.rank :: here.dp.size]]
+    scale = Scale(whole, sharers=here.cp.size)
+    tally, summed = Tally(scale), Tally(scale)
+    for part in own:
+        values = part.sequence_sum(part.column("value"))
+        tally.add_loss(scale.loss(Loss(values, over="sequences"), part))
+        summed.add_loss(scale.loss(Loss(values.sum(), over="sequences"), part))
+        for name, (metric, _) in metrics(part).items():
+            tally.add(name, metric, part)
+    found = tally.reduce(True)
+    return found.pop("loss"), summed.reduce(True)["loss"], found
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "cp=2"])
+def test_losses_and_metrics_are_those_of_the_batch_over_ranks(ranks: Any, layout: str) -> None:
+    expected = seen(VALUES).sum() / len(LENGTHS)
+    for by_one, summed, found in ranks(2, over_ranks, layout):
+        assert_equal(torch.tensor(by_one), expected, "loss over sequences")
+        assert_equal(torch.tensor(summed), expected, "loss over sequences as a sum")
+        check_metrics(found)
+
+
+def silent(group: Any) -> dict[str, float]:
+    parts = microbatches()
+    tally = Tally(Scale(parts))
+    if group.rank() == 1:
+        tally.add("value", total(parts[0].column("value")), parts[0])
+        tally.add_loss(torch.tensor(2.0))
+    return tally.reduce(group.rank() == 1)
+
+
+def test_a_rank_that_has_no_output_hears_the_numbers_of_those_that_have(ranks: Any) -> None:
+    for found in ranks(2, silent):
+        assert found["loss"] == 2.0
+        assert_equal(torch.tensor(found["value"]), seen(VALUES).sum(), "sum")
+
+
+def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refused() -> None:
+    (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [0.0]})
+    tally = Tally(Scale([part]))
+    for name, kind in REDUCTIONS.items():
+        tally.add(name, kind(torch.ones(3), over="mask"), part)
+    found = tally.reduce(True)
+    assert found.pop("sum") == 0.0
+    assert all(map(math.isnan, found.values()))
+    with pytest.raises(ValueError, match='metric "mean" is a mean in one microbatch and a max in another'):
+        tally.add("mean", largest(torch.ones(3)), part)
+
+
+def test_weights_that_cancel_still_count() -> None:
+    (part,) = pack([[1, 2, 3]], budget=8, columns={"sign": [[0.0, 1.0, -1.0]]})
+    tally = Tally(Scale([part]))
+    values = torch.tensor([5.0, 3.0, 9.0])  # of positions 0 and 1, with weights 1 and -1
+    for name, kind in REDUCTIONS.items():
+        tally.add(name, kind(values, over="sign"), part)
+    found = tally.reduce(True)
+    assert (found["sum"], found["max"], found["min"]) == (2.0, 5.0, 3.0)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_extreme_that_is_not_a_number_is_not_passed_over(place: int) -> None:
+    parts = pack([[1, 2], [1, 2, 3]], budget=3)
+    tally = Tally(Scale(parts))
+    for index, part in enumerate(parts):
+        for name in ("max", "min"):
+            tally.add(name, REDUCTIONS[name](torch.full((len(part),), float("nan") if index == place else 1.0)), part)
+    assert all(map(math.isnan, tally.reduce(True).values()))

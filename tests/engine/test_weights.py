@@ -1,0 +1,175 @@
+"""Weights out of any layout are transformers' own: names, order and bits; so are an export's log-probs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
+
+from postlude import Layout, export_hf
+from postlude.engine.weights import plan_buckets, plan_pieces
+from postlude.hf.load import adapt, load_model
+from postlude.verify import GRID
+from tests.engine.training import batch, build, config, policy, same, train, weights
+from tests.equality import assert_equal, difference
+
+TIED, MOE = config("tiny-dense"), config("tiny-moe", num_experts=4)
+ODD = Qwen3Config(  # bf16 tensors of an odd number of elements, uneven blocks
+    vocab_size=259,
+    hidden_size=21,
+    intermediate_size=15,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=2,
+)
+ODD_MOE = config("tiny-moe", num_experts=5)
+
+
+def label(layout: Layout) -> str:
+    return str(layout)[7:-1].replace(" ", "")
+
+
+def unstacked(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A transformers state dict as its files name it."""
+    for name, tensor in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):
+            stem = name.removesuffix(".gate_up_proj")
+            for expert, matrix in enumerate(tensor):
+                yield f"{stem}.{expert}.gate_proj.weight", matrix[: len(matrix) // 2]
+                yield f"{stem}.{expert}.up_proj.weight", matrix[len(matrix) // 2 :]
+        elif name.endswith(".experts.down_proj"):
+            stem = name.removesuffix(".down_proj")
+            yield from ((f"{stem}.{expert}.down_proj.weight", matrix) for expert, matrix in enumerate(tensor))
+        else:
+            yield name, tensor
+
+
+def theirs(hf: PretrainedConfig, directory: Path) -> dict[str, Tensor]:
+    """The model after one plain load, through transformers: its state dict, less a head that is the embedding."""
+    export_hf(load_model(hf), directory)
+    state = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict())
+    if hf.tie_word_embeddings:
+        del state["lm_head.weight"]
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        found = dict(unstacked(state))
+        assert set(found) == set(file.keys())
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    directory = tmp_path_factory.mktemp("theirs")
+    return {name: theirs(hf, directory / name) for name, hf in SOURCES.items()}
+
+
+SOURCES = {"tied": TIED, "moe": MOE, "odd": ODD, "odd moe": ODD_MOE}
+
+
+def streams(group: Any, hf: PretrainedConfig, layout: str) -> list[dict[str, Tensor]]:
+    engine = build(layout, hf)
+    return [
+        {name: tensor.clone() for name, tensor in engine.stream_weights(**options)}
+        for options in ({}, {"bucket_bytes": 10_000}, {"bucket_bytes": 10_000, "dtype": torch.bfloat16})
+    ]
+
+
+QUICK = [Layout.parse(text) for text in ("tp=2", "pp=2", "pp=2,vpp=2", "dp_shard=2,ep=2")]
+
+
+def cases() -> list[Any]:
+    """Every layout, with the models that are hard for it."""
+    found = []
+    for layout in GRID:
+        names = ["moe"]
+        if layout.ep == 1 and layout.world_size == 2:
+            names += ["tied"]
+        if layout in (Layout(dp_shard=4), Layout(tp=2, cp=2), Layout(dp_replicate=2, dp_shard=2)):
+            names += ["odd moe"]
+        for name in names:
+            quick = layout in QUICK
+            found.append(
+                pytest.param(layout, name, id=f"{label(layout)}-{name}", marks=() if quick else pytest.mark.slow)
+            )
+    for text, quick in (("dp_shard=2", True), ("cp=2", False), ("tp=2,dp_shard=2", False), ("pp=2,cp=2", False)):
+        found.append(pytest.param(Layout.parse(text), "odd", id=f"{text}-odd", marks=() if quick else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "model"), cases())
+def test_streamed_weights_are_transformers_own_to_the_bit(
+    ranks: Any, expected: dict[str, dict[str, Tensor]], layout: Layout, model: str
+) -> None:
+    wanted = expected[model]
+    in_half = {name: tensor.to(torch.bfloat16) for name, tensor in wanted.items()}
+    for whole, bucketed, half in ranks(layout.world_size, streams, SOURCES[model], label(layout)):
+        assert same(whole, wanted)
+        assert same(bucketed, wanted)
+        assert same(half, in_half)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [1, 1000, 10_000, 1 << 30])
+def test_a_bucket_is_never_larger_than_asked_unless_one_tensor_is(name: str, dtype: torch.dtype, limit: int) -> None:
+    family, model = adapt(SOURCES[name])
+    pieces = plan_pieces(model, family)
+    buckets = plan_buckets(pieces, limit, dtype)
+    assert [piece for bucket in buckets for piece in bucket] == pieces
+    for bucket in buckets:
+        assert sum(piece.size for piece in bucket) * dtype.itemsize <= limit or len(bucket) == 1
+    for bucket, following in itertools.pairwise(buckets):  # and never smaller than need be
+        assert sum(piece.size for piece in (*bucket, following[0])) * dtype.itemsize > limit
+
+
+def gradients_before_and_after(group: Any) -> tuple[dict[str, Tensor], bool]:
+    engine = build("pp=2", MOE)
+    before = {name: tensor.clone() for name, tensor in engine.gradients()}
+    engine.forward_backward(batch(1), policy)
+    after = {name: tensor.clone() for name, tensor in engine.gradients()}
+    engine.zero_grad()
+    return before, all(bool(tensor.any()) for tensor in after.values()) and list(before) == list(after)
+
+
+def test_gradients_are_zero_before_there_are_any(ranks: Any) -> None:
+    for before, learning in ranks(2, gradients_before_and_after):
+        assert learning
+        assert not any(tensor.any() for tensor in before.values())
+
+
+def export(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[Tensor], bool, float]:
+    engine = build(layout, MOE)
+    train(engine, [1, 2])
+    engine.export_hf(directory)
+    scores = engine.logprobs(batch(3)).logprob
+    again = build(layout, directory)
+    reloaded = same(weights(again), weights(engine))
+    return weights(engine), scores, reloaded, difference(torch.cat(again.logprobs(batch(3)).logprob), torch.cat(scores))
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2,tp=2,ep=2", marks=pytest.mark.slow)], ids=str)
+def test_an_export_gives_the_engines_logprobs_in_transformers_and_reloads(
+    ranks: Any, tmp_path: Path, layout: str
+) -> None:
+    answers = ranks(Layout.parse(layout).world_size, export, layout, str(tmp_path / "export"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
+    assert model.config.dtype == torch.float32
+    for tensors, scores, reloaded, off in answers:
+        assert same(dict(unstacked(dict(model.state_dict()))), tensors)
+        for sequence, found in zip(batch(3).sequences, scores, strict=True):
+            tokens = torch.as_tensor(sequence)
+            with torch.no_grad():
+                logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            assert_equal(found[1:], logprobs, "log-probs")
+        assert reloaded
+        assert off == 0.0

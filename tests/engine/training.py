@@ -1,0 +1,140 @@
+"""Small models, batches and steps for the engine's tests. Weights start wide, so that outputs tell tokens apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from postlude import Layout
+from postlude.data import Batch, pack
+from postlude.engine import AdamW, Engine, Schedule
+from postlude.engine.scale import Scale
+from postlude.hf.export import hf_tensors
+from postlude.hf.load import Source, adapt, load_model, read_config
+from postlude.model import LanguageModel, OutputInputs
+from postlude.objectives import Loss, Objective, mean
+from tests.meshes import mesh
+
+BUDGET = 32
+LENGTHS = (20, 17, 3, 25, 6, 11, 9, 14, 2, 12)  # four microbatches, whatever the layout
+SCHEDULE = Schedule(shape="cosine", warmup=2, steps=20, floor=0.1)
+ADAMW = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0, schedule=SCHEDULE)
+
+
+def config(model: str, **changes: Any) -> PretrainedConfig:
+    hf = read_config(model)
+    for name, value in {"initializer_range": 0.1, **changes}.items():
+        setattr(hf, name, value)
+    return hf
+
+
+def build(layout: str, source: Source, **options: Any) -> Engine:
+    return Engine(source, mesh=mesh(Layout.parse(layout)), budget=BUDGET, **{"optimizer": ADAMW, **options})
+
+
+def batch(seed: int, lengths: Sequence[int] = LENGTHS, vocab_size: int = 256) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return Batch(
+        [torch.randint(vocab_size, (length,), generator=generator) for length in lengths],
+        {
+            "mask": [(torch.arange(length) >= length // 3).float() for length in lengths],
+            "advantages": [float(torch.randn((), generator=generator)) for _ in lengths],
+        },
+    )
+
+
+def policy(inputs: OutputInputs) -> Loss:
+    """A weighted log-prob of tokens, and one of whole sequences."""
+    microbatch = inputs.microbatch
+    logprob = inputs.head.logprobs(inputs.hidden, microbatch.targets).logprob
+    scores = microbatch.sequence_sum(logprob * microbatch.column("mask"))
+    tokens = Loss(-logprob * (1 + microbatch.column("advantages")), over="mask", metrics={"nll": mean(-logprob)})
+    return tokens + 0.1 * Loss(-torch.nn.functional.logsigmoid(0.1 * scores), over="sequences")
+
+
+def unlearnable(inputs: OutputInputs) -> Loss:
+    """One token of the whole batch has an infinite gradient."""
+    logprob = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
+    spoilt = (inputs.microbatch.places == 7) * torch.tensor(1e38) * 1e38
+    return Loss(logprob * torch.where(spoilt > 0, spoilt, 1.0))
+
+
+def train(engine: Engine, seeds: Sequence[int], objective: Objective = policy) -> list[float]:
+    """One step a seed. The losses."""
+    losses = []
+    for seed in seeds:
+        losses.append(engine.forward_backward(batch(seed), objective).loss)
+        engine.optimizer_step()
+    return losses
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.stream_weights()}
+
+
+def optimizer_state(engine: Engine) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": (value.to_local() if hasattr(value, "to_local") else value).clone()
+        for name, parameter in engine.parameters.items()
+        for key, value in engine.optimizer.state.get(parameter, {}).items()
+    }
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether the tensors are equal to the bit, and in the same order."""
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Plain:
+    """What the engine is compared with: a whole model, each microbatch in turn, torch's own optimizer and clipping."""
+
+    def __init__(self, hf: PretrainedConfig, optimizer: AdamW = ADAMW, seed: int = 0) -> None:
+        self.model: LanguageModel = load_model(hf, dtype=torch.float32, seed=seed)
+        self.family = adapt(hf)[0]
+        self.config = optimizer
+        decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
+        groups = [
+            {"params": decayed, "weight_decay": optimizer.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps)
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+
+    def backward(self, given: Batch, objective: Objective = policy, multiple_of: int = 1) -> float:
+        microbatches = pack(given.sequences, budget=BUDGET, columns=given.columns, multiple_of=multiple_of)
+        scale, loss = Scale(microbatches), 0.0
+        for microbatch in microbatches:
+            added = self.model(
+                microbatch, output_processor=lambda inputs, _: scale.loss(objective(inputs), inputs.microbatch)
+            )
+            added.backward()
+            loss += float(added.detach())
+        return loss
+
+    def step(self, rate: float) -> None:
+        limit = self.config.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.norms.append(float(norm))
+        self.rates.append(rate)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in hf_tensors(self.model, self.family)}
+
+
+def told(action: Callable[[], Any]) -> str:
+    """What an action complains of: the error's kind and sentence, or "nothing"."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

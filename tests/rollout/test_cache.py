@@ -1,0 +1,138 @@
+"""The cache attends like whole sequences do, wherever their rows are and however they were moved."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.ops.attention import Scores, per_sequence_attention
+from postlude.ops.decode_attention import DecodeAttention
+from postlude.ops.packing import Packing
+from postlude.rollout.cache import RowCache
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.schedule import Answer, Prompt, Schedule
+from tests.equality import assert_equal
+
+WIDTH = 16
+SCORES = {
+    "plain": Scores(scale=0.3),
+    "window": Scores(scale=0.3, window=4),
+    "window of one": Scores(scale=0.3, window=1),
+    "wide window": Scores(scale=0.3, window=100),
+    "softcap": Scores(scale=0.3, softcap=1.5),
+    "softcap and window": Scores(scale=0.3, window=3, softcap=1.5),
+}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("name", SCORES)
+def test_decoding_from_a_store_equals_packed_attention(name: str, heads: tuple[int, int]) -> None:
+    lengths = [5, 1, 9, 3]
+    query = normal(4, heads[0], WIDTH)
+    keys, values = normal(6, 12, heads[1], WIDTH, seed=1), normal(6, 12, heads[1], WIDTH, seed=2)
+    actual = DecodeAttention(torch.tensor(lengths), 9)(query, keys, values, SCORES[name])
+    packed = (torch.cat([store[row, :length] for row, length in enumerate(lengths)]) for store in (keys, values))
+    queries, asked = Packing.from_lengths([1] * 4), Packing.from_lengths(lengths)
+    assert_equal(actual, per_sequence_attention(query, *packed, queries, asked, SCORES[name]), name)
+
+
+def test_stretches_that_nobody_asks_about_lie_between_the_seen_keys() -> None:
+    """What the flash kernel is told about the store, checked where there is none."""
+    decode = DecodeAttention(torch.tensor([5, 1, 9]), 9)
+    assert decode._key_borders(None, 10).tolist() == [0, 0, 5, 10, 11, 20, 29]
+    assert decode._key_borders(4, 10).tolist() == [0, 1, 5, 10, 11, 25, 29]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("name", ["plain", "window", "wide window"])
+def test_flash_on_the_store_stays_near_fp32(name: str, heads: tuple[int, int]) -> None:
+    """bf16 keeps 8 bits: 2e-2 of the scale."""
+    lengths = torch.tensor([5, 1, 9, 3], device="cuda")
+    query = normal(4, heads[0], 64).cuda()
+    keys, values = (normal(6, 12, heads[1], 64, seed=seed).cuda() for seed in (1, 2))
+    expected = DecodeAttention(lengths, 9)(query, keys, values, SCORES[name])
+    half = (tensor.bfloat16() for tensor in (query, keys, values))
+    assert_equal(DecodeAttention(lengths, 9)(*half, SCORES[name]).float(), expected, name, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
+    scores = SCORES[name]
+    wholes = {letter: normal(3, length, 2, WIDTH, seed=length) for letter, length in (("a", 9), ("b", 12), ("c", 7))}
+    cache = RowCache(torch.device("cpu"))
+    cache.resize(2, 6)
+
+    def forward(decoded: dict[str, int], prefilled: dict[str, int]) -> dict[str, Tensor]:
+        """`decoded`: the place of each row's new token; `prefilled`: how many tokens of each come at once."""
+        parts = [wholes[letter][:, place : place + 1] for letter, place in decoded.items()]
+        parts += [wholes[letter][:, :length] for letter, length in prefilled.items()]
+        lengths = torch.tensor([place + 1 for place in decoded.values()], dtype=torch.int64)
+        prefill = Packing.from_lengths(list(prefilled.values())) if prefilled else None
+        cache.expect(lengths, max(lengths.tolist(), default=0), prefill)
+        output = cache.attend("block", *torch.cat(parts, dim=1), scores)
+        ends = Packing.from_lengths([part.shape[1] for part in parts]).slices()
+        return {letter: output[stop - 1] for letter, (_, stop) in zip([*decoded, *prefilled], ends, strict=True)}
+
+    def check(outputs: dict[str, Tensor], places: dict[str, int]) -> None:
+        for letter, place in places.items():
+            packing = Packing.from_lengths([place + 1])
+            whole = per_sequence_attention(*wholes[letter][:, : place + 1], packing, packing, scores)
+            assert_equal(outputs[letter], whole[-1], f"{letter} at {place}")
+
+    check(forward({}, {"a": 4}), {"a": 3})
+    check(forward({"a": 4}, {"b": 5}), {"a": 4, "b": 4})
+    cache.resize(4, 11)
+    check(forward({"a": 5, "b": 5}, {"c": 3}), {"a": 5, "b": 5, "c": 2})
+    cache.copy([(2, 0, 3)])  # a is done and c takes its row
+    check(forward({"c": 3, "b": 6}, {}), {"c": 3, "b": 6})
+    cache.copy([(1, 2, 7), (0, 1, 4)])  # read before anything is written
+    cache.resize(3, 8)
+    cache.copy([(2, 0, 7)])
+    check(forward({"b": 7, "c": 4}, {}), {"b": 7, "c": 4})
+
+
+@pytest.mark.parametrize("budget", [70, 150, 400, 5000])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_schedule_keeps_its_budget_and_finishes_everything(budget: int, seed: int) -> None:
+    source = random.Random(seed)
+    answers = []
+    for _ in range(20):
+        sampling = Sampling(max_new_tokens=source.randrange(1, 40))
+        prompt = Prompt([0] * source.randrange(1, 30), sampling, not_begun=2)
+        answers += [Answer(prompt, 0, frozenset(), None) for _ in range(2)]
+    schedule = Schedule(answers, budget, max_sequences=8, prefill_budget=40)
+    evictions = steps = 0
+    cached: list[Answer] = []  # what each row of the cache belongs to
+    while schedule.waiting or schedule.running:
+        steps += 1
+        assert steps < 5000
+        before = len(schedule.running)
+        for move in schedule.evict():
+            cached[move[1]] = cached[move[0]]
+        evictions += before - len(schedule.running)
+        decoded = len(schedule.running)
+        assert cached[:decoded] == schedule.running
+        admission = schedule.admit()
+        assert len(schedule.running) <= schedule.rows <= 8
+        assert schedule.rows * schedule.capacity <= budget
+        assert all(answer.length <= schedule.capacity for answer in schedule.running)
+        prefilled = [answer.length for answer in admission.prefilled]
+        assert sum(prefilled) <= 40 or len(prefilled) == 1
+        cached = list(schedule.running)
+        for answer, row in admission.copied:
+            assert cached[row].prompt is answer.prompt
+            assert row < decoded + len(prefilled)
+        finished = [row for row, answer in enumerate(schedule.running) if answer.add(1, 0.0, 0.0)]
+        for source_row, target, length in schedule.retire(finished):
+            cached[target] = cached[source_row]
+            assert length == cached[target].length - 1
+    assert all(len(answer.tokens) == answer.prompt.sampling.max_new_tokens for answer in answers)
+    assert evictions or budget > 70

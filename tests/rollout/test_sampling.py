@@ -1,0 +1,171 @@
+"""Every way of sampling draws from the distribution it names: chi-square against exact probabilities, fixed seeds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import load_model, pack
+from postlude.rollout.draw import Settings, draw
+from postlude.rollout.generator import Generator
+from postlude.rollout.noise import gumbel, mix, stream_key
+from postlude.rollout.sampling import Sampling
+
+WAYS = {
+    "plain": Sampling(),
+    "hot": Sampling(temperature=1.7),
+    "cold": Sampling(temperature=0.4),
+    "top-k": Sampling(top_k=5),
+    "top-k of one": Sampling(top_k=1),
+    "top-k past all": Sampling(top_k=10_000),
+    "top-p": Sampling(top_p=0.6),
+    "tiny top-p": Sampling(top_p=1e-6),
+    "min-p": Sampling(min_p=0.3),
+    "all": Sampling(temperature=1.3, top_k=9, top_p=0.8, min_p=0.05),
+    "top-k then top-p": Sampling(top_k=4, top_p=0.7),
+}
+
+
+def exact(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution by definition, fp64 [vocab]."""
+    logits = logits.double() / (sampling.temperature or 1.0)
+    order = logits.argsort(descending=True)
+    keep = torch.ones_like(logits, dtype=torch.bool)
+    if sampling.top_k:
+        keep[order[sampling.top_k :]] = False
+    left = logits.masked_fill(~keep, -math.inf).softmax(-1)
+    before = 0.0
+    for token in order.tolist():
+        if before >= sampling.top_p and sampling.top_p < 1:
+            keep[token] = False
+        before += left[token].item()
+    keep &= logits >= logits.max() + math.log(sampling.min_p or 1e-300)
+    return logits.masked_fill(~keep, -math.inf).softmax(-1)
+
+
+def surprise(counts: Tensor, probabilities: Tensor) -> float:
+    """Standard normal score of the chi-square statistic (Wilson and Hilferty), rare tokens taken together."""
+    expected = probabilities * counts.sum()
+    often = expected >= 5
+    pooled = torch.cat((expected[often], expected[~often].sum()[None]))
+    observed = torch.cat((counts[often], counts[~often].sum()[None])).double()
+    if pooled[-1] < 1e-9:
+        assert observed[-1] == 0, "a token without probability was drawn"
+        pooled, observed = pooled[:-1], observed[:-1]
+    freedom = len(pooled) - 1
+    if freedom == 0:
+        return 0.0
+    statistic = float(((observed - pooled) ** 2 / pooled).sum())
+    spread = 2 / (9 * freedom)
+    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
+def drawn(logits: Tensor, sampling: Sampling, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    keys = [stream_key(sampling.seed, number) for number in range(count)]
+    settings = Settings.of([sampling] * count, keys, len(logits), logits.device)
+    return draw(logits.expand(count, -1), settings, torch.zeros(count, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("vocabulary", [37, 256, 1000])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_drawn_from_the_distribution(way: str, vocabulary: int) -> None:
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
+    sampling = WAYS[way]
+    probabilities = exact(logits, sampling)
+    tokens, logprobs, sampled = drawn(logits, sampling, 20_000)
+    assert abs(surprise(torch.bincount(tokens, minlength=vocabulary), probabilities)) < 4
+    torch.testing.assert_close(sampled.double(), probabilities.log()[tokens], rtol=0, atol=1e-5)
+    tempered = (logits.double() / sampling.temperature).log_softmax(-1)
+    torch.testing.assert_close(logprobs.double(), tempered[tokens], rtol=0, atol=1e-5)
+
+
+def test_successive_draws_of_one_stream_are_independent() -> None:
+    """Pairs of neighbouring draws have the product of the two distributions."""
+    logits = torch.tensor([0.0, 1.0, -0.5, 0.3])
+    count = 20_000
+    settings = Settings.of([Sampling()] * count, [stream_key(7)] * count, 4, logits.device)
+    tokens, _, _ = draw(logits.expand(count, -1), settings, torch.arange(count))
+    both = logits.double().softmax(-1)
+    assert surprise(torch.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16), torch.outer(both, both).flatten()) < 4
+
+
+def test_rows_keep_their_own_settings() -> None:
+    logits = torch.randn(len(WAYS) + 1, 300, generator=torch.Generator().manual_seed(0)) * 2
+    samplings = [*WAYS.values(), Sampling(temperature=0.0)]
+    keys = [stream_key(place) for place in range(len(samplings))]
+    for count in range(20):
+        counts = torch.full((len(samplings),), count)
+        together = draw(logits, Settings.of(samplings, keys, 300, logits.device), counts)
+        for row, sampling in enumerate(samplings):
+            settings = Settings.of([sampling], [keys[row]], 300, logits.device)
+            alone = draw(logits[row : row + 1], settings, counts[:1])
+            assert together[0][row] == alone[0][0]
+            for part, other in zip(together[1:], alone[1:], strict=True):
+                torch.testing.assert_close(part[row], other[0], rtol=0, atol=1e-5)
+        assert together[0][-1] == logits[-1].argmax()
+
+
+def test_top_p_finds_its_edge_past_the_first_shortlist() -> None:
+    logits = torch.linspace(0.0, 0.5, 6000)  # nearly even: the edge lies thousands of tokens down
+    sampling = Sampling(top_p=0.9)
+    probabilities = exact(logits, sampling)
+    tokens, _, sampled = drawn(logits, sampling, 500)
+    assert (probabilities[tokens] > 0).all()
+    torch.testing.assert_close(sampled.double(), probabilities.log()[tokens], rtol=0, atol=1e-4)
+
+
+def test_noise_is_gumbel_and_a_hash_of_its_place() -> None:
+    noise = gumbel(torch.tensor([[stream_key(1)]]), torch.arange(200_000))[0]
+    ranked, ideal = noise.sort().values, (torch.arange(200_000).double() + 0.5) / 200_000
+    assert (torch.exp(-torch.exp(-ranked)) - ideal).abs().max() < 1.95 / math.sqrt(200_000)  # Kolmogorov, p = 0.001
+    lagged = torch.corrcoef(torch.stack((noise[:-1], noise[1:])))[0, 1]
+    assert abs(float(lagged)) < 4 / math.sqrt(200_000)
+    again = gumbel(torch.tensor([[stream_key(1)]]), torch.tensor([5, 77_777]))[0]
+    assert torch.equal(again, noise[[5, 77_777]])
+
+
+def test_mixing_is_that_of_splitmix64() -> None:
+    # The first numbers of the stream that starts at 0, from the generator's reference implementation.
+    golden = 0x9E3779B97F4A7C15 - (1 << 64)
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    stream = mix(torch.tensor([1, 2, 3]) * golden).tolist()
+    assert [value % (1 << 64) for value in stream] == expected
+    assert stream_key(0) % (1 << 64) == expected[0]
+
+
+@pytest.mark.parametrize("way", ["plain", "cold", "all"])
+def test_a_generator_draws_from_the_model(way: str) -> None:
+    model = load_model("tiny-dense")
+    prompt = list(b"chi square")
+    (microbatch,) = pack([prompt], budget=len(prompt))
+    with torch.no_grad():
+        model.embedding.weight.mul_(5)
+        probabilities = exact(model(microbatch)[-1], WAYS[way])
+    generator = Generator(model, max_sequences=2048, max_batch_tokens=200_000)
+    sampling = Sampling(**{**vars(WAYS[way]), "max_new_tokens": 1, "seed": 4})
+    (answers,) = generator.generate([prompt], sampling, n=6000)
+    counts = torch.bincount(torch.tensor([answer.tokens[0] for answer in answers]), minlength=len(probabilities))
+    assert abs(surprise(counts, probabilities)) < 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "sentence"),
+    [
+        ({"max_new_tokens": 0}, ValueError, "an answer has at least 1 token"),
+        ({"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5: give a whole number"),
+        ({"temperature": -1.0}, ValueError, "temperature=-1.0: give 0"),
+        ({"temperature": math.nan}, ValueError, "temperature=nan"),
+        ({"top_k": -1}, ValueError, "top_k=-1"),
+        ({"top_p": 0.0}, ValueError, "top_p=0.0: give a probability above 0"),
+        ({"min_p": 1.1}, ValueError, "min_p=1.1"),
+        ({"stop": "word"}, TypeError, "give a tuple of str"),
+        ({"stop": ("",)}, ValueError, "at least one letter"),
+        ({"stop_tokens": [1]}, TypeError, "give a tuple of int"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        Sampling(**wrong)
