@@ -275,6 +275,14 @@ class Engine:
         buckets = weights.plan_buckets(self._pieces, bucket_bytes, dtype)
         return weights.stream(buckets, self.tensors, self.mesh, dtype)
 
+    @torch.no_grad()
+    def copy_weights(self, model: LanguageModel) -> None:
+        """Copy the weights into a whole model on every rank, such as one that generates."""
+        own = model.state_dict()
+        for piece, (_, tensor) in zip(self._pieces, self.stream_weights(), strict=True):
+            target = own[piece.ours] if piece.expert is None else own[piece.ours][piece.expert]
+            target.copy_(tensor)
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The whole gradient, tensor by tensor, as `stream_weights` names and orders them; fp32."""
         own = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}

@@ -79,8 +79,9 @@ class Generator:
         if n < 1:
             raise ValueError(f"n={n}: give at least 1 answer a prompt.")
         samplings = one_each(sampling, len(prompts))
+        apart = isinstance(sampling, Sampling)  # one seed for all: their places tell prompts apart
         groups = [
-            self._answers(place, tokens, own, n)
+            self._answers(place, tokens, own, n, place if apart else 0)
             for place, (tokens, own) in enumerate(zip(prompts, samplings, strict=True))
         ]
         answers = [answer for group in groups for answer in group]
@@ -88,7 +89,7 @@ class Generator:
             _Run(self, answers).finish()
         return [[self._completion(answer) for answer in group] for group in groups]
 
-    def _answers(self, place: int, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Answer]:
+    def _answers(self, place: int, tokens: Sequence[int], sampling: Sampling, n: int, apart: int) -> list[Answer]:
         tokens = [int(token) for token in tokens]
         size = self.model.config.vocab_size
         if not tokens:
@@ -109,7 +110,7 @@ class Generator:
         ends = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.eos_tokens)
         prompt = Prompt(tokens, sampling, not_begun=n)
         return [
-            Answer(prompt, stream_key(sampling.seed, place, number), ends, self._stop_strings(sampling))
+            Answer(prompt, stream_key(sampling.seed, apart, number), ends, self._stop_strings(sampling))
             for number in range(n)
         ]
 

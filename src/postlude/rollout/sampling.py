@@ -17,8 +17,8 @@ class Sampling:
     An answer ends with any of `stop_tokens`, with the end-of-sequence token unless `ignore_eos`, when a string of
     `stop` appears in its text, or after `max_new_tokens`.
 
-    `seed`, the prompt's place in the call and the answer's number choose the random numbers: the same three give the
-    same answer whatever else is generated beside it.
+    `seed` and the answer's number choose the random numbers, and, with one sampling for all prompts, the prompt's place
+    in the call: the same of these give the same answer whatever else is generated beside it.
     """
 
     max_new_tokens: int = 128

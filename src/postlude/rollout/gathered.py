@@ -1,0 +1,47 @@
+"""The native generator in any layout: a whole copy of the weights on every rank, and the prompts shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from postlude.engine import Engine
+from postlude.model import LanguageModel
+from postlude.rollout.generator import Generator
+from postlude.rollout.protocol import Completion
+from postlude.rollout.sampling import Sampling, one_each
+from postlude.rollout.stops import Decoder
+
+
+class GatheredGenerator:
+    """Answers prompts with the engine's weights as they were at the last `update`. Every rank makes the same calls.
+
+    Each rank answers its share and all get all answers. Which rank answers makes no difference to what it says, so the
+    same seeds give the same answers in every layout, to rounding of the weights.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Decoder, **limits: Any) -> None:
+        self.engine = engine
+        with torch.device("meta"):
+            model = LanguageModel(engine.config)
+        self.model = model.to(engine.compute_dtype).to_empty(device=engine.device).eval()
+        self.generator = Generator(self.model, tokenizer, **limits)
+        self.update()
+
+    def update(self) -> None:
+        """Take the engine's weights as they are now."""
+        self.engine.copy_weights(self.model)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+    ) -> list[list[Completion]]:
+        """As `Generator.generate`, the prompts shared out over all ranks. Give each prompt a seed of its own."""
+        samplings = one_each(sampling, len(prompts))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        own = self.generator.generate(prompts[rank::size], samplings[rank::size], n) if prompts[rank::size] else []
+        everyone: list[list[list[Completion]]] = [[] for _ in range(size)]
+        dist.all_gather_object(everyone, own)
+        return [everyone[place % size][place // size] for place in range(len(prompts))]
