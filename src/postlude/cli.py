@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import os
 import shutil
 import sys
 from collections import Counter
@@ -27,10 +28,14 @@ from postlude.layout import Layout
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.recompute import Recompute
 from postlude.model.stack import LogicalLayer
+from postlude.recipes.config import describe, to_yaml
+from postlude.recipes.grpo import GRPOConfig, load_config, train
+from postlude.recipes.report import write_report
 from postlude.verify import OBJECTIVES, TOLERANCES, Case, Report, compare_all, fitting, source_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join(BUILTIN)}"
+RECIPES = ("grpo",)  # commands whose other options are fields of a config
 ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
 
 
@@ -171,6 +176,26 @@ def verify(options: argparse.Namespace, console: Console) -> int:
     return int(bool(different))
 
 
+def grpo(options: argparse.Namespace, console: Console) -> None:
+    """Train by group-relative policy optimisation, or continue where the run stopped."""
+    overrides = [part for part in options.overrides if part != "--"]
+    config = load_config(options.config, overrides)
+    if options.dry_run:
+        console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
+        return
+    size = config.layout.world_size if options.nproc is None else options.nproc
+    report = on_ranks(train, config, options.device, nproc=size, timeout=options.timeout, device=options.device)
+    if os.environ.get("RANK", "0") == "0":
+        console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+
+
+def report(options: argparse.Namespace, console: Console) -> None:
+    """Write the report of a run, or of several to compare."""
+    target = options.to or options.runs[0] / "report.html"
+    written = write_report(options.runs, target)
+    console.print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)
+
+
 def _score(inputs: OutputInputs, context: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob, entropy and rank (1 is the likeliest) of the next token at every position, each [T]."""
     targets = inputs.microbatch.targets
@@ -192,7 +217,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, unknown = _parser().parse_known_args(arguments)
-    if unknown:
+    options.overrides = unknown
+    if unknown and options.command not in RECIPES:
         known = [f"--{name}" for name in vars(options)]
         near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1)
         options.parser.error(f"{unknown[0]!r} is not an option" + (f"; did you mean {near[0]}?" if near else ""))
@@ -238,6 +264,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
     command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
     command.set_defaults(run=verify, parser=command)
+
+    command = commands.add_parser(
+        "grpo",
+        help="train on rewards: sample groups of answers, learn from the better ones",
+        description="Fields of the config are set in the file and by --field value:\n\n" + describe(GRPOConfig),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("config", metavar="CONFIG.yaml", type=Path, nargs="?", help="--field value beats what it says")
+    command.add_argument("--dry-run", action="store_true", help="print the whole config and stop")
+    command.add_argument("--nproc", type=int, help="ranks to start on this machine (default: as the layout needs)")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
+    command.set_defaults(run=grpo, parser=command)
+
+    command = commands.add_parser("report", help="write a run's report, or compare several", allow_abbrev=False)
+    command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories")
+    command.add_argument("--to", metavar="FILE", type=Path, help="where to (default: report.html in the first one)")
+    command.set_defaults(run=report, parser=command)
     return parser
 
 

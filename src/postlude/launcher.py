@@ -160,6 +160,8 @@ def ranks(
             timeout=timedelta(seconds=timeout),
         )
         yield rank
+        if words:
+            _bounded(lambda: words.say(_Word("finished")))
         dist.destroy_process_group()
     except BaseException as error:
         cause = words.fail(error) if words else None
@@ -168,9 +170,6 @@ def ranks(
         if cause is not None:
             raise cause from error
         raise
-    else:
-        if words:
-            _bounded(lambda: words.say(_Word("finished")))
     finally:
         if words and not words.lost:
             _bounded(words.leave)

@@ -1,0 +1,210 @@
+"""Rows of a dataset from JSONL or parquet files, and the order they are visited in."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LINES = (".jsonl", ".ndjson", ".json")
+PARQUET = (".parquet",)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Every row of a dataset, in memory. `rows.where(i)` names row i to whoever must mend it."""
+
+    name: str
+    """The file's name, or the folder's."""
+    rows: Sequence[Mapping[str, Any]]
+    places: Sequence[str]
+    """Where each row stands, such as "line 7 of train.jsonl"."""
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """One row, by the names of its columns."""
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.rows)
+
+    def where(self, index: int) -> str:
+        """Where row `index` stands, for an error about it."""
+        return self.places[index]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that a row has, in the order they first appear."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row))
+
+    def require(self, *columns: str) -> Rows:
+        """Return these rows, having made sure that every one has a value in each of `columns`."""
+        for column in columns:
+            missing = [index for index, row in enumerate(self.rows) if row.get(column) is None]
+            if len(missing) == len(self.rows):
+                raise ValueError(_no_column(self.name, column, self.columns))
+            if missing:
+                others = f", as do {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise ValueError(
+                    f'{self.where(missing[0])} has no value in column "{column}"{others}. '
+                    f"Fill it in, or leave such rows out."
+                )
+        return self
+
+
+def read_rows(path: str | Path, require: Sequence[str] = ()) -> Rows:
+    """Read a .jsonl or .parquet file, or a folder of such files in the order of their names.
+
+    Every row is read and checked here, so that a broken one stops a run before it starts. `require` names the columns
+    in which every row must have a value. JSONL has one object a line, in UTF-8; blank lines count but hold no row.
+    """
+    path = Path(path)
+    rows: list[Mapping[str, Any]] = []
+    places: list[str] = []
+    for file in _files(path):
+        for place, row in _read_parquet(file) if file.suffix in PARQUET else _read_lines(file):
+            rows.append(row)
+            places.append(place)
+    if not rows:
+        raise ValueError(f"dataset {path} has no rows. Give a file with at least one.")
+    return Rows(path.name, rows, places).require(*require)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in LINES + PARQUET)
+        if not files:
+            raise FileNotFoundError(f"folder {path} has no .jsonl or .parquet files.")
+        return files
+    if not path.is_file():
+        siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, 1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else f"the current directory is {Path.cwd()}."
+        raise FileNotFoundError(f"there is no dataset {path}; {hint}")
+    if path.suffix not in LINES + PARQUET:
+        raise ValueError(f'dataset {path} ends in "{path.suffix}", but .jsonl and .parquet can be read. Convert it.')
+    return [path]
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"line {number} of {path.name}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                row = json.loads(text) if text else None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{place} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+            except json.JSONDecodeError as error:
+                torn = "" if line.endswith(b"\n") else " It is the last line and has no end: was the file cut off?"
+                raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}.{torn}") from error
+            if not text:
+                continue
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f'{place} holds a JSON {type(row).__name__}, but a row is an object such as {{"prompt": "..."}}. '
+                    f"Write one object a line."
+                )
+            yield place, row
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")  # large, and only parquet needs it
+    except ImportError as error:
+        raise ImportError(
+            f"reading {path} needs the package pyarrow: pip install pyarrow, or convert the file to .jsonl."
+        ) from error
+    try:
+        table = parquet.read_table(path)
+    except Exception as error:  # whatever Arrow raises
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{path} cannot be read as parquet: {reason}") from error
+    number = 0
+    for batch in table.to_batches(max_chunksize=4096):
+        for row in batch.to_pylist():
+            yield f"row {number} of {path.name}", row
+            number += 1
+
+
+def _no_column(name: str, column: str, columns: Sequence[str]) -> str:
+    near = difflib.get_close_matches(column, columns, 1)
+    hint = f'; did you mean "{near[0]}"?' if near else "."
+    listed = ", ".join(f'"{each}"' for each in columns) or "none"
+    return f'dataset {name} has no column "{column}"; it has: {listed}{hint}'
+
+
+class Sampler:
+    """The order in which `size` rows are visited: each once an epoch, shuffled anew by `seed` and the epoch's number.
+
+    `state()` is plain JSON. A sampler restored from it goes on with exactly the rows that would have come.
+    """
+
+    def __init__(self, size: int, seed: int = 0, *, shuffle: bool = True) -> None:
+        if size < 1:
+            raise ValueError(f"size is {size}, but a sampler needs at least one row.")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}, but the least is 0.")
+        self.size = size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.position = 0  # rows of this epoch already given
+        self._order = self._permutation()
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` rows. They may run from one epoch into the next."""
+        if count < 0:
+            raise ValueError(f"count is {count}, but the least is 0.")
+        taken: list[int] = []
+        while len(taken) < count:
+            if self.position == self.size:
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._permutation()
+            more = self._order[self.position : self.position + count - len(taken)]
+            taken += more
+            self.position += len(more)
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as JSON."""
+        return {
+            "size": self.size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": self.epoch,
+            "position": self.position,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state` was taken, by a sampler of the same size, seed and shuffling."""
+        for name in ("size", "seed", "shuffle"):
+            if state.get(name) != getattr(self, name):
+                raise ValueError(
+                    f"the saved order has {name} {state.get(name)}, but this one has {getattr(self, name)}, so the "
+                    f"rows already visited cannot be told. Start anew, or bring back the dataset and its settings."
+                )
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position <= self.size:
+            raise ValueError(
+                f"the saved order stands at row {position} of {self.size} in epoch {epoch}. It is damaged."
+            )
+        self.epoch, self.position = epoch, position
+        self._order = self._permutation()
+
+    def _permutation(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.size))
+        # Of numpy's generators this one is frozen: the same order in every version, so a run resumes anywhere.
+        generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, self.epoch])))
+        order: list[int] = generator.permutation(self.size).tolist()
+        return order

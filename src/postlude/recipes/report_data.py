@@ -1,0 +1,152 @@
+"""What the report knows of a run: its series, distributions and samples, and how they are made small enough to draw."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from postlude.recipes.run import read_config, read_metrics, read_samples
+
+TIME = "time/"
+SMOOTHED_FROM = 40  # values; fewer are shown as they are
+CALM = 3.0  # times its range that a smooth series goes up and down in all
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric of one run: `steps` [n], rising, and `values` [n], finite or not."""
+
+    steps: Floats
+    values: Floats
+
+    @property
+    def finite(self) -> Series:
+        """Without the values that are not numbers."""
+        good = np.isfinite(self.values)
+        return Series(self.steps[good], self.values[good])
+
+    def end(self, share: float = 0.1) -> float:
+        """Mean of the last tenth, at least one value: what the metric came to. nan if there is nothing."""
+        values = self.finite.values
+        return float(values[-max(1, round(len(values) * share)) :].mean()) if len(values) else float("nan")
+
+    def start(self, share: float = 0.1) -> float:
+        """Mean of the first tenth, likewise."""
+        return Series(self.steps, self.values[::-1]).end(share)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as it was read."""
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    phases: Sequence[str]
+    """The distinct phases, in their order."""
+    series: Mapping[str, Series]
+    distributions: Mapping[str, Sequence[tuple[int, Floats]]]
+    """Lists of numbers by step: each rollout's reward, length, …"""
+    samples: Sequence[Mapping[str, Any]]
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Read the runs. Each is called by its directory's name, or its whole path where two have the same name."""
+    for path in paths:
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path} is not a directory, so no run can be read from it.")
+    whole = [path.resolve() for path in paths]
+    times = Counter(path.name for path in whole)
+    return [_read(path, path.name if times[path.name] == 1 else str(path)) for path in whole]
+
+
+def _read(path: Path, name: str) -> RunData:
+    numbers: dict[str, dict[int, float]] = {}
+    lists: dict[str, dict[int, Floats]] = {}
+    phases: dict[str, None] = {}
+    for line in read_metrics(path):
+        step = line.pop("step")
+        phases[str(line.pop("phase", ""))] = None
+        for key, value in line.items():
+            if isinstance(value, int | float):
+                numbers.setdefault(key, {})[step] = float(value)
+            elif isinstance(value, list):
+                found = _numbers(value)
+                if len(found):
+                    lists.setdefault(key, {})[step] = found
+    samples = read_samples(path)
+    if not lists:
+        lists = _from_samples(samples)
+    series = {
+        key: Series(np.array(sorted(found), dtype=float), np.array([found[step] for step in sorted(found)]))
+        for key, found in numbers.items()
+    }
+    distributions = {key: sorted(found.items()) for key, found in lists.items()}
+    return RunData(
+        name, path, _dotted(read_config(path)), [phase for phase in phases if phase], series, distributions, samples
+    )
+
+
+def _dotted(config: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        inner = isinstance(value, Mapping) and value
+        found |= _dotted(value, f"{outer}{name}.") if inner else {f"{outer}{name}": value}
+    return found
+
+
+def _from_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Floats]]:
+    """Rewards and lengths of the samples, where a run has logged no lists of all of them."""
+    found: dict[str, dict[int, list[Any]]] = {}
+    for sample in samples:
+        for key, value in (("sample rewards", sample.get("reward")), ("sample lengths", len(sample.get("tokens", ())))):
+            found.setdefault(key, {}).setdefault(sample["step"], []).append(value)
+    numbers = {key: {step: _numbers(values) for step, values in steps.items()} for key, steps in found.items()}
+    return {
+        key: {step: values for step, values in steps.items() if len(values)}
+        for key, steps in numbers.items()
+        if any(values.any() for values in steps.values())
+    }
+
+
+def _numbers(values: Sequence[Any]) -> Floats:
+    """The finite numbers in a list."""
+    if {type(value) for value in values} <= {int, float}:  # nearly always, and then it is quick
+        found: Floats = np.array(values, dtype=float)
+        return np.extract(np.isfinite(found), found)
+    return np.array([value for value in values if isinstance(value, int | float) and math.isfinite(value)], dtype=float)
+
+
+def thin(series: Series, points: int) -> Series:
+    """At most `points` of a series: of each stretch its lowest and its highest value, so no spike is lost."""
+    count = len(series.values)
+    if count <= points:
+        return series
+    edges = np.linspace(0, count, max(points // 2, 1) + 1).astype(int)
+    kept: set[int] = set()
+    for first, last in pairwise(edges):
+        stretch = series.values[first:last]
+        kept |= {int(first + stretch.argmin()), int(first + stretch.argmax())}
+    index = np.array(sorted(kept))
+    return Series(series.steps[index], series.values[index])
+
+
+def smooth(series: Series, points: int) -> Series | None:
+    """A running mean over a twentieth of the series, at `points` steps; None where it is short or smooth already."""
+    count = len(series.values)
+    if count < SMOOTHED_FROM or np.abs(np.diff(series.values)).sum() <= CALM * np.ptp(series.values):
+        return None
+    half = max(count // 40, 1)
+    sums = np.concatenate([[0.0], np.cumsum(series.values)])
+    at = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, count)
+    return Series(series.steps[at], (sums[high] - sums[low]) / (high - low))

@@ -1,0 +1,323 @@
+"""A run on disk: its config, metrics, samples and checkpoints. A run that was killed goes on as if it had not been.
+
+    config.yaml                 what was asked for
+    metrics.jsonl               a JSON object a step
+    samples.jsonl               a JSON object a sample rollout
+    tensorboard/                the metrics again, as event files
+    checkpoints/step-000100/    training state after step 100, as `Engine.save` writes it
+
+Every rank makes the same calls. The first rank writes; the others hold an `Onlooker`, which only reads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import yaml
+
+from postlude.recipes.sinks import LineFile, Sink, TensorBoard, WeightsAndBiases, write_whole
+
+CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+COMPLETE = "state.json"  # what a checkpoint has once it is all there
+STEP = re.compile(r"step-(\d+)")
+DELETING = ".deleting"
+MISSING = object()
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rollout to look at. The last three lists have an entry for each token of the completion."""
+
+    prompt: str
+    completion: str
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is made of."""
+    tokens: Sequence[int] = ()
+    token_strings: Sequence[str] = ()
+    logprobs: Sequence[float] = ()
+
+
+class RunDirectory:
+    """One run's directory, for the rank that writes. `open_run` gives each rank the one it needs.
+
+    At the start call `resume`, then `log` (and `sample`) a step before its checkpoint is saved: so a checkpoint never
+    knows of a step whose metrics are not on disk.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, wandb: str | None = None) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._wandb = wandb
+        self._metrics = LineFile(self.path / METRICS)
+        self._samples = LineFile(self.path / SAMPLES)
+        self._sinks: list[Sink] = []
+        self._step: int | None = None
+        self._resumed_at: int | None = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, phase: str) -> None:
+        """Add a step's metrics: numbers, lists of numbers (distributions), or mappings of them, named `outer/inner`.
+
+        Steps never go back. What is not a finite number is written as "nan", "inf" or "-inf", as JSON has none.
+        """
+        values = flatten(metrics)
+        if self._step is not None and step < self._step:
+            raise ValueError(
+                f"metrics of step {step} come after those of step {self._step} in {self.path / METRICS}; "
+                f"call resume_at({step - 1}) to write that step again."
+            )
+        self._step = step
+        self._metrics.append([{"step": step, "phase": phase} | values])
+        for sink in self._open_sinks():
+            sink.log(step, values)
+
+    def sample(self, step: int, samples: Sequence[Sample]) -> None:
+        """Keep some rollouts of a step, to be read in the report."""
+        self._samples.append([{"step": step} | _plain(asdict(sample)) for sample in samples])
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint after `step` belongs."""
+        return self.path / CHECKPOINTS / f"step-{step:06d}"
+
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints, oldest first."""
+        folder = self.path / CHECKPOINTS
+        found = folder.iterdir() if folder.is_dir() else ()
+        complete = [path for path in found if STEP.fullmatch(path.name) and (path / COMPLETE).is_file()]
+        return sorted(complete, key=step_of)
+
+    def latest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint, the same on every rank: the first one looks."""
+
+        def look() -> Path | None:
+            found = self.checkpoints()
+            return found[-1] if found else None
+
+        return _first_rank_says(look)
+
+    def resume(self) -> Path | None:
+        """Go back to the newest checkpoint, or to nothing where there is none; returns it. Load it next."""
+        checkpoint = self.latest_checkpoint()
+        self.resume_at(-1 if checkpoint is None else step_of(checkpoint))
+        return checkpoint
+
+    def resume_at(self, step: int) -> None:
+        """Forget what was written of later steps: they will be done again. -1 forgets everything.
+
+        A torn last line, as a kill leaves it, goes as well.
+        """
+        later = [path for path in self.checkpoints() if step_of(path) > step]
+        if later:
+            raise ValueError(
+                f"{later[0]} is later than step {step}, where the run would go on. Move it away, or resume from it."
+            )
+        self._close_sinks()
+        for lines in (self._metrics, self._samples):
+            lines.keep(lambda line: int(line["step"]) <= step)
+        self._step = None if step < 0 else step
+        self._resumed_at = step
+
+    def prune(self, keep: int) -> list[Path]:
+        """Delete all complete checkpoints but the newest `keep`; returns the deleted.
+
+        Each is renamed first, so a kill in the middle leaves no half that could be taken for a whole.
+        """
+        if keep < 1:
+            raise ValueError(f"prune(keep={keep}) would leave no checkpoint to resume from; keep at least 1.")
+        old = self.checkpoints()[:-keep]
+        for path in old:
+            path.rename(path.with_name(f".{path.name}{DELETING}"))
+        for left in (self.path / CHECKPOINTS).glob(f".step-*{DELETING}"):  # an earlier kill's, too
+            shutil.rmtree(left)
+        return old
+
+    def close(self) -> None:
+        """Put everything on disk for good."""
+        self._metrics.close()
+        self._samples.close()
+        self._close_sinks()
+
+    def _open_sinks(self) -> list[Sink]:
+        if not self._sinks:
+            first = None if self._resumed_at is None else self._resumed_at + 1
+            self._sinks.append(TensorBoard(self.path / TENSORBOARD, first_step=first))
+            if self._wandb is not None:
+                self._sinks.append(WeightsAndBiases(self._wandb, self.path, read_config(self.path)))
+        return self._sinks
+
+    def _close_sinks(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+
+class Onlooker(RunDirectory):
+    """The run as the other ranks see it: it knows the checkpoints and writes nothing."""
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, phase: str) -> None:
+        """Nothing: the first rank does."""
+
+    def sample(self, step: int, samples: Sequence[Sample]) -> None:
+        """Nothing: the first rank does."""
+
+    def resume_at(self, step: int) -> None:
+        """Nothing: the first rank does."""
+
+    def prune(self, keep: int) -> list[Path]:
+        """Nothing: the first rank does."""
+        return []
+
+
+def open_run(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    *,
+    resume: bool = True,
+    may_change: Collection[str] = (),
+    wandb: str | None = None,
+) -> RunDirectory:
+    """Make a run's directory, or open it again if `resume` and `config` allow; every rank calls it.
+
+    A directory with another config is refused, by the first key that differs, save those in `may_change` (dotted: it
+    or what is below it). `wandb` names a project there, if the run shall be shown there too.
+    """
+
+    def prepare() -> None:
+        if wandb is not None:
+            WeightsAndBiases.check()
+        _prepare(Path(path).expanduser().absolute(), config, resume, may_change)
+
+    _first_rank_says(prepare)
+    return RunDirectory(path, wandb=wandb) if is_first_rank() else Onlooker(path)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was saved, by its name."""
+    found = STEP.fullmatch(checkpoint.name)
+    if found is None:
+        raise ValueError(f"{checkpoint} is not named as a checkpoint; it should end in step-000100, or another number.")
+    return int(found[1])
+
+
+def flatten(metrics: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
+    """Metrics as they are written: `outer/inner` for a mapping in a mapping, numbers for tensors, no Nones."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{outer}{name}/")
+        elif value is not None:
+            found[f"{outer}{name}"] = _plain(value)
+    return found
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The config a run was started with; empty where there is none."""
+    path = run / CONFIG
+    return (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """A run's metrics, line by line. Those of a run that is being written can be read, too."""
+    return LineFile(run / METRICS).read()
+
+
+def read_samples(run: Path) -> list[dict[str, Any]]:
+    """A run's sample rollouts: the fields of `Sample`, and `step`."""
+    return LineFile(run / SAMPLES).read()
+
+
+def _prepare(path: Path, config: Mapping[str, Any], resume: bool, may_change: Collection[str]) -> None:
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file; a run needs a directory.")
+    asked = yaml.safe_load(_as_yaml(config))
+    if (path / CONFIG).is_file():
+        difference = _difference(asked, read_config(path), may_change)
+        if difference:
+            raise ValueError(
+                f"{path} belongs to another run: {difference}. Give the same config to resume it, or another directory."
+            )
+        if not resume:
+            raise ValueError(f"{path} holds a run of this config already. Resume it, or give another directory.")
+    elif path.is_dir():
+        found = [name for name in (METRICS, SAMPLES, CHECKPOINTS) if (path / name).exists()]
+        if found:
+            raise ValueError(
+                f"{path} holds {found[0]} but no {CONFIG}, so whose it is cannot be told. Give another directory."
+            )
+    (path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    write_whole(path / CONFIG, _as_yaml(config).encode())
+
+
+def _as_yaml(config: Mapping[str, Any]) -> str:
+    try:
+        return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as error:
+        raise TypeError(
+            f"{CONFIG} cannot hold this config ({error}); use numbers, strings, lists and dicts."
+        ) from error
+
+
+def _difference(asked: Any, found: Any, may_change: Collection[str], key: str = "") -> str:
+    """The first key whose values differ, with both of them; empty if all agree."""
+    if key in may_change:
+        return ""
+    if isinstance(asked, dict) and isinstance(found, dict):
+        for name in [*asked, *(name for name in found if name not in asked)]:
+            inner = f"{key}.{name}" if key else str(name)
+            difference = _difference(asked.get(name, MISSING), found.get(name, MISSING), may_change, inner)
+            if difference:
+                return difference
+        return ""
+    if asked == found:
+        return ""
+    there, here = ("nothing" if value is MISSING else repr(value) for value in (found, asked))
+    return f"{key} is {there} there and {here} here"
+
+
+def _plain(value: Any) -> Any:
+    """The same in what JSON and YAML know."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # a tensor or an array
+        return value.tolist()
+    return value
+
+
+def _first_rank_says(work: Callable[[], Value]) -> Value:
+    """What `work` gives on the first rank, or raises there, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = work()
+        except Exception as error:  # else the others would wait for ever
+            told[1] = error
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise told[1]
+    value: Value = told[0]
+    return value

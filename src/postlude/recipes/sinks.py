@@ -1,0 +1,196 @@
+"""Where a run's metrics go: files of JSON lines that survive a kill, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from torch import float64, tensor
+
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as they stand in a file
+
+
+class Sink(Protocol):
+    """Something that wants each step's metrics beside `metrics.jsonl`."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the flat metrics of a step."""
+        ...
+
+    def close(self) -> None:
+        """Put everything where it belongs."""
+        ...
+
+
+class LineFile:
+    """A file with a JSON object a line. Each line reaches the system at once, so only a torn last one can be lost."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines, all in one write."""
+        if self._file is None:
+            self._cut_torn_line()
+            self._file = self.path.open("ab")
+        text = "".join(json.dumps(_to_file(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+        self._file.write(text.encode(errors="backslashreplace"))  # half a surrogate pair is no reason to stop a run
+        self._file.flush()
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines."""
+        return [_from_file(line) if b'nan"' in raw or b'inf"' in raw else line for raw, line in self._lines()]
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drop the lines that are not wanted, and a torn one, all at once or not at all."""
+        self.close()
+        if self.path.is_file():
+            whole = b"".join(raw for raw, line in self._lines() if wanted(line))
+            if len(whole) != self.path.stat().st_size:
+                write_whole(self.path, whole)
+
+    def close(self) -> None:
+        """Write through to the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
+        if not self.path.is_file():
+            return []
+        found = []
+        for number, raw in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
+            if not raw.endswith(b"\n"):
+                break  # torn
+            try:
+                line = json.loads(raw)
+                line["step"] = int(line["step"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{self.path} line {number} is not an object with a step ({error}); take the line out."
+                ) from error
+            found.append((raw, line))
+        return found
+
+    def _cut_torn_line(self) -> None:
+        if self.path.is_file():
+            whole = self.path.read_bytes()
+            end = whole.rfind(b"\n") + 1
+            if end != len(whole):
+                write_whole(self.path, whole[:end])
+
+
+class TensorBoard:
+    """Event files. A run that goes on starts a new one, which tells TensorBoard to forget `first_step` and later."""
+
+    def __init__(self, directory: Path, *, first_step: int | None) -> None:
+        self._writer: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  slow, and it may not be there
+        except ImportError:
+            warnings.warn(
+                "No TensorBoard files are written: the package is missing (pip install tensorboard). "
+                "metrics.jsonl has everything.",
+                stacklevel=2,
+            )
+            return
+        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Numbers become scalars, lists histograms."""
+        if self._writer is None:
+            return
+        for key, value in metrics.items():
+            if isinstance(value, list):
+                finite = [entry for entry in value if isinstance(entry, int | float) and math.isfinite(entry)]
+                if finite:
+                    self._writer.add_histogram(key, tensor(finite, dtype=float64), step)
+            elif isinstance(value, int | float):
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Finish the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run there, under one id for as long as the directory lives."""
+
+    def __init__(self, project: str, directory: Path, config: Mapping[str, Any]) -> None:
+        self.check()
+        wandb: Any = import_module("wandb")  # only for who asks for it
+        name = directory / "wandb.id"
+        if not name.is_file():
+            write_whole(name, f"{directory.name}-{os.urandom(4).hex()}".encode())
+        self._run = wandb.init(
+            project=project,
+            name=directory.name,
+            id=name.read_text(),
+            resume="allow",
+            dir=str(directory),
+            config=dict(config),
+        )
+        self._run.define_metric("*", step_metric="step")  # its own count cannot go back, and a resumed run does
+
+    @staticmethod
+    def check() -> None:
+        """Refuse early where the package is missing."""
+        if find_spec("wandb") is None:
+            raise ImportError(
+                "Weights & Biases was asked for, but its package is missing. Run `pip install wandb`, or leave it out."
+            )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take a step's numbers; lists stay at home."""
+        self._run.log({"step": step} | {key: value for key, value in metrics.items() if not isinstance(value, list)})
+
+    def close(self) -> None:
+        """Finish the upload."""
+        self._run.finish()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file's content so that any kill leaves the old or the new, and nothing between."""
+    aside = path.with_name(f".{path.name}.aside")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _to_file(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _to_file(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_to_file(inner) for inner in value]
+    return value
+
+
+def _from_file(line: dict[str, Any]) -> dict[str, Any]:
+    """Numbers again for what JSON could not hold, in a metric or a list of them."""
+
+    def number(value: Any) -> Any:
+        return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+    return {
+        key: [number(one) for one in value] if isinstance(value, list) else number(value) for key, value in line.items()
+    }

@@ -1,0 +1,134 @@
+"""Scores: a reward function of your own, run where it may raise, hang or return nonsense at the cost of one sample."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+from postlude.data.chat import Message, Prompt
+from postlude.rollout.workers import FAILURES, Failure, Outcome, Workers
+
+log = logging.getLogger(__name__)
+
+RewardFunction: TypeAlias = Callable[[Any, str, Mapping[str, Any]], float | Mapping[str, float]]
+"""reward(prompt, completion, example). A number is the reward. Of a dict, "reward" is, and the rest its parts; without
+one, the reward is the sum of the parts."""
+
+TOTAL = "reward"
+
+
+class Sample(NamedTuple):
+    """What a reward function is called with."""
+
+    prompt: Prompt
+    completion: str
+    example: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a completion earned. With an `error` it could not be scored, and the reward is the one set for that."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+class RewardPool:
+    """Scores completions with `score`, a function or path/to/file.py:name, in `workers` processes.
+
+    A sample whose call raises, takes more than `timeout` seconds, ends its process, or returns anything but finite
+    numbers earns `failed_reward`. It is counted in `failures` by kind, and the first of each kind is logged. What
+    concerns all samples, such as a file that is not there, raises here at once. With `workers=0` calls are made in this
+    process and nothing is timed out. Use it as a context, or `close` it.
+    """
+
+    def __init__(
+        self,
+        score: str | Callable[..., Any],
+        *,
+        workers: int = 4,
+        timeout: float = 30.0,
+        failed_reward: float = 0.0,
+    ) -> None:
+        if not math.isfinite(failed_reward):
+            raise ValueError(f"failed_reward is {failed_reward}, but a reward is a finite number.")
+        self.failed_reward = failed_reward
+        self.failures: Counter[Failure] = Counter(dict.fromkeys(FAILURES, 0))
+        self.scored = 0
+        self._workers = Workers(score, count=workers, timeout=timeout)
+
+    def score_all(self, samples: Sequence[Sample | tuple[Prompt, str, Mapping[str, Any]]]) -> list[Score]:
+        """Score every sample, in their order."""
+        return [self._score(outcome) for outcome in self._workers.call_all(samples)]
+
+    def reply_all(self, calls: Sequence[tuple[Any, ...]]) -> list[Score | str | list[Message]]:
+        """Call a function that may also return text or messages, which are given back as they are."""
+        replies: list[Score | str | list[Message]] = []
+        for outcome in self._workers.call_all(calls):
+            value = outcome.value
+            messages = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
+            replies.append(value if isinstance(value, str) or messages else self._score(outcome))
+        return replies
+
+    def report(self) -> dict[str, float]:
+        """For the metrics: how many were scored, and how many failed in each way, since the pool was made."""
+        counts = {f"failed/{kind}": float(self.failures[kind]) for kind in FAILURES}
+        return {"scored": float(self.scored), "failed": float(self.failures.total()), **counts}
+
+    def close(self) -> None:
+        """End the workers."""
+        self._workers.close()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _score(self, outcome: Outcome) -> Score:
+        self.scored += 1
+        failure, error = outcome.failure, outcome.error
+        if failure is None:
+            try:
+                return read_score(outcome.value)
+            except ValueError as fault:
+                failure, error = "invalid", f"{self._workers.name} {fault}"
+        elif failure in ("raised", "invalid"):
+            error = f"{self._workers.name} failed: {error}"
+        self.failures[failure] += 1
+        if self.failures[failure] == 1:
+            log.warning("%s The sample gets reward %g; such failures are counted.", error, self.failed_reward)
+        return Score(self.failed_reward, {}, error)
+
+
+def read_score(value: Any) -> Score:
+    """The score that a function meant by what it returned. What it cannot have meant is a ValueError."""
+    if not isinstance(value, Mapping):
+        return Score(_number(value))
+    if not value:
+        raise ValueError("returned an empty dict, but a reward is a number or a dict of numbers.")
+    numbers = {name: _number(each, f' for "{name}"') for name, each in value.items()}
+    if TOTAL in numbers:
+        return Score(numbers.pop(TOTAL), numbers)
+    return Score(math.fsum(numbers.values()), numbers)
+
+
+def _number(value: Any, of: str = "") -> float:
+    if not isinstance(value, int | float):  # True and False are ints
+        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+        raise ValueError(f"returned {shown}{of}, but a reward is a number or a dict of numbers.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}{of}, but a reward is finite.")
+    return number

@@ -1,0 +1,156 @@
+"""Tasks: what a model is asked, and what its answer is judged by. From reasoning-gym, or from a dataset's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from postlude.data.chat import Message, Prompt
+from postlude.data.datasets import Rows
+from postlude.rollout.verifiers import GymEntries, GymReward, read_page
+from postlude.rollout.workers import WorkerError, Workers
+
+PAGE = 256  # entries asked for at once
+PAGE_LIMIT = 600.0  # seconds for a page
+ANSWER_IN_TAG = "\nGive your final answer between <{tag}> and </{tag}>."
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt, as text or as messages, and all that judging an answer needs."""
+
+    prompt: Prompt
+    example: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    """Where it comes from, for reports and errors."""
+
+
+class Tasks(Protocol):
+    """Tasks by index. The same index gives the same task in every process."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, index: int) -> Task:
+        """One of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Window:
+    """The tasks from `start` to before `stop` of others."""
+
+    tasks: Tasks
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: int) -> Task:
+        return self.tasks[self.start + _checked(index, len(self))]
+
+
+def hold_out(tasks: Tasks, count: int) -> tuple[Window, Window]:
+    """All tasks but the last `count`, to train on, and the last `count`, to evaluate on."""
+    if not 0 < count < len(tasks):
+        raise ValueError(
+            f"{count} of {len(tasks)} tasks are to be held out. Hold out at least 1, and leave at least 1."
+        )
+    border = len(tasks) - count
+    return Window(tasks, 0, border), Window(tasks, border, len(tasks))
+
+
+class ReasoningGym:
+    """`size` tasks that reasoning-gym makes from `seed`, by the task's name and its settings.
+
+    Needs the package reasoning-gym. The question is followed by a request to answer in <`tag`>, unless that is None;
+    `chat` makes it a user's message, else it is text. `reward()` is the function that scores answers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        size: int = 1000,
+        tag: str | None = "answer",
+        system: str | None = None,
+        chat: bool = True,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"size is {size}, but there must be at least one task.")
+        self.name, self.config, self.seed, self.size = name, dict(config or {}), seed, size
+        self.tag, self.system, self.chat = tag, system, chat
+        for reserved in ("seed", "size"):
+            if reserved in self.config:
+                raise ValueError(f'config has "{reserved}", which is an argument of its own. Move it there.')
+        self._pages: dict[int, list[dict[str, Any]]] = {}
+        self._source = Workers(GymEntries(name, self.config, seed, size), count=1, timeout=PAGE_LIMIT)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Task:
+        page, place = divmod(_checked(index, self.size), PAGE)
+        if page not in self._pages:
+            stop = min(self.size, (page + 1) * PAGE)
+            (outcome,) = self._source.call_all([(page * PAGE, stop)])
+            if outcome.error is not None:
+                raise WorkerError(f'tasks {page * PAGE} to {stop - 1} of "{self.name}" were not made: {outcome.error}')
+            self._pages[page] = read_page(outcome.value)
+        entry = self._pages[page][place]
+        question = entry["question"] + (ANSWER_IN_TAG.format(tag=self.tag) if self.tag else "")
+        prompt = question if not self.chat else _messages(question, self.system)
+        return Task(prompt, entry, f"{self.name} {self.seed}:{index}")
+
+    def reward(self) -> GymReward:
+        """What scores an answer; hand it to `RewardPool`."""
+        return GymReward(self.name, self.config, self.tag)
+
+    def close(self) -> None:
+        """End the process that makes the tasks. Those made stay."""
+        self._source.close()
+
+
+class DatasetTasks:
+    """Every row of a dataset as a task: its prompt in column `prompt`, and the whole row to judge by.
+
+    A prompt of messages is taken as it is. One of text is too, unless `chat` makes it a user's message, after `system`
+    if there is one.
+    """
+
+    def __init__(self, rows: Rows, *, prompt: str = "prompt", chat: bool = False, system: str | None = None) -> None:
+        self.rows = rows.require(prompt)
+        self.prompt, self.chat, self.system = prompt, chat, system
+        if system is not None and not chat:
+            raise ValueError("system is given, but chat is off, so prompts of text have no messages. Turn chat on.")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Task:
+        row = self.rows[_checked(index, len(self))]
+        prompt = row[self.prompt]
+        if not isinstance(prompt, str | list):
+            raise ValueError(
+                f'column "{self.prompt}" in {self.rows.where(index)} holds a {type(prompt).__name__}, '
+                f"but a prompt is text or a list of messages."
+            )
+        if isinstance(prompt, str) and self.chat:
+            prompt = _messages(prompt, self.system)
+        return Task(prompt, row, self.rows.where(index))
+
+
+def _messages(question: str, system: str | None) -> list[Message]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": question}]
+
+
+def _checked(index: int, size: int) -> int:
+    if not 0 <= index < size:
+        raise IndexError(f"there is no task {index}: they count from 0 to {size - 1}.")
+    return index

@@ -1,0 +1,161 @@
+"""Tasks and scores of other people's libraries, as functions that worker processes run.
+
+Nothing is imported here that a worker does not need; the libraries are, when a function is prepared.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import importlib
+import logging
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def extract(completion: str, tag: str | None) -> str | None:
+    """The text in the last <tag>...</tag>, or without a tag all of it; None if it is not there."""
+    if tag is None:
+        return completion.strip()
+    found: list[str] = re.findall(f"<{tag}>(.*?)</{tag}>", completion, flags=re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+@dataclass
+class MathReward:
+    """1 if the answer equals that in the example's column, as mathematics and not as text; judged by math-verify.
+
+    The answer is looked for in the last <`tag`> if one is named, else in the whole completion: in \\boxed{}, in
+    LaTeX, then as a plain expression. The column holds an expression in LaTeX or plain, or a solution that ends in one
+    after "####". A column that holds none costs its samples, as any failure does.
+    """
+
+    column: str = "answer"
+    tag: str | None = None
+    _library: Any = field(default=None, repr=False, compare=False)
+
+    def prepare(self) -> None:
+        """Import the library."""
+        self._library = _imported("math_verify", "math-verify", "judging mathematical answers")
+        for module in ("parser", "grader"):  # they warn that they have no time limit: the worker has
+            logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
+
+    def __call__(self, prompt: Any, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
+        """Its parts are "parsed", whether the completion holds an answer at all, and "correct"."""
+        if self._library is None:
+            self.prepare()
+        if self.column not in example:
+            raise ValueError(f'the example has no "{self.column}"; it has: {", ".join(example)}')
+        expected = self._parse(f"\\boxed{{{_final(str(example[self.column]))}}}")
+        if not expected:
+            raise ValueError(f"{example[self.column]!r} holds no mathematical answer")
+        answer = extract(completion, self.tag)
+        found = self._parse(answer if self.tag is None else f"\\boxed{{{_bare(answer)}}}") if answer else []
+        correct = bool(found) and self._library.verify(expected, found, timeout_seconds=None)
+        return {"reward": float(correct), "correct": float(correct), "parsed": float(bool(found))}
+
+    def _parse(self, text: str) -> list[Any]:
+        found: list[Any] = self._library.parse(text, parsing_timeout=None)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"column": self.column, "tag": self.tag, "_library": None}
+
+
+@dataclass
+class GymReward:
+    """reasoning-gym's own score, from 0 to 1, of what stands in the last <`tag`>, or of all if there is no tag to."""
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tag: str | None = "answer"
+    _dataset: Any = field(default=None, repr=False, compare=False)
+
+    def prepare(self) -> None:
+        """Build the task's dataset, which knows how to score."""
+        self._dataset = gym_dataset(self.name, {**self.config, "seed": 0, "size": 1})
+
+    def __call__(self, prompt: Any, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
+        """Its part "answered" says whether there was an answer to score."""
+        if self._dataset is None:
+            self.prepare()
+        answer = extract(completion, self.tag)
+        if answer is None:
+            return {"reward": 0.0, "answered": 0.0}
+        return {"reward": float(self._dataset.score_answer(answer=answer, entry=dict(example))), "answered": 1.0}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "config": dict(self.config), "tag": self.tag, "_dataset": None}
+
+
+@dataclass
+class GymEntries:
+    """Entries of a reasoning-gym dataset by index: pages(start, stop) gives them pickled, in base64.
+
+    A page is asked of a worker because some tasks walk through sets, so that what they make depends on the hashes of
+    the process: ranks, and a run resumed, would get different tasks under one seed. Workers all have the same hashes.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    seed: int
+    size: int
+    _dataset: Any = field(default=None, repr=False, compare=False)
+
+    def prepare(self) -> None:
+        """Build the dataset."""
+        self._dataset = gym_dataset(self.name, {**self.config, "seed": self.seed, "size": self.size})
+
+    def __call__(self, start: int, stop: int) -> str:
+        """Entries from `start` to before `stop`, to be read by `read_page`."""
+        entries = [self._dataset[index] for index in range(start, stop)]
+        return base64.b64encode(pickle.dumps(entries)).decode()  # JSON would make lists of tuples, which scoring minds
+
+
+def read_page(page: str) -> list[dict[str, Any]]:
+    """The entries of a page that `GymEntries` made."""
+    entries: list[dict[str, Any]] = pickle.loads(base64.b64decode(page))
+    return entries
+
+
+def gym_dataset(name: str, settings: Mapping[str, Any]) -> Any:
+    """Build a reasoning-gym dataset; an unknown name or setting is a sentence with the nearest known one."""
+    library = _imported("reasoning_gym", "reasoning-gym", f'the task "{name}"')
+    known: dict[str, tuple[Any, Any]] = importlib.import_module("reasoning_gym.factory").DATASETS
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known))}."
+        raise ValueError(f'reasoning-gym has no task "{name}"; {hint}')
+    accepted = list(known[name][1].__dataclass_fields__)
+    for setting in settings:
+        if setting not in accepted:
+            near = difflib.get_close_matches(setting, accepted, 1)
+            hint = f'did you mean "{near[0]}"?' if near else f"it has: {', '.join(accepted)}."
+            raise ValueError(f'reasoning-gym\'s task "{name}" has no setting "{setting}"; {hint}')
+    try:
+        return library.create_dataset(name, **settings)
+    except AssertionError as error:  # how the library refuses a setting
+        raise ValueError(f'reasoning-gym refuses these settings of "{name}": {error}') from error
+
+
+def _imported(module: str, package: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{purpose} needs the package {package}: pip install {package}.") from error
+
+
+def _final(solution: str) -> str:
+    """The answer of a solution: what follows its last "####", without the signs around mathematics."""
+    return _bare(solution.rpartition("####")[2])
+
+
+def _bare(expression: str) -> str:
+    text = expression.strip()
+    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing):
+            return text[len(opening) : -len(closing)].strip()
+    return text

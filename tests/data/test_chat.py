@@ -1,0 +1,205 @@
+"""Chat: the tokens learned are those the assistant would sample, whatever the template puts around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from postlude.data import pack
+from postlude.data.chat import Encoded, Encoder, TooLong, preference_batch, sft_batch
+from postlude.hf.tokenizer import CHAT_TEMPLATE, END, byte_tokenizer
+
+USER, HELLO = {"role": "user", "content": "Hé?"}, {"role": "assistant", "content": "Hello."}
+MORE, BYE = {"role": "user", "content": "Go on\n"}, {"role": "assistant", "content": "Bye\n"}
+TALK = [USER, HELLO, MORE, BYE]
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS_LAST = (  # as Qwen3's does, it writes an empty thought before the last answer alone
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if loop.last and message.role == 'assistant' %}<think></think>{% endif %}{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REWRITES = "{{ messages | length }}" + CHAT_TEMPLATE
+
+
+def tokenizer(template: str | None = CHAT_TEMPLATE) -> Any:
+    made = byte_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def encoder(template: str | None = CHAT_TEMPLATE, **settings: Any) -> Encoder:
+    return Encoder(tokenizer=tokenizer(template), **settings)
+
+
+def learned(encoded: Encoded) -> str:
+    kept = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
+    return str(byte_tokenizer().decode(kept))
+
+
+def text(tokens: list[int]) -> str:
+    return str(byte_tokenizer().decode(tokens))
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED])
+def test_the_assistants_turns_are_learned_with_their_ends(template: str) -> None:
+    encoded = encoder(template).conversation(TALK)
+    assert text(encoded.tokens) == (
+        "<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+        "<|im_start|>user\nGo on\n<|im_end|>\n<|im_start|>assistant\nBye\n<|im_end|>\n"
+    )
+    assert learned(encoded) == "Hello.<|im_end|>Bye\n<|im_end|>"
+    assert learned(encoder(template, turns="last").conversation(TALK)) == "Bye\n<|im_end|>"
+    assert learned(encoder(template).conversation([HELLO, MORE, BYE])) == "Hello.<|im_end|>Bye\n<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
+def test_a_learned_turn_follows_exactly_what_a_rollout_starts_from(template: str | None) -> None:
+    one = encoder(template)
+    encoded, start = one.answer([USER, HELLO, MORE], "Bye"), one.prompt([USER, HELLO, MORE])
+    assert encoded.tokens[: len(start)] == start
+    assert encoded.mask[: len(start) + 1] == [0] * len(start) + [1]
+    assert one.answer([USER, HELLO, MORE], [{"role": "assistant", "content": "Bye"}]) == encoded
+
+
+def test_without_a_template_a_conversation_is_plain_text() -> None:
+    encoded = encoder(None).conversation([USER, HELLO, MORE, BYE])
+    assert text(encoded.tokens) == (
+        "User: Hé?\n\nAssistant: Hello.<|end|>\n\nUser: Go on\n\n\nAssistant: Bye\n<|end|>\n\n"
+    )
+    assert learned(encoded) == " Hello.<|end|> Bye\n<|end|>"
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"before message 1 \(assistant\) of row 4, or the message itself"):
+        encoder(THINKS_LAST).conversation(TALK, "row 4")
+    assert learned(encoder(THINKS_LAST, turns="last").conversation(TALK)) == "<think></think>Bye\n<|im_end|>"
+    for refused in (
+        lambda: encoder(REWRITES).conversation(TALK[:2]),
+        lambda: encoder(REWRITES).answer([USER], "Hi"),
+        lambda: encoder(REWRITES).observation("Go on", [], chat=True),
+    ):
+        with pytest.raises(ValueError, match=r"Use a template with {% generation %} marks"):
+            refused()
+
+
+def test_marks_are_believed_whatever_else_a_template_does() -> None:
+    rewriting = encoder("{{ messages | length }}" + MARKED)
+    assert learned(rewriting.conversation(TALK)) == "Hello.<|im_end|>Bye\n<|im_end|>"
+    assert learned(rewriting.answer([USER], "Hello.")) == "Hello.<|im_end|>"
+    with pytest.raises(ValueError, match="differently once more messages follow"):
+        rewriting.answer([USER, HELLO, MORE], "Bye")
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
+def test_tokens_that_merge_across_borders_change_nothing(template: str | None) -> None:
+    """A tokenizer that writes a blank line as one token at the end of a text, and as two before a word."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    words.train_from_iterator(["\n\n", "Assistant: Hello.", "User: Go on", " Bye"] * 4, trainer)
+    words.add_special_tokens(["<|end|>", "<|im_start|>", "<|im_end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>")
+    assert len(fast("\n\n")["input_ids"]) == 1
+    assert len(fast("\n\nUser")["input_ids"]) == 3
+    fast.chat_template = template
+    one = Encoder(tokenizer=fast)
+    encoded, plain = one.conversation(TALK), encoder(template).conversation(TALK)
+    assert fast.decode(encoded.tokens) == text(plain.tokens)
+    kept = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
+    assert fast.decode(kept) == learned(plain)
+    start = one.prompt(TALK[:3])
+    assert encoded.tokens[: len(start)] == start
+
+
+def test_options_reach_the_template() -> None:
+    template = CHAT_TEMPLATE + "{% if loud %}!{% endif %}"
+    assert text(encoder(template, options={"loud": True}).prompt([USER])).endswith("assistant\n!")
+
+
+def test_a_plain_pair_is_its_parts_and_an_end() -> None:
+    encoded = encoder().answer("2 + 2 =", " 4")
+    assert encoded == Encoded([*b"2 + 2 = 4", END], [0] * 7 + [1] * 3)
+    assert encoder().prompt("2 + 2 =") == encoded.tokens[:7]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        ([USER], "Hello.", "Go away"),
+        ([USER], [HELLO], [{"role": "assistant", "content": "Go away"}]),
+        ("not read", [USER, HELLO], [USER, {"role": "assistant", "content": "Go away"}]),
+        (None, [USER, HELLO], [USER, {"role": "assistant", "content": "Go away"}]),
+    ],
+)
+def test_the_forms_of_a_preference_pair_are_equal(prompt: Any, chosen: Any, rejected: Any) -> None:
+    pair = encoder().preference(prompt, chosen, rejected)
+    assert [learned(side) for side in pair] == ["Hello.<|im_end|>", "Go away<|im_end|>"]
+    assert all(text(side.tokens).startswith("<|im_start|>user\nHé?<|im_end|>\n") for side in pair)
+
+
+def test_batches_carry_the_columns_that_objectives_read() -> None:
+    one = encoder()
+    batch = sft_batch([one.conversation(TALK), one.answer("a", "b")])
+    assert list(batch.columns) == ["loss_mask"]
+    (microbatch,) = pack(batch.sequences, columns=batch.columns, budget=1000)
+    targets = microbatch.targets[microbatch.column("loss_mask") == 1]
+    assert text(targets.tolist()) == "Hello.<|im_end|>Bye\n<|im_end|>b<|end|>"
+    pairs = preference_batch([one.preference("a", "b", "c"), one.preference("d", "e", "f")])
+    assert (list(pairs.columns), pairs.groups) == (["response_mask"], [0, 0, 1, 1])
+    assert [bytes(sequence[:2]) for sequence in pairs.sequences] == [b"ab", b"ac", b"de", b"df"]
+
+
+def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
+    with pytest.raises(TooLong, match=r"line 3 of x\.jsonl has 10 tokens, but max_length is 9\. "):
+        encoder(max_length=9).answer("2 + 2 =", " 4", "line 3 of x.jsonl")
+    with pytest.raises(TooLong, match=r"row 7 has 9 tokens"):
+        encoder(max_length=5).prompt("2 + 2 = 4", "row 7")
+    cut = encoder(max_length=9, truncate=True)
+    assert cut.answer("2 + 2 =", " 4") == Encoded([*b"2 + 2 = 4"], [0] * 7 + [1] * 2)
+    assert cut.prompt("12345678901234") == [*b"678901234"]
+    with pytest.raises(TooLong, match="what row 7 has to learn lies past token 9, where it is cut"):
+        cut.answer("2 + 2 + 2 =", " 6", "row 7")
+    with pytest.raises(TooLong, match=r"row 7 \(rejected\) has 5 tokens"):
+        encoder(max_length=4).preference("a", "b", "bcd", "row 7")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda e: e.conversation([], "row 1"), r"row 1 holds \[\], but messages are a list of at least one"),
+        (lambda e: e.conversation("hi", "row 1"), r"row 1 holds 'hi', but messages"),
+        (lambda e: e.conversation([USER, {"role": "user"}], "row 1"), "message 1 of row 1 is .* has a role and a cont"),
+        (lambda e: e.conversation([USER], "row 1"), "row 1 has no message of the assistant"),
+        (lambda e: e.answer("text", [HELLO], "row 1"), "the prompt of row 1 is text but its answer is messages"),
+        (lambda e: e.preference(None, "a", "b", "row 1"), "row 1 has no prompt"),
+        (lambda e: e.preference(None, [USER], [USER, HELLO], "row 1"), "one answer of row 1 is the beginning of"),
+        (lambda e: e.preference(None, [USER, HELLO], [MORE, BYE], "row 1"), "one answer of row 1 begins unlike"),
+        (lambda e: e.observation([USER], [], chat=False), "the observation is messages but the prompt was text"),
+        (lambda e: Encoder(tokenizer=e.tokenizer, max_length=1), "max_length is 1"),
+        (lambda e: Encoder(tokenizer=e.tokenizer, turns="some"), "turns is 'some'"),
+    ],
+)
+def test_a_row_that_cannot_be_meant_is_a_sentence(call: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        call(encoder())
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
+def test_an_observation_is_what_the_template_writes_between_two_turns(template: str | None) -> None:
+    one = encoder(template)
+    first = one.answer([USER], "Hello.")
+    end = len(first) - first.mask[::-1].index(1)  # what was sampled ends with the token that ends a turn
+    between = one.observation("Go on\n", first.tokens[:end], chat=True)
+    assert first.tokens[:end] + between == one.prompt([USER, HELLO, MORE])
+    unended = first.tokens[: end - 1]
+    assert unended + one.observation([MORE], unended, chat=True) == one.prompt([USER, HELLO, MORE])
+    assert one.observation("raw", [], chat=False) == [*b"raw"]

@@ -1,0 +1,148 @@
+"""Datasets: every fault of a file is found before a run starts, and a resumed order is the uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from postlude.data.datasets import Sampler, read_rows
+
+ROWS = [{"prompt": f"é {i}", "answer": i} for i in range(5)]
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def lines(rows: list[dict[str, object]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_jsonl_gives_its_rows_and_names_their_lines(tmp_path: Path) -> None:
+    text = "\N{ZERO WIDTH NO-BREAK SPACE}" + lines(ROWS[:2]) + "\n  \n" + lines(ROWS[2:]).rstrip("\n")
+    rows = read_rows(write(tmp_path / "train.jsonl", text), require=["prompt", "answer"])
+    assert list(rows) == ROWS
+    assert [rows.where(i) for i in (0, 2)] == ["line 1 of train.jsonl", "line 5 of train.jsonl"]
+    assert rows.columns == ("prompt", "answer")
+
+
+def test_parquet_equals_jsonl(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    nested = [{**row, "messages": [{"role": "user", "content": "hi"}]} for row in ROWS]
+    parquet.write_table(pyarrow.Table.from_pylist(nested), tmp_path / "train.parquet", row_group_size=2)
+    rows = read_rows(tmp_path / "train.parquet")
+    assert list(rows) == list(read_rows(write(tmp_path / "train.jsonl", lines(nested))))
+    assert rows.where(3) == "row 3 of train.parquet"
+    write(tmp_path / "torn.parquet", (tmp_path / "train.parquet").read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"torn\.parquet cannot be read as parquet: "):
+        read_rows(tmp_path / "torn.parquet")
+
+
+def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", lines(ROWS[2:]))
+    write(tmp_path / "a.jsonl", lines(ROWS[:2]))
+    write(tmp_path / "README.md", "not rows")
+    rows = read_rows(tmp_path)
+    assert list(rows) == ROWS
+    assert rows.where(2) == "line 1 of b.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            lines(ROWS) + '{"prompt": "tor',
+            r"line 6 of d\.jsonl is not JSON: .* at column 12\. .*was the file cut off\?",
+        ),
+        (lines(ROWS[:1]) + "{'a': 1}\n" + lines(ROWS), r"line 2 of d\.jsonl is not JSON: .* at column 2\.$"),
+        ("[1, 2]\n", r"line 1 of d\.jsonl holds a JSON list, but a row is an object"),
+        (b'{"a": 1}\n{"a": "\xff"}\n', r"line 2 of d\.jsonl is not UTF-8 text: "),
+        ("\n\n", r"d\.jsonl has no rows\. Give a file"),
+        ("", r"d\.jsonl has no rows\. Give a file"),
+    ],
+)
+def test_a_broken_file_is_a_sentence(tmp_path: Path, text: str | bytes, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read_rows(write(tmp_path / "d.jsonl", text))
+
+
+def test_a_missing_column_is_named_with_the_nearest(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", lines([{"promt": "x", "answer": 1}]))
+    expected = 'dataset train.jsonl has no column "prompt"; it has: "promt", "answer"; did you mean "promt"?'
+    with pytest.raises(ValueError, match="no column") as caught:
+        read_rows(path, require=["answer", "prompt"])
+    assert str(caught.value) == expected
+    path = write(tmp_path / "train.jsonl", lines([*ROWS, {"answer": 1}, {"prompt": None, "answer": 1}]))
+    with pytest.raises(ValueError, match=r'line 6 of train\.jsonl has no value in column "prompt", as do 1 more\.'):
+        read_rows(path, require=["prompt"])
+
+
+def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", lines(ROWS))
+    with pytest.raises(FileNotFoundError, match=r"there is no dataset .*trian\.jsonl; did you mean .*train\.jsonl\?"):
+        read_rows(tmp_path / "trian.jsonl")
+    with pytest.raises(FileNotFoundError, match="the current directory is"):
+        read_rows(tmp_path / "nowhere" / "x.jsonl")
+    with pytest.raises(ValueError, match=r'ends in "\.csv", but \.jsonl and \.parquet can be read'):
+        read_rows(write(tmp_path / "train.csv", "a,b"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"has no \.jsonl or \.parquet files"):
+        read_rows(tmp_path / "empty")
+
+
+def test_parquet_without_pyarrow_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="needs the package pyarrow: pip install pyarrow"):
+        read_rows(write(tmp_path / "train.parquet", "x"))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_visits_every_row_once(shuffle: bool) -> None:
+    sampler = Sampler(7, seed=3, shuffle=shuffle)
+    epochs = [sampler.take(7) for _ in range(4)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert (len({tuple(epoch) for epoch in epochs}) > 1) == shuffle
+    assert Sampler(7, seed=4, shuffle=shuffle).take(28) != [row for epoch in epochs for row in epoch] or not shuffle
+
+
+def test_how_rows_are_taken_does_not_change_their_order() -> None:
+    whole = Sampler(10, seed=1).take(57)
+    pieces = Sampler(10, seed=1)
+    assert [row for count in (0, 3, 10, 24, 20) for row in pieces.take(count)] == whole
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    assert Sampler(8, seed=0).take(16) == [6, 3, 5, 0, 7, 2, 1, 4, 3, 1, 0, 4, 5, 6, 7, 2]
+
+
+@pytest.mark.parametrize("taken", [0, 3, 7, 14, 16])
+def test_a_resumed_order_is_the_uninterrupted_one(taken: int) -> None:
+    first = Sampler(7, seed=5)
+    first.take(taken)
+    second = Sampler(7, seed=5)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.take(20) == first.take(20)
+
+
+@pytest.mark.parametrize("other", [Sampler(8, seed=5), Sampler(7, seed=6), Sampler(7, seed=5, shuffle=False)])
+def test_another_order_is_not_resumed(other: Sampler) -> None:
+    with pytest.raises(ValueError, match=r"the saved order has (size|seed|shuffle) \w+, but this one has \w+"):
+        other.restore(Sampler(7, seed=5).state())
+
+
+def test_a_damaged_state_and_impossible_settings_are_sentences() -> None:
+    with pytest.raises(ValueError, match=r"stands at row 9 of 7 in epoch 0\. It is damaged"):
+        Sampler(7).restore({**Sampler(7).state(), "position": 9})
+    with pytest.raises(ValueError, match="size is 0"):
+        Sampler(0)
+    with pytest.raises(ValueError, match="seed is -1"):
+        Sampler(1, seed=-1)
+    with pytest.raises(ValueError, match="count is -1"):
+        Sampler(1).take(-1)

@@ -1,0 +1,148 @@
+"""A GRPO run: the same in every layout, the same after it was interrupted, and every setting is heard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.recipes import grpo
+from postlude.recipes.config import ConfigError, undocumented
+from postlude.recipes.grpo import GRPOConfig, Trainer, load_config, train
+from tests.conftest import Ranks
+
+pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+
+SMALL = """
+model: tiny-dense
+budget: 256
+environment:
+  kind: reasoning_gym
+  task: chain_sum
+  settings: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}
+  template: "{metadata[expression]} = "
+  size: 64
+warm_start: {steps: 2, examples: 8, optimizer: {lr: 1e-3}}
+steps: 3
+prompts: 4
+samples: 3
+answers: {max_new_tokens: 3}
+optimizer: {lr: 1e-4}
+evaluation: {every: 3, tasks: 4, samples: 2, temperature: 1.0}
+save_every: 2
+"""
+
+
+def config_of(directory: Path, *overrides: str) -> GRPOConfig:
+    file = directory / "small.yaml"
+    file.write_text(SMALL)
+    return load_config(file, ["--run", str(directory / "run"), *overrides])
+
+
+def run(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
+    config = config_of(Path(directory), *overrides)
+    train(config)
+    return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "tokens_per_second"))} for row in rows
+    ]
+
+
+def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp_path: Path) -> None:
+    (rows,) = ranks(1, run, str(tmp_path))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["phase"] for row in rows] == ["sft", "sft", "grpo", "grpo", "grpo"]
+    assert all(0.0 <= row["reward_mean"] <= 1.0 and len(row["rewards"]) == 12 for row in rows[2:])
+    assert rows[2]["rollout_kl"] < 1e-6, "the sampler and the trainer agree"
+    assert {"eval/reward_mean", "eval/pass@1", "eval/pass@2"} <= rows[-1].keys()
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+    assert (tmp_path / "run" / "samples.jsonl").read_text().count("\n") == 3 * grpo.SHOWN
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "tp=2", "cp=2"])
+def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    for name in ("one", "many"):
+        (tmp_path / name).mkdir()
+    (alone,) = ranks(1, run, str(tmp_path / "one"))
+    spread, _ = ranks(2, run, str(tmp_path / "many"), "--layout", layout)
+    for expected, found in zip(alone, spread, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4, rel=1e-4)
+        assert found.get("rewards") == expected.get("rewards")
+
+
+def interrupted(group: Any, directory: str, at: int) -> None:
+    """Stop as a kill would: in the middle of step `at`, after its rollout."""
+
+    class Stopped(Trainer):
+        def rollout(self) -> Any:
+            found = super().rollout()
+            if self.step == at:
+                raise KeyboardInterrupt
+            return found
+
+    original, grpo.Trainer = grpo.Trainer, Stopped  # type: ignore[misc]
+    try:
+        train(config_of(Path(directory)))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        grpo.Trainer = original  # type: ignore[misc]
+
+
+def test_a_continued_run_is_the_run_that_was_not_interrupted(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    (expected,) = ranks(1, run, str(tmp_path / "whole"))
+    ranks(1, interrupted, str(tmp_path / "parts"), 3)
+    (found,) = ranks(1, run, str(tmp_path / "parts"))
+    assert without_times(found) == without_times(expected)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--advantages=rloo",
+        "--advantages=dr_grpo",
+        "--advantages=grpo_loo",
+        "--objective.entropy=0.1",
+        "--minibatches=2",
+        "--answers.temperature=0.5",
+        "--overlong_penalty=0.5",
+        "--seed=1",
+        "--warm_start.steps=1",
+        "--dynamic_sampling=2",
+    ],
+)
+@pytest.mark.slow
+def test_a_setting_is_heard(ranks: Ranks, tmp_path: Path, override: str) -> None:
+    for name in ("plain", "other"):
+        (tmp_path / name).mkdir()
+    warm = ["--warm_start.steps=30", "--warm_start.optimizer.lr=2e-3", "--samples=8"]  # so that some answers are right
+    (plain,) = ranks(1, run, str(tmp_path / "plain"), *warm)
+    (other,) = ranks(1, run, str(tmp_path / "other"), *warm, override)
+    assert without_times(plain)[-1] != without_times(other)[-1]
+
+
+def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    for override, sentence in (
+        ("--optimzer.lr=1", 'did you mean "optimizer.lr"'),
+        ("--samples=1", "a group needs at least 2 answers"),
+        ("--minibatches=3", "does not divide prompts=4"),
+        ("--environment.template=5", None),
+    ):
+        if sentence is None:
+            assert config_of(tmp_path, override).environment.template == "5"  # type: ignore[union-attr]
+            continue
+        with pytest.raises(ConfigError, match=sentence):
+            config_of(tmp_path, override)
+
+
+def test_every_field_of_its_own_is_documented() -> None:
+    foreign = ("optimizer.", "objective.", "layout.", "warm_start.optimizer.")
+    assert not [path for path in undocumented(GRPOConfig) if not path.startswith(foreign)]

@@ -1,0 +1,327 @@
+"""The report is one file that shows everything a run has logged, and nothing that a run says is taken for markup."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from postlude.recipes.report import write_report
+from postlude.recipes.report_charts import Scale
+from postlude.recipes.report_data import Series, smooth, thin
+from postlude.recipes.run import Onlooker, RunDirectory, Sample, open_run
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+WORDS = [
+    "the",
+    "sum",
+    "of",
+    "these",
+    "two",
+    "numbers",
+    "is",
+    "so",
+    "we",
+    "add",
+    "carry",
+    "one",
+    "4",
+    "7",
+    "12",
+    "=",
+    "+",
+]
+EVIL = "</script><script>alert('x')</script><img src=https://example.com/x onerror=alert(1)>"
+
+pytestmark = pytest.mark.filterwarnings("ignore:No TensorBoard files")
+
+
+@pytest.fixture(autouse=True)
+def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are no part of a report, and ten thousand steps of them take a while."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+
+def example_run(directory: Path, steps: int = 200, *, seed: int = 0, rollouts: int = 32, gain: float = 1.0) -> Path:
+    """Write a plausible GRPO run: rewards rise, answers shorten, one step goes wrong."""
+    noise = random.Random(seed)
+    config = {
+        "model": "tiny-dense",
+        "seed": seed,
+        "steps": steps,
+        "optimizer": {"lr": 1e-6 * gain, "betas": (0.9, 0.95)},
+        "rollout": {"temperature": 1.0, "n": 8},
+    }
+    with open_run(directory, config) as run:
+        run.resume()
+        for step in range(1, steps + 1):
+            done = 1 - math.exp(-3 * gain * step / steps)
+            rewards = [float(noise.random() < 0.15 + 0.7 * done) for _ in range(rollouts)]
+            lengths = [max(1, round(noise.lognormvariate(5.2 - 0.8 * done, 0.4))) for _ in range(rollouts)]
+            metrics: dict[str, Any] = {
+                "reward_mean": sum(rewards) / rollouts,
+                "length_mean": sum(lengths) / rollouts,
+                "rewards": rewards,
+                "lengths": lengths,
+                "loss": noise.gauss(0.02 - 0.03 * done, 0.01),
+                "kl_reference": 0.02 * done + abs(noise.gauss(0, 0.002)),
+                "entropy": 1.1 - 0.7 * done + noise.gauss(0, 0.03),
+                "grad_norm": abs(noise.gauss(0.6, 0.1)) * (80 if step == steps // 2 else 1),
+                "rollout_kl": abs(noise.gauss(4e-4, 1e-4)),
+                "clipped_high": abs(noise.gauss(0.01, 0.003)),
+                "lr": 1e-6 * min(1.0, step / 20),
+                "tokens_per_second": noise.gauss(5200, 250),
+                "router/balance": noise.gauss(1.02, 0.01),
+                "time": {"rollout": noise.gauss(3.1 - done, 0.2), "reward": 0.1, "train": noise.gauss(1.6, 0.1)},
+            }
+            if step == steps // 3:
+                metrics |= {"loss": math.nan, "grad_norm": math.inf}
+            if step % max(steps // 10, 1) == 0:
+                metrics["eval"] = {"accuracy": 0.2 + 0.6 * done}
+                run.sample(step, [_rollout(noise, done, index) for index in range(6)])
+            run.log(step, metrics, phase="rollout/grpo")
+    return directory
+
+
+def _rollout(noise: random.Random, done: float, index: int) -> Sample:
+    words = [" " + noise.choice(WORDS) for _ in range(noise.randint(20, 120))]
+    words[5] = "\n"
+    return Sample(
+        prompt=f"What is {index + 3} + {index + 9}? Think step by step.",
+        completion="".join(words),
+        reward=float(noise.random() < done),
+        parts={"correct": float(noise.random() < done), "format": 0.1},
+        tokens=[noise.randrange(32000) for _ in words],
+        token_strings=words,
+        logprobs=[-noise.expovariate(1.2 + 2 * done) for _ in words],
+    )
+
+
+class Page(HTMLParser):
+    """What a browser would find; fails where elements are not nested well."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.curves: list[str] = []
+        self.links: list[str] = []
+        self.scripts: list[dict[str, str | None]] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(path.read_text())
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        assert not any(name.startswith("on") for name in found), f"<{tag}> has code of its own: {found}"
+        self.tags.append(tag)
+        self.links += [str(found[name]) for name in ("src", "href", "action", "data") if name in found]
+        if "data-curve" in found:
+            self.curves.append(str(found["data-curve"]))
+        if tag == "script":
+            self.scripts.append(found)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text += data
+
+
+def test_every_metric_has_its_curve(tmp_path: Path) -> None:
+    run = example_run(tmp_path / "run", steps=60)
+    page = Page(write_report([run], tmp_path / "report.html"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    numbers = {key for line in lines for key, value in line.items() if isinstance(value, float)}
+    assert {key for key in numbers if not key.startswith("time/")} == set(page.curves)
+    assert len(page.curves) == len(set(page.curves))
+    for words in ("Reward", "More", "Where the time went", "rollout", "Distributions", "lengths", "optimizer.lr"):
+        assert words in page.text
+    assert "best" in page.text
+    assert "worst" in page.text
+    assert "random" in page.text
+
+
+def test_it_is_one_file_without_a_network(tmp_path: Path) -> None:
+    target = write_report([example_run(tmp_path / "run", steps=20)], tmp_path / "report.html")
+    page = Page(target)
+    assert page.links == []
+    assert not {"link", "iframe", "object", "embed", "img", "base"} & set(page.tags)
+    assert not re.search(r"url\(|@import|\bfetch\(|XMLHttpRequest|https?://", target.read_text())
+    assert "default-src 'none'" in target.read_text()
+
+
+def test_text_stays_text(tmp_path: Path) -> None:
+    evil = tmp_path / "<b>run"
+    tokens = [EVIL, "<i>", "&amp;", '" onclick="alert(1)']
+    with open_run(evil, {EVIL: EVIL, "nested": {"<u>": ["<s>", EVIL]}}) as run:
+        run.log(1, {EVIL: 1.0, "time": {EVIL: 2.0}, f"list {EVIL}": [1.0, 2.0]}, phase=EVIL)
+        sample = Sample(EVIL, EVIL, 1.0, {EVIL: 1.0}, [1, 2, 3, 4], tokens, [-0.1, -1.0, math.nan, -math.inf])
+        run.sample(1, [sample, Sample(EVIL, EVIL)])
+    safe = example_run(tmp_path / "safe", steps=2)
+    page = Page(write_report([evil], tmp_path / "evil.html"))
+    assert EVIL in page.text
+    assert tokens[3] in page.text
+    assert EVIL in page.curves
+    assert page.links == []
+    assert not {"img", "base", "u", "s"} & set(page.tags)
+    plain = Page(write_report([safe], tmp_path / "safe.html"))
+    code = [script for script in page.scripts if script.get("type") != "application/json"]
+    assert len(code) == len([script for script in plain.scripts if script.get("type") != "application/json"]) == 1
+
+
+def test_two_runs_share_their_curves(tmp_path: Path) -> None:
+    first = example_run(tmp_path / "a" / "grpo", steps=30)
+    second = example_run(tmp_path / "b" / "grpo", steps=50, seed=1, gain=3.0)
+    target = write_report([first, second], tmp_path)
+    page = Page(target)
+    assert target == tmp_path / "report.html"
+    assert page.curves.count("reward_mean") == 1
+    data = re.search(r'data-curve="reward_mean".*?<script type="application/json">(.*?)</script>', target.read_text())
+    assert data is not None
+    runs = json.loads(data[1])["runs"]
+    assert [run["run"] for run in runs] == [0, 1]
+    assert [run["steps"][-1] for run in runs] == [30, 50]
+    assert str(first) in page.text
+    assert str(second) in page.text
+    assert target.read_text().count('type="checkbox"') == 2
+    assert len(re.findall("class=differs", target.read_text())) == 3  # seed, steps, optimizer.lr
+
+
+def test_hover_shows_the_values_that_were_logged(tmp_path: Path) -> None:
+    run = example_run(tmp_path / "run", steps=30)
+    text = write_report([run], tmp_path / "report.html").read_text()
+    found = re.search(r'data-curve="entropy".*?<script type="application/json">(.*?)</script>', text)
+    assert found is not None
+    (shown,) = json.loads(found[1])["runs"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert shown["steps"] == [line["step"] for line in lines]
+    np.testing.assert_allclose(shown["values"], [line["entropy"] for line in lines], rtol=1e-4)
+
+
+def test_ten_thousand_steps_are_quick_and_small(tmp_path: Path) -> None:
+    run = example_run(tmp_path / "run", steps=10_000, rollouts=8)
+    began = time.process_time()  # of this process: a busy machine is not a slow report
+    target = write_report([run], tmp_path / "report.html")
+    assert time.process_time() - began < 3.0
+    assert target.stat().st_size < 2_000_000
+    assert "reward_mean" in Page(target).curves
+
+
+@pytest.mark.parametrize("made", ["nothing", "opened", "torn"])
+def test_an_empty_run_says_so(tmp_path: Path, made: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    if made != "nothing":
+        open_run(run, {"lr": 1.0}).close()
+    if made == "torn":
+        (run / "metrics.jsonl").write_text('{"step": 1, "lo')
+    page = Page(write_report([run], tmp_path / "report.html"))
+    assert "run has no metrics yet" in page.text
+    assert page.curves == []
+
+
+def test_an_empty_run_beside_a_full_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    page = Page(write_report([tmp_path / "empty", example_run(tmp_path / "run", steps=5)], tmp_path / "report.html"))
+    assert "empty has no metrics yet" in page.text
+    assert "reward_mean" in page.curves
+
+
+def test_no_run_and_no_directory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        write_report([], tmp_path)
+    with pytest.raises(FileNotFoundError, match="not a directory"):
+        write_report([tmp_path / "gone"], tmp_path)
+
+
+ODD = {
+    "one step": [(1, {"loss": 1.0, "lengths": [3]})],
+    "no number is finite": [(1, {"loss": math.nan}), (2, {"loss": math.inf, "tokens_per_second": math.nan})],
+    "all equal": [(step, {"loss": 0.0, "lengths": [5, 5], "time": {"train": 0.0}}) for step in range(1, 4)],
+    "huge and tiny": [(1, {"loss": 1e300, "x": 1e-300}), (2, {"loss": -1e300, "x": 2e-300})],
+    "gaps": [(1, {"loss": 1.0}), (1000, {"other": 2}), (500_000, {"loss": 2.0, "time": {"train": 1.0}})],
+    "not numbers": [(1, {"note": "text", "flag": True, "lengths": [], "mixed": ["a", 1.0, math.nan]})],
+    "twice": [(1, {"loss": 1.0}), (1, {"eval": {"accuracy": 0.5}})],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_runs_are_drawn(tmp_path: Path, name: str) -> None:
+    with RunDirectory(tmp_path) as run:
+        for step, metrics in ODD[name]:
+            run.log(step, metrics, phase="sft")
+    target = write_report([tmp_path], tmp_path / "report.html")
+    page = Page(target)
+    logged = {key for _, metrics in ODD[name] for key, value in metrics.items() if isinstance(value, int | float)}
+    assert logged <= set(page.curves)
+    assert not re.search(r'[dxy12]="[^"]*(nan|inf)', target.read_text())
+
+
+def test_long_completions_are_cut(tmp_path: Path) -> None:
+    count = 50_000
+    words = [f" {index}" for index in range(count)]
+    with RunDirectory(tmp_path) as run:
+        run.log(1, {"loss": 1.0}, phase="sft")
+        run.sample(1, [Sample("p" * count, "".join(words), 1.0, {}, list(range(count)), words, [-0.5] * count)])
+    target = write_report([tmp_path], tmp_path / "report.html")
+    text = Page(target).text
+    assert target.stat().st_size < 200_000
+    assert "49,200 tokens left out" in text
+    assert "46,000 characters left out" in text
+    assert " 599 …" in text.replace("  ", " ")
+    assert " 49999" in text
+
+
+def test_thinning_keeps_every_extreme() -> None:
+    values = np.random.default_rng(0).normal(size=9_999)
+    values[[17, 5000, 9_998]] = [50.0, -50.0, 70.0]
+    series = Series(np.arange(9_999, dtype=float), values)
+    thinned = thin(series, 500)
+    assert len(thinned.values) <= 500
+    assert {50.0, -50.0, 70.0} <= set(thinned.values.tolist())
+    assert (np.diff(thinned.steps) > 0).all()
+    assert thin(series, 9_999) is series
+
+
+def test_smoothing_finds_the_line_under_noise_and_leaves_the_rest_alone() -> None:
+    steps = np.arange(1000, dtype=float)
+    noisy = steps / 1000 + np.where(steps % 2, 0.5, -0.5)
+    found = smooth(Series(steps, noisy), 150)
+    assert found is not None
+    assert len(found.steps) <= 150
+    inner = slice(10, -10)
+    np.testing.assert_allclose(found.values[inner], found.steps[inner] / 1000, atol=0.02)
+    assert smooth(Series(steps, steps), 150) is None
+    assert smooth(Series(steps[:39], noisy[:39]), 150) is None
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.7, 12.2), (1e-9, 4e-9), (5, 5), (0, 1e300)])
+def test_ticks_are_few_and_within(low: float, high: float) -> None:
+    ticks = Scale(low, high, 0, 100).ticks(4)
+    assert 1 <= len(ticks) <= 9
+    assert all(low - 1e-9 * abs(high) <= tick <= high + 1e-9 * abs(high) for tick in ticks)
+
+
+def test_an_onlooker_s_run_leaves_nothing_to_report(tmp_path: Path) -> None:
+    onlooker = Onlooker(tmp_path)
+    onlooker.log(1, {"loss": 1.0}, phase="sft")
+    assert "no metrics yet" in Page(write_report([tmp_path], tmp_path / "out.html")).text

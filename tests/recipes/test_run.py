@@ -1,0 +1,350 @@
+"""A run that was killed and resumed leaves the files of one that was not; ranks but the first leave none."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from postlude.recipes import sinks
+from postlude.recipes.live import LiveView, duration, short, sparkline
+from postlude.recipes.run import Onlooker, RunDirectory, Sample, open_run, read_metrics, read_samples
+from tests.conftest import Ranks
+
+CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "data": Path("a/b"), "steps": 10}
+FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml")
+
+pytestmark = pytest.mark.filterwarnings("ignore:No TensorBoard files")
+
+
+def metrics(step: int) -> dict[str, Any]:
+    return {"loss": 1 / step, "rewards": [0.0, float(step)], "time": {"train": 0.5}, "odd": math.nan, "note": "ü\u2028"}
+
+
+def train(run: RunDirectory, first: int, last: int, *, save_every: int = 4) -> None:
+    """What a recipe does: log, sample, save."""
+    for step in range(first, last + 1):
+        run.log(step, metrics(step), phase="sft")
+        run.sample(step, [Sample("p", f"answer {step}", 0.5, {"right": 1.0}, [1], ["a"], [-0.1])] * 2)
+        if step % save_every == 0:
+            save(run, step)
+
+
+def save(run: RunDirectory, step: int, *, complete: bool = True) -> Path:
+    path = run.checkpoint(step)
+    path.mkdir(parents=True)
+    if complete:
+        (path / "state.json").write_text(json.dumps({"step": step}))
+    return path
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {name: (path / name).read_bytes() for name in FILES}
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 3, 4, 6, 8, 9])
+@pytest.mark.parametrize("torn", ["", '{"step": 3, "loss": 0.', '{"step": 3}', "\x00\x00"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, killed_at: int, torn: str) -> None:
+    with open_run(tmp_path / "whole", CONFIG) as run:
+        assert run.resume() is None
+        train(run, 1, 10)
+
+    killed = open_run(tmp_path / "killed", CONFIG)
+    killed.resume()
+    train(killed, 1, killed_at)  # and no close
+    for name in FILES[:2]:
+        with (tmp_path / "killed" / name).open("a") as file:
+            file.write(torn)
+    with open_run(tmp_path / "killed", CONFIG) as run:
+        checkpoint = run.resume()
+        done = killed_at // 4 * 4
+        assert checkpoint == (run.checkpoint(done) if done else None)
+        train(run, done + 1, 10)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "killed").glob(".*"))
+
+
+def test_a_torn_line_is_cut_even_without_resuming(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "sft", "loss": 2.0}\n{"step": 2, "phas')
+    with RunDirectory(tmp_path) as run:
+        run.log(2, {"loss": 1.0}, phase="sft")
+    assert [line["loss"] for line in read_metrics(tmp_path)] == [2.0, 1.0]
+
+
+def test_a_kill_while_lines_are_dropped_leaves_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_run(tmp_path, CONFIG) as run:
+        train(run, 1, 6)
+    before = contents(tmp_path)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            RunDirectory(tmp_path).resume()
+    assert contents(tmp_path) == before
+    with open_run(tmp_path, CONFIG) as run:
+        run.resume()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_lines_are_strict_json_and_read_back_as_they_were(tmp_path: Path) -> None:
+    logged = {"a": math.inf, "b": -math.inf, "list": [1, math.nan], "t": torch.tensor(0.5), "none": None, "on": True}
+    with open_run(tmp_path, CONFIG) as run:
+        run.log(7, logged, phase="rollout/grpo")
+        run.sample(7, [Sample("p", "half a pair: \ud83d", math.nan, {}, [5], ["x"], [-math.inf])])
+    raw = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(raw, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["step"] == 7
+    (line,) = read_metrics(tmp_path)
+    assert str(line.pop("list")) == "[1, nan]"
+    assert line == {"step": 7, "phase": "rollout/grpo", "a": math.inf, "b": -math.inf, "t": 0.5, "on": True}
+    (sample,) = read_samples(tmp_path)
+    assert sample["logprobs"] == [-math.inf]
+    assert math.isnan(sample["reward"])
+
+
+def test_each_line_is_on_its_way_at_once(tmp_path: Path) -> None:
+    run = open_run(tmp_path, CONFIG)
+    for step in (1, 2, 3):
+        run.log(step, {"loss": 0.0}, phase="sft")
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
+
+
+def test_a_step_never_goes_back(tmp_path: Path) -> None:
+    with open_run(tmp_path, CONFIG) as run:
+        run.log(5, {"loss": 1.0}, phase="sft")
+        run.log(5, {"eval": {"accuracy": 0.5}}, phase="sft")
+        with pytest.raises(ValueError, match=r"step 4 come after those of step 5 .* call resume_at\(3\)"):
+            run.log(4, {"loss": 1.0}, phase="sft")
+        run.resume_at(3)
+        run.log(4, {"loss": 1.0}, phase="sft")
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl line 2 is not an object with a step"):
+        RunDirectory(tmp_path).resume_at(1)
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    run = open_run(tmp_path, CONFIG)
+    assert run.latest_checkpoint() is None
+    newest = [save(run, step) for step in (90, 100, 1_000_000)][-1]
+    save(run, 2_000_000, complete=False)
+    (tmp_path / "checkpoints" / ".step-3000000.partial").mkdir()
+    (tmp_path / "checkpoints" / "best").mkdir()
+    assert run.latest_checkpoint() == newest
+    with pytest.raises(ValueError, match="step-1000000 is later than step 100"):
+        run.resume_at(100)
+
+
+def test_pruning_keeps_the_newest_and_what_it_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(tmp_path, CONFIG)
+    paths = [save(run, step) for step in (1, 2, 3, 4)]
+    unknown = [save(run, 5, complete=False), tmp_path / "checkpoints" / ".step-000006.partial"]
+    unknown[1].mkdir()
+    with pytest.raises(ValueError, match="keep at least 1"):
+        run.prune(0)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # after the rename nothing half-deleted counts
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.prune(3)
+    assert run.checkpoints() == paths[1:]
+    assert run.prune(2) == [paths[1]]
+    assert sorted((tmp_path / "checkpoints").iterdir()) == sorted([*paths[2:], *unknown])
+    assert run.prune(2) == []
+
+
+def test_a_run_of_another_config_is_refused(tmp_path: Path) -> None:
+    open_run(tmp_path / "run", CONFIG)
+    before = contents_of_config(tmp_path / "run")
+    other = CONFIG | {"optimizer": {"lr": 2e-6, "betas": (0.9, 0.95)}, "steps": 20}
+    with pytest.raises(ValueError, match=r"another run: optimizer\.lr is 1e-06 there and 2e-06 here"):
+        open_run(tmp_path / "run", other)
+    with pytest.raises(ValueError, match=r"extra is nothing there and 1 here"):
+        open_run(tmp_path / "run", CONFIG | {"extra": 1})
+    with pytest.raises(ValueError, match=r"steps is 10 there and nothing here"):
+        open_run(tmp_path / "run", {key: value for key, value in CONFIG.items() if key != "steps"})
+    with pytest.raises(ValueError, match="already"):
+        open_run(tmp_path / "run", CONFIG, resume=False)
+    assert contents_of_config(tmp_path / "run") == before
+    open_run(tmp_path / "run", CONFIG | {"steps": 20}, may_change=["steps"])
+    open_run(tmp_path / "run", CONFIG | {"steps": 20})
+
+
+def contents_of_config(path: Path) -> str:
+    return (path / "config.yaml").read_text()
+
+
+def test_new_empty_and_unrelated_directories_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "slurm.out").touch()
+    for name in ("empty", "logs", "new/below"):
+        open_run(tmp_path / name, CONFIG, resume=False)
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match=r"metrics.jsonl but no config.yaml"):
+        open_run(tmp_path / "strange", CONFIG)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        open_run(tmp_path / "file", CONFIG)
+    with pytest.raises(TypeError, match=r"config.yaml cannot hold"):
+        open_run(tmp_path / "x", {"bad": object()})
+
+
+def test_wandb_is_asked_for_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install wandb"):
+        open_run(tmp_path / "run", CONFIG, wandb="project")
+    assert not (tmp_path / "run").exists()
+    open_run(tmp_path / "run", CONFIG)
+
+
+def test_without_tensorboard_a_run_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with warnings.catch_warnings(record=True) as told, open_run(tmp_path, CONFIG) as run:
+        warnings.simplefilter("always")
+        for step in (1, 2, 3):
+            run.log(step, metrics(step), phase="sft")
+    assert [str(each.message) for each in told if "TensorBoard" in str(each.message)] == [str(told[0].message)]
+    assert len(read_metrics(tmp_path)) == 3
+
+
+def test_tensorboard_forgets_what_is_done_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    killed = open_run(tmp_path, CONFIG)
+    killed.resume()
+    train(killed, 1, 6)
+    time.sleep(1.1)  # an event file's name has the second in it
+    with open_run(tmp_path, CONFIG) as run:
+        run.resume()
+        train(run, 5, 10)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0})
+    events.Reload()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 11))
+    assert [event.step for event in events.Histograms("rewards")] == list(range(1, 11))
+
+
+def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[str]]:
+    """A recipe's lines, with no word of ranks, and then a refusal."""
+    out = io.StringIO()
+    told = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with open_run(path, CONFIG) as run, LiveView(3, console=Console(file=out)) as view:
+            run.resume()
+            for step in (1, 2, 3):
+                run.log(step, metrics(step), phase="sft")
+                run.sample(step, [Sample("p", "c")])
+                view.update(step, metrics(step))
+            if dist.get_rank() == 0:
+                for step in (2, 3):
+                    save(run, step)
+            run.prune(1)
+            checkpoint = run.latest_checkpoint()
+            for wrong in ({**CONFIG, "steps": 11}, {**CONFIG, "bad": object()}):
+                try:
+                    open_run(path, wrong)
+                except (ValueError, TypeError) as error:
+                    told.append(str(error))
+            kind = type(run).__name__
+    return f"{kind} printed {len(out.getvalue().splitlines())}", checkpoint and checkpoint.name, told
+
+
+def test_only_the_first_rank_writes_and_speaks(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, on_a_rank, str(tmp_path / "run"))
+    assert first[0] == "RunDirectory printed 3"
+    assert second[0] == "Onlooker printed 0"
+    assert first[1] == second[1] == "step-000003"
+    assert first[2] == second[2]
+    assert len(first[2]) == 2
+    assert "steps is 10 there and 11 here" in first[2][0]
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_an_onlooker_touches_nothing(tmp_path: Path) -> None:
+    with open_run(tmp_path, CONFIG) as run:
+        train(run, 1, 8)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with Onlooker(tmp_path) as other:
+        assert other.resume() == run.checkpoint(8)
+        train(other, 9, 11)
+        assert other.prune(1) == []
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_view_without_a_terminal_prints_a_line_a_step() -> None:
+    out = io.StringIO()
+    with LiveView(500, console=Console(file=out, width=40)) as view:
+        for step in (1, 2):
+            view.doing("rollout")
+            view.update(step, {"reward_mean": 0.5, "loss": math.nan, "lr": 1e-6, "tokens_per_second": 51234.5})
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("step 1/500  reward 0.5  loss nan  lr 1.0e-06  tokens/s 51,234  eta ")
+    assert second.startswith("step 2/500")
+
+
+def test_a_view_on_a_terminal_redraws_seldom_and_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TERM", raising=False)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, height=30, color_system=None, legacy_windows=False)
+    monkeypatch.setattr(type(console), "is_dumb_terminal", property(lambda self: False))
+    began = time.perf_counter()
+    with LiveView(2000, title="[grpo]", console=console, start=0) as view:
+        for step in range(1, 2001):
+            view.update(step, {"reward_mean": step / 2000, "kl_old": 0.1, "time": {"rollout": 3.0, "train": 1.0}})
+    spent = time.perf_counter() - began
+    assert out.getvalue().count("step ") <= 3 + 8 * spent
+    last = out.getvalue()[-2500:]
+    for words in ("[grpo]", "step 2,000/2,000", "reward", "▁", "█", "kl", "rollout 3 s", "train 1 s", "━━━", "eta"):
+        assert words in last, words
+
+
+@pytest.mark.parametrize("width", [20, 60, 200])
+def test_a_view_fits_any_terminal(width: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    view = LiveView(10, console=console, silent=False)
+    for step in (0, 1):
+        if step:
+            view._live = None
+            view.update(1, {"reward_mean": math.nan, "loss": 1e9, "time": {"a": 0.0, "b": math.inf}})
+        with console.capture() as shown:
+            console.print(view._render())
+        assert all(len(line) <= width for line in shown.get().splitlines())
+
+
+def test_sparklines_span_their_range() -> None:
+    assert sparkline([], 8) == ""
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(list(range(800)), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, math.nan, 1.0], 8) == "▁ ▁"
+
+
+def test_numbers_and_durations_are_short() -> None:
+    assert [short(value) for value in (0, 0.5, 1e-6, 51234.5, 1e12, math.inf)] == [
+        "0",
+        "0.5",
+        "1.0e-06",
+        "51,234",
+        "1.00e+12",
+        "inf",
+    ]
+    assert [duration(value) for value in (0.123, 12, 185, 7800, math.nan)] == ["0.12 s", "12 s", "3:05", "2:10:00", "–"]

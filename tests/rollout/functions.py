@@ -1,0 +1,65 @@
+"""What tests have workers call. Nothing heavy is imported here, since every worker imports it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+VALUES = {
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "-inf": float("-inf"),
+    "part": {"reward": 1.0, "style": float("nan")},
+    "none": None,
+    "text": "1.0",
+    "object": object(),
+    "list": [1.0],
+    "empty": {},
+    "huge": 10**400,
+}
+
+
+def misbehave(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
+    """Does or returns what the completion says."""
+    match completion:
+        case "hang":
+            time.sleep(60)
+        case "raise":
+            raise RuntimeError("no such\nthing")
+        case "exit":
+            sys.exit(3)
+        case "die":
+            os._exit(7)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGSEGV)
+    return VALUES.get(completion, 1.0)
+
+
+def length(prompt: str, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
+    return {"length": float(len(completion)), "bonus": float(example.get("bonus", 0))}
+
+
+def start_child_and_hang(directory: str) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    (Path(directory) / "pids").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(60)
+
+
+def process_id(*_: Any) -> int:
+    return os.getpid()
+
+
+def guess(prompt: Any, completions: list[str], example: Mapping[str, Any]) -> Any:
+    """A game of higher and lower that keeps nothing between turns."""
+    number = int(completions[-1])
+    if number == example["number"]:
+        return {"reward": 1.0 / len(completions), "turns": len(completions)}
+    if len(completions) == 2:
+        return [{"role": "user", "content": "Think!"}]
+    return "higher" if number < example["number"] else "lower"

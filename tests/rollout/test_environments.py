@@ -1,0 +1,220 @@
+"""Environments: tasks are the same in every process, and a conversation's tokens are those that were sampled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.data.chat import Encoder
+from postlude.data.datasets import read_rows
+from postlude.hf.tokenizer import byte_tokenizer
+from postlude.rollout.environments import MultiTurn, SingleTurn, Transcript, Turn, is_chat
+from postlude.rollout.rewards import RewardPool, Score
+from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Window, hold_out
+from postlude.rollout.verifiers import GymEntries, gym_dataset, read_page
+from postlude.rollout.workers import WorkerError
+from tests.rollout.functions import guess
+
+ROWS = '{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": [{"role": "user", "content": "2 + 2"}], "answer": 4}\n'
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> DatasetTasks:
+    (tmp_path / "train.jsonl").write_text(ROWS)
+    return DatasetTasks(read_rows(tmp_path / "train.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def words() -> Iterator[ReasoningGym]:
+    pytest.importorskip("reasoning_gym")
+    gym = ReasoningGym("word_ladder", seed=3, size=300)
+    yield gym
+    gym.close()
+
+
+def holds_the_answer(prompt: Any, completion: str, example: Mapping[str, Any]) -> float:
+    return float(str(example["answer"]) in completion)
+
+
+def test_rows_are_tasks(tasks: DatasetTasks) -> None:
+    assert tasks[0] == Task("1 + 1 =", {"prompt": "1 + 1 =", "answer": 2}, "line 1 of train.jsonl")
+    assert [is_chat(tasks[index].prompt) for index in range(len(tasks))] == [False, True]
+    wrapped = DatasetTasks(tasks.rows, chat=True, system="Be brief.")
+    assert wrapped[0].prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1 ="},
+    ]
+    assert wrapped[1].prompt == [{"role": "user", "content": "2 + 2"}]
+    with pytest.raises(ValueError, match='no column "question"'):
+        DatasetTasks(tasks.rows, prompt="question")
+    with pytest.raises(
+        ValueError, match=r'column "answer" in line 1 of train\.jsonl holds a int, but a prompt is text'
+    ):
+        DatasetTasks(tasks.rows, prompt="answer")[0]
+    with pytest.raises(ValueError, match="system is given, but chat is off"):
+        DatasetTasks(tasks.rows, system="x")
+    with pytest.raises(IndexError, match="there is no task 2: they count from 0 to 1"):
+        tasks[2]
+
+
+def test_held_out_tasks_are_none_of_those_trained_on(tasks: DatasetTasks) -> None:
+    train, held = hold_out(tasks, 1)
+    assert ([train[0]], [held[0]]) == ([tasks[0]], [tasks[1]])
+    with pytest.raises(IndexError, match="there is no task 1"):
+        train[1]
+    for count in (0, 2):
+        with pytest.raises(ValueError, match=f"{count} of 2 tasks are to be held out"):
+            hold_out(tasks, count)
+
+
+def test_one_turn_is_scored_and_over(tasks: DatasetTasks) -> None:
+    environment = SingleTurn(tasks, RewardPool(holds_the_answer, workers=0))
+    episodes = [environment.reset(tasks[0]), environment.reset(tasks[1]), environment.reset(tasks[1])]
+    turns = environment.step(episodes, ["it is 2", "4", "5"])
+    assert [turn.score for turn in turns] == [Score(1.0), Score(1.0), Score(0.0)]
+    assert all(turn.done for turn in turns)
+    assert [episode.score for episode in episodes] == [turn.score for turn in turns]
+    with pytest.raises(ValueError, match=r"the episode of task 'line 1 of train\.jsonl' is over"):
+        environment.step(episodes[:1], ["again"])
+    with pytest.raises(ValueError, match="1 episodes got 0 completions"):
+        environment.step([environment.reset(tasks[0])], [])
+    environment.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_conversation_goes_on_until_it_is_judged(workers: int) -> None:
+    games = [Task("guess", {"number": 5}), Task("guess", {"number": 8}), Task("guess", {"number": 3})]
+    environment = MultiTurn(games, guess, max_turns=3, unfinished_reward=-0.5, workers=workers)
+    episodes = [environment.reset(game) for game in games]
+    first = environment.step(episodes, ["5", "2", "what?"])
+    assert first[0] == Turn(Score(1.0, {"turns": 1.0}))
+    assert first[1] == Turn(observation="higher")
+    assert "ValueError: invalid literal" in str(first[2].score and first[2].score.error)
+    assert environment.pool.failures["raised"] == 1
+    assert environment.step(episodes[1:2], ["9"]) == [Turn(observation=[{"role": "user", "content": "Think!"}])]
+    assert environment.step(episodes[1:2], ["7"]) == [Turn(Score(-0.5, {"unfinished": 1.0}))]
+    assert episodes[1].completions == ["2", "9", "7"]
+    assert episodes[1].observations == ["higher", [{"role": "user", "content": "Think!"}]]
+    environment.close()
+
+
+def test_a_turn_is_a_score_or_an_observation() -> None:
+    for score, observation in ((None, None), (Score(1.0), "go on")):
+        with pytest.raises(ValueError, match="either a score, and is the last, or an observation"):
+            Turn(score, observation)
+    with pytest.raises(ValueError, match="max_turns is 0"):
+        MultiTurn([], guess, max_turns=0)
+
+
+def test_a_transcript_is_the_conversation_with_its_sampled_tokens_learned() -> None:
+    """As the whole conversation would be encoded, though no sampled token was encoded again."""
+    tokenizer = byte_tokenizer()
+    encoder = Encoder(tokenizer=tokenizer)
+    talk = [
+        {"role": role, "content": content}
+        for role, content in (("user", "guess"), ("assistant", "5é"), ("user", "lower"), ("assistant", "3"))
+    ]
+    transcript = Transcript(encoder.prompt(talk[:1]))
+    sampled = [tokenizer("5é<|im_end|>")["input_ids"], tokenizer("3<|im_end|>")["input_ids"]]
+    transcript.answer(sampled[0], [-0.5] * len(sampled[0]))
+    transcript.observe(encoder.observation("lower", sampled[0], chat=True))
+    transcript.answer(sampled[1], [-0.25] * len(sampled[1]))
+    whole = encoder.conversation(talk)
+    kept = len(transcript.tokens)
+    assert transcript.tokens == whole.tokens[:kept]
+    assert transcript.mask == whole.mask[:kept]
+    assert tokenizer.decode(whole.tokens[kept:]) == "\n"
+    assert sum(transcript.logprobs) == -0.5 * len(sampled[0]) - 0.25 * len(sampled[1])
+    assert len(transcript.logprobs) == kept
+    with pytest.raises(ValueError, match="1 tokens come with 2 log-probs"):
+        transcript.answer([1], [0.0, 0.0])
+
+
+SAME_SEED = """
+from postlude.rollout.verifiers import GymEntries, read_page
+from postlude.rollout.workers import Workers
+workers = Workers(GymEntries("word_ladder", {}, 3, 300), count=1, timeout=60.0)
+pages = [workers.call_all([(index, index + 1)])[0].value for index in (299, 0, 256)]
+print([read_page(page)[0]["question"] for page in pages])
+"""
+
+
+def test_a_seed_and_an_index_give_the_same_task_in_every_process(words: ReasoningGym) -> None:
+    """word_ladder walks through sets, so that on its own it depends on the hashes of the process."""
+    expected = str([words[index].example["question"] for index in (299, 0, 256)])
+    done = subprocess.run([sys.executable, "-c", SAME_SEED], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == expected, done.stderr
+
+
+def test_reasoning_gym_asks_for_an_answer_in_a_tag(words: ReasoningGym) -> None:
+    task = words[4]
+    assert is_chat(task.prompt)
+    content = task.prompt[0]["content"]  # type: ignore[index]
+    assert content == task.example["question"] + "\nGive your final answer between <answer> and </answer>."
+    assert task.name == "word_ladder 3:4"
+    with pytest.raises(IndexError, match="there is no task 300"):
+        words[300]
+
+
+def test_reasoning_gym_is_scored_by_itself() -> None:
+    pytest.importorskip("reasoning_gym")
+    gym = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 3}, seed=1, size=40, chat=False)
+    train, held = hold_out(gym, 8)
+    assert not {train[i].prompt for i in range(32)} & {held[i].prompt for i in range(8)}
+    environment = SingleTurn(train, RewardPool(gym.reward(), workers=1))
+    chosen = [train[i] for i in range(3)]
+    answers = [str(task.example["answer"]) for task in chosen]
+    completions = [f"<answer>{answers[0]}</answer>", answers[1], "<answer>nonsense</answer>"]
+    turns = environment.step([environment.reset(task) for task in chosen], completions)
+    assert [turn.score for turn in turns][:2] == [Score(1.0, {"answered": 1.0}), Score(0.0, {"answered": 0.0})]
+    assert turns[2].score is not None
+    assert turns[2].score.reward < 0.5
+    environment.close()
+    gym.close()
+    assert Window(gym, 0, 40)[39] == gym[39]  # what was made stays
+
+
+@pytest.mark.slow
+def test_every_task_of_reasoning_gym_can_be_had() -> None:
+    pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
+    for name in sorted(set(DATASETS) - {"composite"}):
+        source = GymEntries(name, {}, 0, 2)
+        source.prepare()
+        assert len(read_page(source(0, 1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "sentence"),
+    [
+        ("chain_sums", {}, r'reasoning-gym has no task "chain_sums"; did you mean (.* or )?chain_sum'),
+        ("zzzzzz", {}, r'has no task "zzzzzz"; it has ab, acre, '),
+        ("chain_sum", {"min_term": 2}, r'task "chain_sum" has no setting "min_term"; did you mean "min_terms"\?'),
+        ("chain_sum", {"min_terms": -1}, 'refuses these settings of "chain_sum"'),
+    ],
+)
+def test_an_unknown_task_is_a_sentence(name: str, config: dict[str, Any], sentence: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match=sentence):
+        gym_dataset(name, config)
+
+
+def test_an_unknown_task_is_refused_before_any_is_made() -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(
+        WorkerError, match=r'GymEntries cannot be loaded: reasoning-gym has no task "chain_sums"; did you'
+    ):
+        ReasoningGym("chain_sums")
+
+
+def test_impossible_gyms_are_sentences() -> None:
+    with pytest.raises(ValueError, match='config has "seed"'):
+        ReasoningGym("chain_sum", {"seed": 1})
+    with pytest.raises(ValueError, match="size is 0"):
+        ReasoningGym("chain_sum", size=0)

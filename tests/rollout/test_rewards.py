@@ -1,0 +1,321 @@
+"""Rewards: whatever a function does costs its own sample alone, and workers give what this process would."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from postlude.rollout.rewards import RewardPool, Sample, Score
+from postlude.rollout.verifiers import MathReward, extract
+from postlude.rollout.workers import WorkerError, Workers
+from tests.rollout.functions import length, misbehave, process_id, start_child_and_hang
+
+LIMIT = 0.7  # seconds; what hangs is ended after so many
+
+
+FAULTS = {
+    "hang": ("timed_out", "misbehave took more than 0.7 s and was ended."),
+    "raise": ("raised", "misbehave failed: RuntimeError: no such thing (functions.py, line "),
+    "exit": ("raised", "misbehave failed: SystemExit: 3"),
+    "die": ("died", "misbehave ended its process with exit code 7."),
+    "killed": ("died", "misbehave was ended by SIGSEGV."),
+    "nan": ("invalid", "misbehave returned nan, but a reward is finite."),
+    "inf": ("invalid", "misbehave returned inf, but a reward is finite."),
+    "-inf": ("invalid", "misbehave returned -inf, but a reward is finite."),
+    "part": ("invalid", 'misbehave returned nan for "style", but a reward is finite.'),
+    "none": ("invalid", "misbehave returned None, but a reward is a number or a dict of numbers."),
+    "text": ("invalid", "misbehave returned '1.0', but a reward is a number or a dict of numbers."),
+    "object": ("invalid", "misbehave failed: TypeError: it returned a object, but it may return numbers, text"),
+    "list": ("invalid", "misbehave returned [1.0], but a reward is a number or a dict of numbers."),
+    "empty": ("invalid", "misbehave returned an empty dict, but a reward is a number or a dict of numbers."),
+    "huge": ("invalid", "misbehave returned inf, but a reward is finite."),
+}
+
+
+@pytest.fixture(scope="module")
+def misbehaving() -> Iterator[RewardPool]:
+    with RewardPool(misbehave, workers=2, timeout=LIMIT, failed_reward=-1.0) as pool:
+        yield pool
+
+
+def samples(*completions: str) -> list[Sample]:
+    return [Sample("p", completion, {}) for completion in completions]
+
+
+def gone(pid: int, patience: float = 5.0) -> bool:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        if state == "Z":
+            return True  # ended, and not yet collected by whoever adopted it
+        time.sleep(0.02)
+    return False
+
+
+def test_workers_give_what_this_process_would_in_order() -> None:
+    many = [Sample("p", "x" * (i % 17), {"bonus": i}) for i in range(1000)]
+    with RewardPool(length, workers=0) as here, RewardPool(length, workers=3) as there:
+        expected = here.score_all(many)
+        assert expected[3] == Score(6.0, {"length": 3.0, "bonus": 3.0})
+        assert there.score_all(many) == expected
+        assert there.score_all(many[::-1]) == expected[::-1]
+        assert there.score_all([]) == []
+        assert there.report() == here.report() | {"scored": 2000.0}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_costs_its_own_sample(misbehaving: RewardPool, fault: str) -> None:
+    kind, sentence = FAULTS[fault]
+    before = misbehaving.report()
+    scores = misbehaving.score_all(samples(*["fine"] * 5, fault, *["fine"] * 6))
+    assert [score.reward for score in scores] == [1.0] * 5 + [-1.0] + [1.0] * 6
+    assert [index for index, score in enumerate(scores) if score.error] == [5]
+    assert (scores[5].error or "").startswith(sentence)
+    changed = {name: count - before[name] for name, count in misbehaving.report().items() if count != before[name]}
+    assert changed == {"scored": 12.0, "failed": 1.0, f"failed/{kind}": 1.0}
+
+
+def test_every_sample_may_fail_at_once() -> None:
+    with RewardPool(misbehave, workers=2, timeout=LIMIT) as pool:
+        scores = pool.score_all(samples("die", "hang", "nan", "killed", "raise", "hang", "die"))
+        assert [score.reward for score in scores] == [0.0] * 7
+        assert pool.failures == {"died": 3, "timed_out": 2, "invalid": 1, "raised": 1}
+        assert pool.score_all(samples("fine", "fine")) == [Score(1.0)] * 2
+
+
+def test_the_first_failure_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), RewardPool(misbehave, workers=0) as pool:
+        pool.score_all(samples("nan", "nan", "raise"))
+    assert caplog.records[0].getMessage() == (
+        "misbehave returned nan, but a reward is finite. The sample gets reward 0; such failures are counted."
+    )
+    assert len(caplog.records) == 2
+
+
+def test_a_hung_worker_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    workers = Workers(start_child_and_hang, count=1, timeout=LIMIT)
+    (outcome,) = workers.call_all([(str(tmp_path),)])
+    assert outcome.failure == "timed_out"
+    assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    workers.close()
+
+
+@pytest.mark.parametrize("end", [lambda pool: pool.close(), lambda pool: pool.__exit__(None, None, None)])
+def test_closing_ends_the_workers(end: Callable[[RewardPool], None]) -> None:
+    pool = RewardPool(process_id, workers=2)
+    pids = {int(score.reward) for score in pool.score_all(samples(*["x"] * 64))}
+    end(pool)
+    pool.close()
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(WorkerError, match="the workers of process_id were closed"):
+        pool.score_all(samples("x"))
+
+
+TRAINER = """
+import os, signal
+from postlude.rollout.workers import Workers
+from tests.rollout.functions import process_id
+workers = Workers(process_id, count=1, timeout=5.0)
+print(workers.call_all([()])[0].value, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_do_not_outlive_a_trainer_that_was_killed() -> None:
+    done = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert gone(int(done.stdout))
+
+
+def test_what_cannot_be_sent_leaves_the_pool_in_step() -> None:
+    with RewardPool(length, workers=2) as pool:
+        bad = [*samples(*["x"] * 20), Sample("p", "x", {"function": lambda: None})]
+        with pytest.raises(WorkerError, match=r"cannot be sent to a worker process .* or use workers=0"):
+            pool.score_all(bad)
+        assert [score.reward for score in pool.score_all(samples("a", "bb", "ccc"))] == [1.0, 2.0, 3.0]
+
+
+def numbers(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
+    kinds = {"numpy": np.float32(0.5), "torch": torch.tensor(0.5), "bool": True, "int": 2}
+    return kinds.get(completion) or {"reward": np.int64(3), "seen": True}
+
+
+def test_numbers_of_any_make_are_read() -> None:
+    with RewardPool(numbers, workers=0) as pool:
+        scores = pool.score_all(samples("numpy", "torch", "bool", "int", "dict"))
+    assert scores == [Score(0.5), Score(0.5), Score(1.0), Score(2.0), Score(3.0, {"seen": 1.0})]
+
+
+FILE = """
+from dataclasses import dataclass
+import sys
+
+@dataclass
+class Length:
+    weight: float
+    def __call__(self, prompt, completion, example):
+        print("noise on stdout")
+        return self.weight * len(completion)
+
+reward = Length(2.0)
+torch_is_here = lambda prompt, completion, example: "torch" in sys.modules
+order = lambda prompt, completion, example: hash("a string") % 1000
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "rewards.py").write_text(FILE)
+    return tmp_path / "rewards.py"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_is_loaded_by_its_path(file: Path, workers: int) -> None:
+    with RewardPool(f"{file}:reward", workers=workers) as pool:
+        assert pool.score_all(samples("abc")) == [Score(6.0)]
+
+
+def test_a_worker_is_light_and_hashes_like_every_other(file: Path) -> None:
+    with RewardPool(f"{file}:torch_is_here", workers=1) as pool:
+        assert pool.score_all(samples("x")) == [Score(0.0)]
+    scores = []
+    for _ in range(2):
+        with RewardPool(f"{file}:order", workers=1) as pool:
+            scores += pool.score_all(samples("x"))
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("rewards.py:rewrad", r"rewards\.py has no rewrad; did you mean reward\?"),
+        ("reward.py:reward", r"there is no file .*reward\.py; did you mean .*rewards\.py\?"),
+        ("rewards.py:number", "number in .* is a int, which cannot be called"),
+        ("rewards.py", r"names no function\. Write it as path/to/file\.py:name"),
+        ("broken.py:reward", r"broken\.py cannot be run: ZeroDivisionError: division by zero \(broken\.py, line 1\)"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_a_sentence(file: Path, name: str, sentence: str, workers: int) -> None:
+    (file.parent / "broken.py").write_text("1 / 0")
+    with pytest.raises((WorkerError, OSError, ValueError, TypeError, AttributeError, ImportError), match=sentence):
+        RewardPool(f"{file.parent}/{name}", workers=workers)
+
+
+def test_a_file_that_ends_the_process_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import os; os._exit(4)")
+    with pytest.raises(WorkerError, match=r"cannot be loaded: it ended its process with exit code 4"):
+        RewardPool(f"{tmp_path}/ends.py:reward", workers=1)
+
+
+def test_a_function_of_a_module_that_workers_cannot_import_is_loaded_by_its_file(file: Path) -> None:
+    file.write_text("def reward(prompt, completion, example):\n    return 5.0\n")
+    spec = importlib.util.spec_from_file_location("nowhere_to_be_found", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["nowhere_to_be_found"] = module
+    spec.loader.exec_module(module)
+    with RewardPool(module.reward, workers=1) as pool:
+        assert pool.score_all(samples("x")) == [Score(5.0)]
+
+
+def test_a_function_that_no_worker_can_have_is_refused() -> None:
+    with pytest.raises(WorkerError, match=r"<lambda> cannot be sent to a worker process\. .* or use workers=0"):
+        RewardPool(lambda *_: 1.0, workers=1)
+    with RewardPool(lambda *_: 1.0, workers=0) as pool:
+        assert pool.score_all(samples("x")) == [Score(1.0)]
+
+
+SCRIPT = """
+from postlude.rollout.workers import Workers
+def reward(prompt, completion, example):
+    return 4.0
+GUARD
+    workers = Workers(reward, count=1, timeout=5.0)
+    print(workers.call_all([("p", "c", {})])[0].value)
+"""
+
+
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
+def test_a_script_may_score_with_its_own_function_behind_a_guard(tmp_path: Path, guard: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("GUARD", guard))
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=False)
+    if guard == "if True:":
+        assert 'put what it does itself under `if __name__ == "__main__":`' in done.stderr
+    else:
+        assert done.stdout == "4.0\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"workers": -1}, "workers is -1"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"failed_reward": float("nan")}, "failed_reward is nan"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_sentences(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        RewardPool(length, **settings)
+
+
+def test_an_answer_is_taken_from_its_last_tag() -> None:
+    assert extract("<answer>1</answer> no <answer>\n 2\n</answer>!", "answer") == "2"
+    assert extract("no tag", "answer") is None
+    assert extract(" all ", None) == "all"
+
+
+MATH = [
+    (r"so \boxed{\frac{1}{2}}.", "0.5", 1.0, 1.0),
+    ("the answer is 1/2", r"$\frac{2}{4}$", 1.0, 1.0),
+    (r"\boxed{3}", "work work\n#### 3", 1.0, 1.0),
+    (r"it is $x^2 + 2x + 1$", "(x+1)^2", 1.0, 1.0),
+    (r"\boxed{1,000}", "1000", 1.0, 1.0),
+    (r"\boxed{4}", r"\boxed{3}", 0.0, 1.0),
+    ("I cannot say", "3", 0.0, 0.0),
+    ("", "3", 0.0, 0.0),
+]
+
+
+def test_mathematical_answers_are_compared_as_mathematics() -> None:
+    pytest.importorskip("math_verify")
+    with RewardPool(MathReward(), workers=1, timeout=20.0) as pool:
+        scores = pool.score_all([Sample("p", completion, {"answer": answer}) for completion, answer, _, _ in MATH])
+        assert [(score.reward, score.parts["parsed"], score.error) for score in scores] == [
+            (reward, parsed, None) for _, _, reward, parsed in MATH
+        ]
+        failed = pool.score_all([Sample("p", "3", {"answer": ""}), Sample("p", "3", {"anwser": "3"})])
+        assert [score.reward for score in failed] == [0.0, 0.0]
+        assert "'' holds no mathematical answer" in str(failed[0].error)
+        assert 'the example has no "answer"; it has: anwser' in str(failed[1].error)
+
+
+def test_a_mathematical_answer_may_be_asked_for_in_a_tag() -> None:
+    pytest.importorskip("math_verify")
+    judge = MathReward(column="gold", tag="answer")
+    cases = {"<answer>x + 1</answer>": 1.0, "<answer>$1+x$</answer>": 1.0, "x + 1": 0.0, "<answer>x</answer>": 0.0}
+    assert {text: judge("p", text, {"gold": "1 + x"})["reward"] for text in cases} == cases
+
+
+def test_a_missing_verifier_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ImportError, match="needs the package math-verify: pip install math-verify"):
+        RewardPool(MathReward(), workers=0)
