@@ -109,3 +109,46 @@ def test_the_installed_command_answers() -> None:
     command = Path(sys.executable).with_name("postlude")
     result = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     assert all(name in result.stdout for name in ("info", "convert", "logprobs"))
+
+
+class TestVerify:
+    def test_a_layout_that_is_none_or_does_not_divide(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["verify", "tiny-dense", "--layout", "pq=2"]) == 2
+        assert "'pq' is no axis" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            main(["verify", "tiny-dense"])
+        assert "one of the arguments --layout --grid is required" in capsys.readouterr().err
+
+    @pytest.mark.slow
+    def test_the_exit_code_tells(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["verify", "tiny-dense", "--layout", "tp=2"]) == 0
+        assert "all 1 equal within 1e-05" in capsys.readouterr().out
+        assert main(["verify", "tiny-dense", "--layout", "tp=2", "--tolerance", "1e-12"]) == 1
+        told = capsys.readouterr().out
+        assert "the gradient furthest off is model." in told
+        assert "1 of 1 differ by more than 1e-12" in told
+
+    @pytest.mark.slow
+    def test_a_rank_that_fails_is_named(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["verify", "tiny-dense", "--layout", "tp=3"]) == 2
+        assert "of 3 failed: ValueError: layers.0.attention has 8 heads" in capsys.readouterr().err
+
+
+class TestGrpo:
+    def test_a_dry_run_prints_the_whole_config(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["grpo", "recipes/demo.yaml", "--dry-run", "--optimizer.lr", "3e-5", "--layout", "pp=2"]) == 0
+        told = capsys.readouterr().out
+        assert "lr: 3.0e-05" in told or "lr: 3e-05" in told
+        assert "pp: 2" in told
+
+    def test_mistakes_are_sentences(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert main(["grpo", "recipes/demo.yaml", "--optimzer.lr", "1"]) == 2
+        assert 'did you mean "optimizer.lr"?' in capsys.readouterr().err
+        assert main(["grpo", str(tmp_path / "none.yaml")]) == 2
+        assert "none.yaml" in capsys.readouterr().err
+        assert main(["report", str(tmp_path / "no-run")]) == 2
+        assert "no-run" in capsys.readouterr().err
+
+    def test_every_recipe_file_loads(self) -> None:
+        for file in sorted(Path("recipes").glob("*.yaml")):
+            assert main(["grpo", str(file), "--dry-run"]) == 0

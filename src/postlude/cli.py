@@ -191,6 +191,9 @@ def grpo(options: argparse.Namespace, console: Console) -> None:
 
 def report(options: argparse.Namespace, console: Console) -> None:
     """Write the report of a run, or of several to compare."""
+    for run in options.runs:
+        if not (run / "metrics.jsonl").is_file():
+            raise FileNotFoundError(f"{run} has no metrics.jsonl, so it is not the directory of a run.")
     target = options.to or options.runs[0] / "report.html"
     written = write_report(options.runs, target)
     console.print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)

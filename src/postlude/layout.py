@@ -45,12 +45,19 @@ class Layout:
     """
 
     pp: int = 1
+    """Pipeline ranks."""
     vpp: int = 1
+    """Stages a pipeline rank holds."""
     dp_replicate: int = 1
+    """Data-parallel replicas."""
     dp_shard: int = 1
+    """Data-parallel ranks that shard the parameters."""
     cp: int = 1
+    """Ranks that share every sequence."""
     tp: int = 1
+    """Ranks that share every matrix."""
     ep: int = 1
+    """Ranks that share the experts, among those there are."""
 
     def __post_init__(self) -> None:
         for axis in fields(self):

@@ -22,9 +22,13 @@ class Schedule:
     """
 
     shape: Shape = "constant"
+    """How the learning rate goes down."""
     warmup: int = 0
+    """Steps in which it goes up."""
     steps: int | None = None
+    """The step at which it reaches the floor."""
     floor: float = 0.0
+    """What it goes down to, as a share of lr."""
 
     def __post_init__(self) -> None:
         if self.shape not in get_args(Shape):
@@ -54,11 +58,17 @@ class AdamW:
     """Adam with weight decay on matrices alone. Gradients are clipped to `max_grad_norm` unless it is None."""
 
     lr: float = 1e-6
+    """The learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """How long the two moments remember."""
     eps: float = 1e-8
+    """Added to the denominator."""
     weight_decay: float = 0.0
+    """Pull of matrices towards zero."""
     max_grad_norm: float | None = 1.0
+    """The most the gradient's norm may be; none leaves it."""
     schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate over steps."""
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over these parameters."""
@@ -71,10 +81,15 @@ class SGD:
     """Gradient descent with momentum."""
 
     lr: float = 1e-3
+    """The learning rate."""
     momentum: float = 0.0
+    """How long the direction is remembered."""
     weight_decay: float = 0.0
+    """Pull of matrices towards zero."""
     max_grad_norm: float | None = 1.0
+    """The most the gradient's norm may be; none leaves it."""
     schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate over steps."""
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over these parameters."""

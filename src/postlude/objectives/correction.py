@@ -42,9 +42,13 @@ class RolloutCorrection:
     """
 
     level: Level = "token"
+    """Whether weights are of tokens or of whole sequences."""
     truncate: Bounds | None = (0.0, 2.0)
+    """Bounds that weights are held to."""
     mask: Bounds | None = None
+    """Bounds outside which a token counts for nothing."""
     sequence_mask: Bounds | None = None
+    """Bounds outside which a sequence counts for nothing."""
 
     def __post_init__(self) -> None:
         one_of("level", self.level, get_args(Level))

@@ -54,8 +54,11 @@ class ReferenceKL:
     """
 
     coefficient: float
+    """Weight of the penalty."""
     estimator: Estimator = "k3"
+    """How the divergence is estimated at a token."""
     gradient: Gradient = "expectation"
+    """Whose gradient it has."""
 
     def __post_init__(self) -> None:
         above("the coefficient of a KL penalty", self.coefficient, 0.0)

@@ -75,17 +75,29 @@ class PolicyGradient:
     """
 
     surrogate: Surrogate = "clip"
+    """Which surrogate is minimised."""
     ratio: Ratio = "token"
+    """What the ratio is of."""
     clip_low: float = 0.2
+    """How far the ratio may fall below 1."""
     clip_high: float = 0.2
+    """How far the ratio may rise above 1."""
     dual_clip: float | None = None
+    """A bound on the loss of bad answers, as a multiple of the advantage; none for no bound."""
     correction: RolloutCorrection | None = None
+    """Weights for a sampler that is not quite the trained policy."""
     kl: ReferenceKL | None = None
+    """A penalty for leaving the reference policy."""
     entropy: float = 0.0
+    """Weight of the entropy bonus."""
     positive_nll: float = 0.0
+    """Weight of the log-likelihood of right answers."""
     temperature: float = 1.0
+    """The sampler's temperature."""
     over: str = "response_mask"
+    """The column of weights the loss is a mean over."""
     length: float | None = None
+    """A constant to divide by instead of the number of tokens (Dr. GRPO)."""
 
     def __post_init__(self) -> None:
         one_of("surrogate", self.surrogate, get_args(Surrogate))
