@@ -20,16 +20,15 @@ TENSOR, CONTEXT, EXPERTS, STAGES = Layout(tp=2), Layout(cp=2), Layout(dp_shard=2
 def test_two_ranks_on_a_gpu_equal_one() -> None:
     """In fp32 with the Triton epilogues; in bf16 with flash attention, grouped products and the fused head.
 
-    A router's choice jumps where its input is rounded otherwise, so with experts bf16 is compared only where layouts
-    round alike.
+    A router's choice jumps where its input is rounded otherwise, so in bf16 experts are compared only where layouts
+    round alike: tensor parallelism sums in another order.
     """
     wide = [Case("tiny-moe", layout, initializer_range=0.1) for layout in (TENSOR, CONTEXT, EXPERTS, STAGES)]
     half = [
-        Case(model, layout, compute_dtype=torch.bfloat16, initializer_range=0.1)
-        for model, layout in (("tiny-dense", TENSOR), ("tiny-dense", CONTEXT), ("tiny-moe", EXPERTS))
+        Case("tiny-moe", layout, compute_dtype=torch.bfloat16, initializer_range=0.1) for layout in (CONTEXT, EXPERTS)
     ]
     reports = launch(compare_all, [*wide, *half], "cuda", nproc=2, timeout=120.0, device="cuda")[0]
-    assert len(reports) == 7
+    assert len(reports) == 6
     for report in reports:
         print(report.case.layout, report.case.compute_dtype, report.loss, report.logprob, report.entropy, report.worst)
         assert report.passes(), (report.case, report.loss, report.logprob, report.entropy, report.worst)

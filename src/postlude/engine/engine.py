@@ -376,7 +376,7 @@ class Engine:
 
 
 def _connected(value: Tensor, inputs: OutputInputs) -> Tensor:
-    """A loss on which every parameter's gradient depends: FSDP wants one of each rank, even with nothing to learn."""
-    if value.requires_grad and len(inputs.microbatch):
+    """A loss with a gradient for every parameter, though it be zero: FSDP sums what all ranks have, or none."""
+    if value.requires_grad:
         return value
     return value + 0.0 * (inputs.hidden.float().sum() + inputs.head.weight.float().sum())
