@@ -13,7 +13,7 @@ microbatches = pack(sequences, budget=32, columns={"reward": [1.0, -1.0, 1.0]})
 
 
 def value_loss(inputs: OutputInputs, head: torch.nn.Linear) -> torch.Tensor:
-    values = head(inputs.head.gather(inputs.hidden))[:, 0]  # [tokens]
+    values = inputs.gather(head(inputs.hidden))[:, 0]  # [tokens]
     errors = (values - inputs.microbatch.column("reward")).square() * (inputs.microbatch.targets >= 0)
     return errors.sum() / inputs.microbatch.batch_targets
 

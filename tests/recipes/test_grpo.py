@@ -76,7 +76,7 @@ def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, layout
         assert found.get("rewards") == expected.get("rewards")
 
 
-def interrupted(group: Any, directory: str, at: int) -> None:
+def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
     """Stop as a kill would: in the middle of step `at`, after its rollout."""
 
     class Stopped(Trainer):
@@ -88,50 +88,59 @@ def interrupted(group: Any, directory: str, at: int) -> None:
 
     original, grpo.Trainer = grpo.Trainer, Stopped  # type: ignore[misc]
     try:
-        train(config_of(Path(directory)))
+        train(config_of(Path(directory), *overrides))
     except KeyboardInterrupt:
         pass
     finally:
         grpo.Trainer = original  # type: ignore[misc]
 
 
-def test_a_continued_run_is_the_run_that_was_not_interrupted(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [(), ("--objective.kl.coefficient=0.1", "--warm_start.optimizer=sgd", "--save_every=1")], ids=["", "kl"]
+)
+def test_a_continued_run_is_the_run_that_was_not_interrupted(
+    ranks: Ranks, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-    (expected,) = ranks(1, run, str(tmp_path / "whole"))
-    ranks(1, interrupted, str(tmp_path / "parts"), 3)
-    (found,) = ranks(1, run, str(tmp_path / "parts"))
+    (expected,) = ranks(1, run, str(tmp_path / "whole"), *settings)
+    for at in (3, 4):
+        ranks(1, interrupted, str(tmp_path / "parts"), at, *settings)
+    (found,) = ranks(1, run, str(tmp_path / "parts"), *settings)
     assert without_times(found) == without_times(expected)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "--advantages=rloo",
-        "--advantages=dr_grpo",
-        "--advantages=grpo_loo",
-        "--objective.entropy=0.1",
-        "--minibatches=2",
-        "--answers.temperature=0.5",
-        "--overlong_penalty=0.5",
-        "--seed=1",
-        "--warm_start.steps=1",
-        "--dynamic_sampling=2",
-    ],
+HEARD = (
+    "--advantages=rloo",
+    "--advantages=dr_grpo",
+    "--advantages=grpo_loo",
+    "--objective.entropy=0.1",
+    "--minibatches=2",
+    "--answers.temperature=0.5",
+    "--overlong_penalty=0.5",
+    "--seed=1",
+    "--dynamic_sampling=2",
 )
+
+
 @pytest.mark.slow
-def test_a_setting_is_heard(ranks: Ranks, tmp_path: Path, override: str) -> None:
-    for name in ("plain", "other"):
-        (tmp_path / name).mkdir()
+def test_every_setting_is_heard(ranks: Ranks, tmp_path: Path) -> None:
+    """Changing one changes the last step."""
     warm = ["--warm_start.steps=30", "--warm_start.optimizer.lr=2e-3", "--samples=8"]  # so that some answers are right
-    (plain,) = ranks(1, run, str(tmp_path / "plain"), *warm)
-    (other,) = ranks(1, run, str(tmp_path / "other"), *warm, override)
-    assert without_times(plain)[-1] != without_times(other)[-1]
+    lasts = {}
+    for name in ("", *HEARD):
+        directory = tmp_path / (name or "plain")
+        directory.mkdir()
+        (rows,) = ranks(1, run, str(directory), *warm, *([name] if name else []))
+        lasts[name] = without_times(rows)[-1]
+    assert [name for name in HEARD if lasts[name] == lasts[""]] == []
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     for override, sentence in (
         ("--optimzer.lr=1", 'did you mean "optimizer.lr"'),
+        ("--answers.temperature=0", "nothing to compare"),
+        ("--objective.temperature=0.5", "answers are drawn at 1"),
         ("--samples=1", "a group needs at least 2 answers"),
         ("--minibatches=3", "does not divide prompts=4"),
         ("--environment.template=5", None),

@@ -53,8 +53,8 @@ def never(module: Any, switch: Any, wanted: bool) -> None:
     switch(module, False)
 
 
-def nothing(entered: Tensor | None) -> Tensor | None:
-    return None if entered is None else torch.zeros_like(entered)
+def nothing(entered: Tensor) -> Tensor:
+    return torch.zeros_like(entered)
 
 
 FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {

@@ -27,18 +27,15 @@ def label(value: Any) -> str:
 
 
 def cases() -> list[Any]:
-    """Every layout with both models and objectives. One look at each axis is quick; the rest takes minutes."""
+    """Every layout with both models, the objectives in turn. Two ranks are quick; the rest takes minutes."""
     found = []
-    for layout in GRID:
-        for model in ("tiny-moe",) if layout.ep > 1 else ("tiny-dense", "tiny-moe"):
-            for objective in ("grpo", "dpo"):
-                quick = layout.world_size == 2 and (model, objective) == (
-                    "tiny-moe",
-                    "grpo" if layout.tp > 1 else "dpo",
-                )
-                case = Case(model, layout, objective, initializer_range=0.1)
-                name = f"{label(layout)}-{model}-{objective}"
-                found.append(pytest.param(case, id=name, marks=() if quick else pytest.mark.slow))
+    for place, layout in enumerate(GRID):
+        for turn, model in enumerate(("tiny-moe",) if layout.ep > 1 else ("tiny-moe", "tiny-dense")):
+            objective = ("grpo", "dpo", "gspo", "sft")[(place + turn) % 4]
+            quick = layout.world_size == 2 and model == "tiny-moe"
+            name = f"{label(layout)}-{model}-{objective}"
+            case = Case(model, layout, objective, initializer_range=0.1)
+            found.append(pytest.param(case, id=name, marks=() if quick else pytest.mark.slow))
     return found
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 FORMAT = 1
-ENTRIES = ("step", "skipped", "optimizer", "layout", "extra", "files")
+ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files")
 UNWRITTEN = "What was written is not a checkpoint; mend the cause and save again."
 Result = TypeVar("Result")
 
@@ -73,16 +73,21 @@ def save(
     with _telling(f"{target} could not be written", UNWRITTEN):
         _together(lambda: _make_empty(aside) if dist.get_rank() == 0 else None)
     copied = {name: tensor.detach().clone() for name, tensor in tensors_to_save(engine).items()}
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)  # the copies are read by another thread, on another stream
     state = {
         "format": FORMAT,
         "step": engine.step,
         "skipped": engine.skipped,
+        "optimizer_start": engine.optimizer_start,
         "optimizer": type(engine.optimizer_config).__name__,
         "layout": str(engine.layout),
         "extra": extra,
     }
 
     def write() -> None:
+        if engine.device.type == "cuda":
+            torch.cuda.set_device(engine.device)  # a thread begins on the first GPU
         writer = hf_storage.HuggingFaceStorageWriter(str(aside), save_distributed=True)
         with _telling(f"{target} could not be written", UNWRITTEN):
             state_dict_saver.save(copied, storage_writer=writer, process_group=group)
@@ -105,17 +110,18 @@ def load(engine: Engine, directory: str | os.PathLike[str]) -> dict[str, Any]:
             f"{type(engine.optimizer_config).__name__}. Give the engine the same optimizer."
         )
     reader = hf_storage.HuggingFaceStorageReader(str(source))
-    with _optimizer_at(engine, state["step"]):
+    with _optimizer_at(engine, state["step"] - state["optimizer_start"]):
         wanted = tensors_to_save(engine)
         _check_tensors(source, wanted, reader)
     with _telling(f"{source} could not be read", "The engine may hold parts of it; load again."):
         state_dict_loader.load(wanted, storage_reader=reader)
     engine.zero_grad()
     engine.step, engine.skipped = state["step"], state["skipped"]
+    engine.optimizer_start = state["optimizer_start"]
     torch.set_rng_state(wanted["rng/cpu"])
     for parameter in engine.parameters.values():
         if "step" in engine.optimizer.state.get(parameter, {}):
-            engine.optimizer.state[parameter]["step"].fill_(engine.step)
+            engine.optimizer.state[parameter]["step"].fill_(engine.step - engine.optimizer_start)
     extra: dict[str, Any] = state["extra"]
     return extra
 

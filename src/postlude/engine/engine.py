@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ class Engine:
     """A model spread over the ranks of a layout, with its optimizer. SPMD: every rank makes the same calls.
 
     The caller hands the same global batch to every rank; the engine packs it into microbatches of at most `budget`
-    tokens, deals them out, and puts results back in the caller's order.
+    tokens, deals them out, and puts results back in the caller's order. `device` is by default the rank's GPU where
+    ranks speak through NCCL, and the CPU elsewhere.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Engine:
         optimizer: OptimizerConfig | None = None,
         budget: int = 8192,
         compute_dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         recompute: Recompute = "none",
         seed: int = 0,
         selection_bias_rate: float = 1e-3,
@@ -86,6 +87,8 @@ class Engine:
                 "an engine runs on ranks, and none are started: make it inside `with postlude.ranks():`, by itself, "
                 "under torchrun, or in a function given to `postlude.launch`."
             )
+        if device is None:
+            device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
         self.device = torch.device(device)
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
         self.budget = budget
@@ -96,10 +99,9 @@ class Engine:
         self.compute_dtype = compute_dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.stages = self._build(source, recompute, seed)
         self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype)
-        self.optimizer_config = optimizer or AdamW()
-        self.optimizer = self.optimizer_config.build(self.parameters)
         self.step = 0
         self.skipped = 0
+        self.set_optimizer(optimizer or AdamW())
         self._saving: checkpoint.Saving | None = None
         self._saving_group: dist.ProcessGroup | None = None
 
@@ -141,9 +143,12 @@ class Engine:
     ) -> Result:
         """Run the batch forward and backward, and add its gradients to those already there.
 
-        `counts` are the denominators of a step that this batch is only part of, by the names its losses are over.
+        `counts` are the denominators of a step that this batch is only part of, by the names its losses are over;
+        "all_tokens", every token of the step, is what routers' side losses are a mean over.
         """
         whole, own = self._deal(batch)
+        if counts is not None and "all_tokens" in counts:
+            own = [replace(each, batch_tokens=int(counts["all_tokens"])) for each in own]
         scale = Scale(whole, counts, sharers=self.mesh.cp.size)
         tally = Tally(scale)
 
@@ -175,7 +180,10 @@ class Engine:
 
     def optimizer_step(self) -> StepResult:
         """Clip the gradients by their global norm, step, and start over from zero gradients."""
-        norm, lr = self.grad_norm(), self.optimizer_config.lr * self.optimizer_config.schedule.factor(self.step)
+        norm, lr = (
+            self.grad_norm(),
+            self.optimizer_config.lr * self.optimizer_config.schedule.factor(self.step - self.optimizer_start),
+        )
         finite = math.isfinite(norm)
         if finite:
             limit = self.optimizer_config.max_grad_norm
@@ -193,9 +201,19 @@ class Engine:
         self.zero_grad()
         return StepResult(self.step, norm, lr, skipped=not finite)
 
+    def set_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Move weights by this from now on: with fresh moments, and its schedule from the beginning."""
+        self.optimizer_config = optimizer
+        self.optimizer = optimizer.build(self.parameters)
+        self.optimizer_start = self.step
+
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients, and what routers have counted for the same step."""
         self.optimizer.zero_grad(set_to_none=True)
+        for stage in self.stages.values():
+            for block in stage.modules():
+                if isinstance(block, MoE) and block.config.selection_bias:
+                    block.load.zero_()
 
     @torch.no_grad()
     def grad_norm(self) -> float:
@@ -346,6 +364,12 @@ class Engine:
             multiple_of=self.mesh.dp.size,
             groups=batch.groups,
         )
+        for each in whole:
+            if len(each) and int(each.tokens.max()) >= self.config.vocab_size:
+                raise ValueError(
+                    f"a sequence holds token {int(each.tokens.max())}, but the vocabulary ends at "
+                    f"{self.config.vocab_size - 1}. Are tokenizer and model of one kind?"
+                )
         own = whole[self.mesh.dp.rank :: self.mesh.dp.size]
         return whole, [cut(each, self.mesh.cp, multiple_of=self.mesh.tp.size).to(self.device) for each in own]
 

@@ -95,7 +95,10 @@ class Tally:
         """Count the values of one microbatch."""
         values = metric.values.detach().float()
         if values.ndim == 0:
-            weights = torch.ones_like(values) / self.scale._sharers_of(metric.over)
+            # A number of the whole microbatch weighs as much as what it is of; of a sum, it is an addend.
+            whole = self.scale.weights(metric.over, microbatch).sum().float()
+            addend = torch.ones_like(values) / self.scale._sharers_of(metric.over)
+            weights = addend if metric.reduction == "sum" else whole
         else:
             weights = self.scale._fitting(values, metric.over, microbatch).float()
         kept = weights != 0

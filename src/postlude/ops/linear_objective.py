@@ -142,7 +142,10 @@ class _OneSweep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_objective")
-        hidden, weight, bias = ctx.gradients.finish(scale)
+        gradients, ctx.gradients = ctx.gradients, None  # as large as the weight, and the graph may outlive this
+        if gradients is None:
+            raise RuntimeError("linear_objective's gradients were used up by an earlier backward; run it again first.")
+        hidden, weight, bias = gradients.finish(scale)
         return None if hidden is None else ctx.problem.put(hidden), weight, bias, None, None, None, None
 
 

@@ -76,7 +76,11 @@ class Executor:
                         before_last_backward(stage)
                     gradient = None if stage.stage.last else self._receive(action, microbatch)
                     left.pop(place).backward(gradient)
-                    self._send(action, _gradient(entered.pop(place)))
+                    if isinstance(result := results.get(action.microbatch), Tensor):
+                        results[action.microbatch] = result.detach()  # its graph has done its work
+                    entry = entered.pop(place)
+                    if entry is not None:
+                        self.channels.send(action, _gradient(entry))
                     continue
                 hidden = None if stage.stage.first else self._receive(action, microbatch)
                 if hidden is not None and loss is not None:
@@ -93,7 +97,7 @@ class Executor:
                         entered[place], left[place] = hidden, loss(result)
                 else:
                     output = stage(microbatch, hidden)
-                    self._send(action, output.detach())
+                    self.channels.send(action, output.detach())
                     if loss is not None:
                         entered[place], left[place] = hidden, output
         self.channels.finish()
@@ -107,10 +111,6 @@ class Executor:
         shape = (len(microbatch) // self.mesh.tp.size, stage.config.hidden_size)
         payload = Action(action.kind, before, action.microbatch)
         return self.channels.receive(payload, shape, self.dtype or like.dtype, like.device)
-
-    def _send(self, action: Action, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            self.channels.send(action, tensor)
 
 
 class Channels:
@@ -152,8 +152,6 @@ class Channels:
         self.pending.clear()
 
 
-def _gradient(entered: Tensor | None) -> Tensor | None:
-    """What goes back to the stage before: None on the first stage, zero where nothing depended on its output."""
-    if entered is None:
-        return None
+def _gradient(entered: Tensor) -> Tensor:
+    """What goes back to the stage before: zero where nothing depended on its output."""
     return torch.zeros_like(entered) if entered.grad is None else entered.grad

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from math import comb
 from pathlib import Path
@@ -23,6 +23,7 @@ from postlude.data import Batch
 from postlude.data.chat import Encoder, Prompt
 from postlude.data.datasets import Sampler
 from postlude.engine import AdamW, Engine
+from postlude.engine.reference import Reference
 from postlude.hf.load import load_tokenizer
 from postlude.objectives import SFT, PolicyGradient
 from postlude.objectives.advantages import grpo, rloo
@@ -30,15 +31,17 @@ from postlude.recipes import config as configs
 from postlude.recipes import schema
 from postlude.recipes.live import LiveView
 from postlude.recipes.report import write_report
-from postlude.recipes.run import RunDirectory, Sample, open_run
+from postlude.recipes.run import RunDirectory, Sample, open_run, step_of
 from postlude.recipes.settings import DTYPES, Answers, EnvironmentSettings, Gym, OptimizerSettings, Training
 from postlude.rollout.environments import Transcript
 from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.protocol import Completion
+from postlude.rollout.rewards import Score
 from postlude.rollout.sampling import Sampling
-from postlude.rollout.tasks import Task, hold_out
+from postlude.rollout.tasks import Task, Tasks, hold_out
 
 MAY_CHANGE = ("run", "layout", "budget", "recompute", "save_every", "keep", "wandb", "steps")
+REFERENCE = "reference"  # in the run's directory: the weights that a penalty is measured from
 SHOWN = 8  # answers of a step kept to be looked at
 
 
@@ -110,6 +113,13 @@ class GRPOConfig(Training):
                 raise ValueError(f"{name} is {getattr(self, name)}, but the least is 1.")
         if self.samples < 2:
             raise ValueError("samples is 1, but a group needs at least 2 answers to compare.")
+        if self.answers.temperature <= 0:
+            raise ValueError("answers.temperature is 0, but a group of equal answers has nothing to compare.")
+        if self.objective.temperature not in (1.0, self.answers.temperature):
+            raise ValueError(
+                f"objective.temperature is {self.objective.temperature:g}, but answers are drawn at "
+                f"{self.answers.temperature:g}. Leave it out: it is taken from there."
+            )
         if self.prompts % self.minibatches:
             raise ValueError(f"minibatches is {self.minibatches}, which does not divide prompts={self.prompts}.")
 
@@ -129,7 +139,7 @@ class Answered:
 def train(config: GRPOConfig, device: str = "cpu") -> Path:
     """Run or continue `config` on the ranks that are started. Returns the report's path."""
     trainer = Trainer(config, device)
-    with trainer.run, LiveView(trainer.last, title=f"grpo {config.model}", start=trainer.step) as live:
+    with closing(trainer), LiveView(trainer.last, title=f"grpo {config.model}", start=trainer.step) as live:
         while trainer.step < trainer.last:
             warm = trainer.step < config.warm_start.steps
             live.doing("warm start" if warm else "grpo")
@@ -137,7 +147,6 @@ def train(config: GRPOConfig, device: str = "cpu") -> Path:
             trainer.finish_step(metrics, "sft" if warm else "grpo")
             live.update(trainer.step, metrics)
         trainer.engine.finish_saving()
-    trainer.environment.close()
     report = config.run / "report.html"
     if dist.get_rank() == 0:
         write_report([config.run], report)
@@ -150,10 +159,17 @@ class Trainer:
 
     def __init__(self, config: GRPOConfig, device: str) -> None:
         self.config = config
+        self.run: RunDirectory = open_run(
+            config.run, schema.plain(type(config), config), may_change=MAY_CHANGE, wandb=config.wandb
+        )
+        self.objective = replace(config.objective, temperature=config.answers.temperature)
         self.tokenizer: Any = load_tokenizer(config.model)
         self.encoder = Encoder(tokenizer=self.tokenizer, max_length=config.budget - config.answers.max_new_tokens)
         self.environment = config.environment.build(config.seed)
-        self.tasks, self.held_out = hold_out(self.environment.tasks, config.evaluation.tasks)
+        self.tasks: Tasks = self.environment.tasks
+        self.held_out: Tasks | None = None
+        if config.evaluation.every:
+            self.tasks, self.held_out = hold_out(self.environment.tasks, config.evaluation.tasks)
         self.sampler = Sampler(len(self.tasks), config.seed)
         self.engine = Engine(
             config.model,
@@ -165,19 +181,39 @@ class Trainer:
             recompute=config.recompute,
             seed=config.seed,
         )
-        self.run: RunDirectory = open_run(
-            config.run, schema.plain(type(config), config), may_change=MAY_CHANGE, wandb=config.wandb
-        )
         self.step = 0
         self.last = config.warm_start.steps + config.steps
         self.seconds: dict[str, float] = {}
+        self.reference: Reference | None = None
         checkpoint = self.run.resume()
         if checkpoint is not None:
-            extra = self.engine.load(checkpoint)
-            self.step = extra["step"]
-            self.sampler.restore(extra["sampler"])
-        self.reference = self.engine.reference() if config.objective.kl is not None else None
+            self._resume(checkpoint)
         self.generator = GatheredGenerator(self.engine, self.tokenizer)
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint, with the optimizer and the reference that belong to its phase."""
+        if step_of(checkpoint) > self.config.warm_start.steps:
+            if self.config.objective.kl is not None:
+                self.engine.set_optimizer(self.config.optimizer)
+                self.engine.load(self.run.path / REFERENCE)
+                self.reference = self.engine.reference()
+            self.engine.set_optimizer(self.config.optimizer)
+        extra = self.engine.load(checkpoint)
+        self.step = extra["step"]
+        self.sampler.restore(extra["sampler"])
+
+    def _begin(self) -> None:
+        """The first step of GRPO: its own optimizer, and the weights so far as the reference."""
+        self.engine.set_optimizer(self.config.optimizer)
+        if self.config.objective.kl is not None:
+            if not (self.run.path / REFERENCE).exists():  # from an earlier start of the same run
+                self.engine.save(self.run.path / REFERENCE)
+            self.reference = self.engine.reference()
+
+    def close(self) -> None:
+        """Give back what the run holds."""
+        self.environment.close()
+        self.run.close()
 
     def warm_step(self) -> dict[str, Any]:
         """One supervised step on the answers that tasks come with."""
@@ -194,9 +230,11 @@ class Trainer:
     def grpo_step(self) -> dict[str, Any]:
         """One rollout, and the optimizer steps that learn from it."""
         config = self.config
-        self.engine.optimizer_config = config.optimizer
+        if self.step == config.warm_start.steps:
+            self._begin()
         answered, drawn = self.rollout()
-        rewards = [each.reward for each in answered]
+        penalty = config.overlong_penalty
+        rewards = [each.reward - penalty * (each.completion.finish_reason == "length") for each in answered]
         metrics: dict[str, Any] = {
             "reward_mean": mean(each.reward for each in drawn),
             "reward_std": torch.tensor([each.reward for each in drawn]).std(correction=0).item(),
@@ -214,7 +252,9 @@ class Trainer:
         with self._phase("score"):
             columns = self._columns(answered, advantages)
         with self._phase("train"):
-            results = [self._learn(answered, columns, part) for part in range(config.minibatches)]
+            groups = list(dict.fromkeys(each.group for each in answered))
+            parts = [groups[part :: config.minibatches] for part in range(config.minibatches)]
+            results = [self._learn(answered, columns, part) for part in parts if part]
         found = {name: mean(result[name] for result in results) for name in results[0]}
         tokens = sum(len(each.transcript.tokens) for each in answered)
         return metrics | found | {"tokens": tokens}
@@ -234,6 +274,8 @@ class Trainer:
             chosen += [each for each in answers if not config.dynamic_sampling or _differs(answers, each.group)]
         if config.overlong == "mask":
             chosen = [each for each in chosen if each.completion.finish_reason != "length"]
+            sizes = Counter(each.group for each in chosen)
+            chosen = [each for each in chosen if sizes[each.group] > 1]
         return chosen, drawn
 
     def answer(
@@ -256,23 +298,28 @@ class Trainer:
             completions = self.generator.generate(prompts, [replace(plain, seed=seed) for seed in seeds], samples)
         with self._phase("reward"):
             each = [(place, completion) for place, group in enumerate(completions) for completion in group]
-            episodes = [self.environment.reset(tasks[place]) for place, _ in each]
-            turns = self.environment.step(episodes, [completion.text or "" for _, completion in each])
+            scores = self._scores([(tasks[place], completion.text or "") for place, completion in each])
         answered = []
-        for (place, completion), turn in zip(each, turns, strict=True):
-            assert turn.score is not None  # one turn is all there is
+        for (place, completion), score in zip(each, scores, strict=True):
             transcript = Transcript(prompts[place])
             transcript.answer(completion.tokens, completion.logprobs)
-            reward = turn.score.reward
-            if completion.finish_reason == "length":
-                reward -= self.config.overlong_penalty
-            parts = dict(turn.score.parts) | ({"failed": 1.0} if turn.score.error else {})
-            answered.append(Answered(tasks[place], first + place, transcript, completion, reward, parts))
+            parts = dict(score.parts) | ({"failed": 1.0} if score.error else {})
+            answered.append(Answered(tasks[place], first + place, transcript, completion, score.reward, parts))
         return answered
+
+    def _scores(self, said: Sequence[tuple[Task, str]]) -> list[Score]:
+        """What answers earn. Each rank judges its share, so that all hear the same even from a judge that wavers."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        own = said[rank::size]
+        turns = self.environment.step([self.environment.reset(task) for task, _ in own], [text for _, text in own])
+        everyone: list[list[Score]] = [[] for _ in range(size)]
+        dist.all_gather_object(everyone, [turn.score for turn in turns])
+        return [everyone[place % size][place // size] for place in range(len(said))]
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward on held-out tasks, and pass@k of answers with a reward of at least 1."""
         settings = self.config.evaluation
+        assert self.held_out is not None  # there is something to evaluate on
         tasks = [self.held_out[index] for index in range(len(self.held_out))]
         answers = self.answer(tasks, settings.samples, settings.temperature, stream=1)
         found = {"eval/reward_mean": mean(each.reward for each in answers)}
@@ -319,7 +366,7 @@ class Trainer:
             "rollout_logprobs": [torch.tensor(each.logprobs) for each in transcripts],
         }
         batch = Batch([each.tokens for each in transcripts])
-        temperature = self.config.objective.temperature
+        temperature = self.objective.temperature
         columns["old_logprobs"] = columns["rollout_logprobs"]
         if self.config.old_logprobs == "recompute":
             columns["old_logprobs"] = self.engine.logprobs(batch, temperature=temperature).logprob
@@ -327,16 +374,16 @@ class Trainer:
             columns["reference_logprobs"] = self.reference.logprobs(batch, temperature=temperature).logprob
         return columns
 
-    def _learn(self, answered: list[Answered], columns: dict[str, list[Any]], part: int) -> dict[str, float]:
-        groups = list(dict.fromkeys(each.group for each in answered))[part :: self.config.minibatches]
+    def _learn(self, answered: list[Answered], columns: dict[str, list[Any]], groups: list[int]) -> dict[str, float]:
         own = [place for place, each in enumerate(answered) if each.group in groups]
         batch = Batch(
             [answered[place].transcript.tokens for place in own],
             {name: [values[place] for place in own] for name, values in columns.items()},
         )
-        result = self.engine.forward_backward(batch, self.config.objective)
+        result = self.engine.forward_backward(batch, self.objective)
         moved = self.engine.optimizer_step()
-        return {"loss": result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
+        found = {"loss": result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
+        return found | {"skipped": float(moved.skipped)}
 
     def _keep_samples(self, drawn: list[Answered]) -> None:
         kept = drawn[:: max(1, len(drawn) // SHOWN)][:SHOWN]

@@ -27,13 +27,18 @@ class GatheredGenerator:
         self.engine = engine
         with torch.device("meta"):
             model = LanguageModel(engine.config)
-        self.model = model.to(engine.compute_dtype).to_empty(device=engine.device).eval()
+        for parameter in model.parameters():  # and no buffer: counts and biases of routers stay fp32
+            parameter.data = parameter.data.to(engine.compute_dtype)
+        self.model = model.to_empty(device=engine.device).eval()
         self.generator = Generator(self.model, tokenizer, **limits)
+        self.updated_at = -1
         self.update()
 
     def update(self) -> None:
-        """Take the engine's weights as they are now."""
-        self.engine.copy_weights(self.model)
+        """Take the engine's weights as they are now, unless no step was made since the last time."""
+        if self.updated_at != self.engine.step:
+            self.engine.copy_weights(self.model)
+            self.updated_at = self.engine.step
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1

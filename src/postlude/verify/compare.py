@@ -177,7 +177,7 @@ def report(case: Case, found: Mapping[str, Answer], expected: Mapping[str, Answe
 
 def _off(found: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the largest expected magnitude."""
-    if not torch.isfinite(found).all():
+    if found.shape != expected.shape or not (torch.isfinite(found).all() and torch.isfinite(expected).all()):
         return float("inf")
     scale = expected.double().abs().max().clamp_min(1e-12)
     return float((found.double() - expected.double()).abs().max() / scale)
