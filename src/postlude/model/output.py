@@ -77,13 +77,8 @@ class OutputHead:
             self.gather(hidden),
             self.weight,
             targets,
-            bias=self.bias,
             temperature=temperature,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            vocab_start=self.vocab_start,
-            vocab_size=self.vocab_size,
-            group=self.tp.group,
+            **self._how(),
             entropy=entropy,
             topk=topk,
             lse=lse,
@@ -113,13 +108,8 @@ class OutputHead:
             targets,
             token_objective,
             columns,
-            bias=self.bias,
             temperature=temperature,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            vocab_start=self.vocab_start,
-            vocab_size=self.vocab_size,
-            group=self.tp.group,
+            **self._how(),
             entropy=entropy,
             lse=lse,
             hit=hit,
@@ -134,14 +124,20 @@ class OutputHead:
             self.weight,
             targets,
             ids,
-            bias=self.bias,
             temperature=temperature,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            vocab_start=self.vocab_start,
-            vocab_size=self.vocab_size,
-            group=self.tp.group,
+            **self._how(),
         )
+
+    def _how(self) -> dict[str, Any]:
+        """How this head makes logits, and who holds its other rows."""
+        return {
+            "bias": self.bias,
+            "logit_scale": self.logit_scale,
+            "softcap": self.softcap,
+            "vocab_start": self.vocab_start,
+            "vocab_size": self.vocab_size,
+            "group": self.tp.group,
+        }
 
     def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
