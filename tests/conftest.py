@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,15 @@ class Ranks:
     def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         if size not in self.pools:
             self.pools[size] = self._start(size)
-        for connection, _ in self.pools[size]:
-            connection.send((function, arguments))
         results, errors = [], []
         for connection, _ in self.pools[size]:
-            result, error = connection.recv() if connection.poll(2 * PATIENCE) else (None, "a rank did not answer")
+            with suppress(BrokenPipeError):  # a rank that died is noticed when its answer is missing
+                connection.send((function, arguments))
+        for connection, _ in self.pools[size]:
+            try:
+                result, error = connection.recv() if connection.poll(2 * PATIENCE) else (None, "a rank did not answer")
+            except (EOFError, ConnectionError):
+                result, error = None, "a rank died"
             results.append(result)
             errors.append(error)
         if any(errors):
