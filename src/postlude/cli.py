@@ -28,14 +28,14 @@ from postlude.layout import Layout
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.recompute import Recompute
 from postlude.model.stack import LogicalLayer
-from postlude.recipes.config import describe, to_yaml
-from postlude.recipes.grpo import GRPOConfig, load_config, train
+from postlude.recipes.commands import RECIPES
+from postlude.recipes.config import describe, load, to_yaml
 from postlude.recipes.report import write_report
+from postlude.recipes.settings import Training
 from postlude.verify import OBJECTIVES, TOLERANCES, Case, Report, compare_all, fitting, source_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join(BUILTIN)}"
-RECIPES = ("grpo",)  # commands whose other options are fields of a config
 ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
 
 
@@ -176,15 +176,16 @@ def verify(options: argparse.Namespace, console: Console) -> int:
     return int(bool(different))
 
 
-def grpo(options: argparse.Namespace, console: Console) -> None:
-    """Train by group-relative policy optimisation, or continue where the run stopped."""
-    overrides = [part for part in options.overrides if part != "--"]
-    config = load_config(options.config, overrides)
+def recipe(options: argparse.Namespace, console: Console) -> None:
+    """Run a recipe, or continue it where it stopped."""
+    chosen = RECIPES[options.command]
+    config: Any = load(chosen.config, options.config, [part for part in options.overrides if part != "--"])
     if options.dry_run:
         console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
         return
-    size = config.layout.world_size if options.nproc is None else options.nproc
-    report = on_ranks(train, config, options.device, nproc=size, timeout=options.timeout, device=options.device)
+    needed = config.layout.world_size if isinstance(config, Training) else 1
+    size = needed if options.nproc is None else options.nproc
+    report = on_ranks(chosen.run, config, options.device, nproc=size, timeout=options.timeout, device=options.device)
     if os.environ.get("RANK", "0") == "0":
         console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
@@ -219,8 +220,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    options, unknown = _parser().parse_known_args(arguments)
-    options.overrides = unknown
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    file = words.pop(1) if words[:1] and words[0] in RECIPES and words[1:] and not words[1].startswith("-") else None
+    options, unknown = _parser().parse_known_args(words)
+    options.overrides, options.config = unknown, file and Path(file)
     if unknown and options.command not in RECIPES:
         known = [f"--{name}" for name in vars(options)]
         near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1)
@@ -268,19 +271,21 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
     command.set_defaults(run=verify, parser=command)
 
-    command = commands.add_parser(
-        "grpo",
-        help="train on rewards: sample groups of answers, learn from the better ones",
-        description="Fields of the config are set in the file and by --field value:\n\n" + describe(GRPOConfig),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.add_argument("config", metavar="CONFIG.yaml", type=Path, nargs="?", help="--field value beats what it says")
-    command.add_argument("--dry-run", action="store_true", help="print the whole config and stop")
-    command.add_argument("--nproc", type=int, help="ranks to start on this machine (default: as the layout needs)")
-    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
-    command.set_defaults(run=grpo, parser=command)
+    for name, each in RECIPES.items():
+        command = commands.add_parser(
+            name,
+            help=each.help,
+            usage=f"postlude {name} [CONFIG.yaml] [--field value ...] [options]",
+            description="Fields are set in CONFIG.yaml and by --field value, which beats it:\n\n"
+            + describe(each.config),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_argument("--dry-run", action="store_true", help="print the whole config and stop")
+        command.add_argument("--nproc", type=int, help="ranks to start on this machine (default: as the layout needs)")
+        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+        command.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a silent rank")
+        command.set_defaults(run=recipe, parser=command)
 
     command = commands.add_parser("report", help="write a run's report, or compare several", allow_abbrev=False)
     command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories")

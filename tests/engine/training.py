@@ -14,7 +14,7 @@ from postlude.data import Batch, pack
 from postlude.engine import AdamW, Engine, Schedule
 from postlude.engine.scale import Scale
 from postlude.hf.export import hf_tensors
-from postlude.hf.load import Source, adapt, load_model, read_config
+from postlude.hf.load import Source, adapt, read_config
 from postlude.model import LanguageModel, OutputInputs
 from postlude.objectives import Loss, Objective, mean
 from tests.meshes import mesh
@@ -92,9 +92,10 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 class Plain:
     """What the engine is compared with: a whole model, each microbatch in turn, torch's own optimizer and clipping."""
 
-    def __init__(self, hf: PretrainedConfig, optimizer: AdamW = ADAMW, seed: int = 0) -> None:
-        self.model: LanguageModel = load_model(hf, dtype=torch.float32, seed=seed)
-        self.family = adapt(hf)[0]
+    def __init__(self, hf: PretrainedConfig, optimizer: AdamW = ADAMW, seed: int = 0, value_head: bool = False) -> None:
+        self.family, model = adapt(hf)
+        self.model = LanguageModel(model, value_head=value_head)
+        self.model.reset(seed)
         self.config = optimizer
         decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from postlude import LanguageModel
+from postlude import LanguageModel, ModelConfig, OutputInputs
 from postlude.data import Batch
 from postlude.objectives import (
     SFT,
     Distill,
+    Loss,
     PolicyGradient,
     Preference,
     ReferenceKL,
@@ -69,11 +70,18 @@ def batch_for(model: LanguageModel) -> Batch:
     )
 
 
-def critic_for(model: LanguageModel) -> nn.Module:
-    torch.manual_seed(5)
-    critic = nn.Linear(model.config.hidden_size, 1)
-    nn.init.normal_(critic.weight, std=0.2)
-    return critic
+def with_critic(config: ModelConfig) -> LanguageModel:
+    """A model whose value head has seen something: from its zeros no gradient would reach the trunk."""
+    model = LanguageModel(config, value_head=True)
+    assert model.value_head is not None
+    with torch.no_grad():
+        model.value_head.weight.normal_(std=0.2, generator=torch.Generator().manual_seed(5))
+    return model
+
+
+def ppo(inputs: OutputInputs) -> Loss:
+    """The policy and its critic in one backward."""
+    return PolicyGradient(entropy=0.1)(inputs) + 0.5 * ValueLoss()(inputs)
 
 
 OBJECTIVES: dict[str, Any] = {
@@ -81,6 +89,7 @@ OBJECTIVES: dict[str, Any] = {
     "preference": Preference,
     "policy": PolicyGradient,
     "value": ValueLoss,
+    "ppo": lambda: ppo,
     "distill": Distill,
 }
 
@@ -141,6 +150,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "value": {"clipped": {}, "not clipped": {"clip": None}, "held closer": {"clip": 0.05}, "all": {"over": "tokens"}},
+    "ppo": {"policy and critic": {}},
     "distill": {
         "forward": {},
         "reverse": {"forward": 0.0},
@@ -154,8 +164,3 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 CASES = [(kind, name) for kind, settings in SETTINGS.items() for name in settings]
-
-
-def settings_of(kind: str, name: str, model: LanguageModel) -> dict[str, Any]:
-    critic = {"critic": critic_for(model)} if kind == "value" else {}
-    return SETTINGS[kind][name] | critic

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from postlude import LanguageModel, pack
 from postlude.data import Batch
@@ -213,11 +213,9 @@ def policy_with_metrics(  # noqa: PLR0912
     return total / (shares if length is None else length * len(batch)), metrics
 
 
-def value(
-    model: LanguageModel, batch: Batch, *, critic: nn.Module, clip: float | None = 0.2, over: str = "response_mask"
-) -> Tensor:
+def value(model: LanguageModel, batch: Batch, *, clip: float | None = 0.2, over: str = "response_mask") -> Tensor:
     def loss(token: Token) -> Tensor:
-        estimate, earned = critic(token.hidden)[0], token["returns"]
+        estimate, earned = (token.hidden * model.value_head.weight).sum(), token["returns"]
         error = (estimate - earned) ** 2
         if clip is not None:
             old = token["old_values"]
@@ -225,6 +223,10 @@ def value(
         return error / 2
 
     return average(tokens_of(model, batch), over, loss)
+
+
+def ppo(model: LanguageModel, batch: Batch) -> Tensor:
+    return policy(model, batch, entropy=0.1) + 0.5 * value(model, batch)
 
 
 def distill(
@@ -254,5 +256,6 @@ PLAIN: Mapping[str, Callable[..., Tensor]] = {
     "preference": preference,
     "policy": policy,
     "value": value,
+    "ppo": ppo,
     "distill": distill,
 }

@@ -14,16 +14,16 @@ from postlude.data import Batch, pack
 from postlude.engine.scale import Scale, Tally
 from postlude.objectives import Objective, PolicyGradient, ReferenceKL, RolloutCorrection
 from tests.equality import assert_equal, difference
-from tests.model.small import small_model
+from tests.model.small import small_config
 from tests.objectives import plain
-from tests.objectives.cases import CASES, OBJECTIVES, SETTINGS, batch_for, settings_of
+from tests.objectives.cases import CASES, OBJECTIVES, SETTINGS, batch_for, with_critic
 
 Gradients = dict[str, Tensor]
 
 
 @functools.cache
 def model_and_batch() -> tuple[LanguageModel, Batch]:
-    model = small_model("[*-][S-][*E]")
+    model = with_critic(small_config("[*-][S-][*E]"))
     return model, batch_for(model)
 
 
@@ -54,14 +54,14 @@ def gradients(model: LanguageModel, loss: Tensor) -> Gradients:
 @functools.cache
 def expected(kind: str, name: str) -> tuple[Tensor, Gradients]:
     model, batch = model_and_batch()
-    loss = plain.PLAIN[kind](model, batch, **settings_of(kind, name, model))
+    loss = plain.PLAIN[kind](model, batch, **SETTINGS[kind][name])
     return loss.detach(), gradients(model, loss)
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_equals_the_plain_formula(kind: str, name: str) -> None:
     model, batch = model_and_batch()
-    objective = OBJECTIVES[kind](**settings_of(kind, name, model))
+    objective = OBJECTIVES[kind](**SETTINGS[kind][name])
     # Pairs must share a microbatch; everything else is cut into several.
     loss, _ = run(model, batch, objective, budget=64 if kind == "preference" else 20)
     wanted, wanted_gradients = expected(kind, name)

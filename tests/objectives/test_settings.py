@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from postlude import OutputInputs, pack
+from postlude import LanguageModel, OutputInputs, pack
 from postlude.engine.scale import Scale
 from postlude.objectives import (
     SFT,
@@ -24,7 +23,7 @@ from postlude.objectives import (
     weights,
 )
 from postlude.objectives.divergence import estimate
-from tests.model.small import sequences, small_model
+from tests.model.small import sequences, small_config, small_model
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ from tests.model.small import sequences, small_model
         (lambda: ReferenceKL(coefficient=float("nan")), "coefficient of a KL penalty is nan"),
         (lambda: RolloutCorrection(truncate=(2.0, 1.0)), "0 ≤ low < high"),
         (lambda: RolloutCorrection(level="group"), "'token', 'sequence'"),
-        (lambda: ValueLoss(critic=nn.Linear(2, 1), clip=0.0), "clip is 0"),
+        (lambda: ValueLoss(clip=0.0), "clip is 0"),
         (lambda: Distill(forward=1.5), "between 0 and 1"),
         (lambda: Distill(forward=0.5, outside="ignore"), "moving the student away"),
         (lambda: weights([[1]], "mean"), "'tokens', 'sequences', 'groups'"),
@@ -61,7 +60,7 @@ def test_settings_that_cannot_be_meant(build: Any, sentence: str) -> None:
 
 
 def run(objective: Any, budget: int = 64, **columns: Any) -> list[Loss]:
-    model = small_model("[*-]")
+    model = LanguageModel(small_config("[*-]"), value_head=True)
     microbatches = pack(sequences(5, 4, 6, 3), budget=budget, columns=columns)
     return [model(each, output_processor=lambda inputs, _: objective(inputs)) for each in microbatches]
 
@@ -72,7 +71,7 @@ def test_missing_columns_are_named() -> None:
         (SFT(over="loss_mask"), "loss_mask"),
         (PolicyGradient(over="tokens"), "advantages"),
         (Preference(), "response_mask"),
-        (ValueLoss(critic=nn.Linear(16, 1), over="tokens"), "returns"),
+        (ValueLoss(over="tokens"), "returns"),
         (Distill(), "teacher_ids"),
     ]:
         with pytest.raises(LookupError, match=f'no column "{column}"'):
@@ -90,8 +89,13 @@ def test_columns_of_the_wrong_shape() -> None:
         run(SFT(over="mask"), mask=two)
     with pytest.raises(ValueError, match=r"must both be \[tokens, k\]"):
         run(Distill(), teacher_ids=two, teacher_logprobs=[1.0] * 4)
-    with pytest.raises(ValueError, match=r"one value a token is \(18, 1\)"):
-        run(ValueLoss(critic=nn.Linear(16, 2), over="tokens"), returns=[1.0] * 4, old_values=[1.0] * 4)
+
+
+def test_a_model_without_a_critic_says_how_to_get_one() -> None:
+    model = small_model("[*-]")
+    (microbatch,) = pack(sequences(5, 4), budget=64, columns={"returns": [1.0, 2.0]})
+    with pytest.raises(ValueError, match=r"no value head: make it with Engine\(\.\.\., critic=True\)"):
+        model(microbatch, output_processor=lambda inputs, _: ValueLoss(clip=None, over="tokens")(inputs))
 
 
 def test_a_split_pair_is_refused() -> None:

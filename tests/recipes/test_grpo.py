@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from postlude.recipes import grpo
-from postlude.recipes.config import ConfigError, undocumented
-from postlude.recipes.grpo import GRPOConfig, Trainer, load_config, train
+from postlude.recipes.config import ConfigError, load, undocumented
+from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
+from postlude.recipes.rollouts import SHOWN
+from postlude.recipes.trainer import train
 from tests.conftest import Ranks
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
@@ -38,12 +40,12 @@ save_every: 2
 def config_of(directory: Path, *overrides: str) -> GRPOConfig:
     file = directory / "small.yaml"
     file.write_text(SMALL)
-    return load_config(file, ["--run", str(directory / "run"), *overrides])
+    return load(GRPOConfig, file, ["--run", str(directory / "run"), *overrides])
 
 
-def run(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
+def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
     config = config_of(Path(directory), *overrides)
-    train(config)
+    run(config)
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -54,7 +56,7 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp_path: Path) -> None:
-    (rows,) = ranks(1, run, str(tmp_path))
+    (rows,) = ranks(1, trained, str(tmp_path))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["phase"] for row in rows] == ["sft", "sft", "grpo", "grpo", "grpo"]
     assert all(0.0 <= row["reward_mean"] <= 1.0 and len(row["rewards"]) == 12 for row in rows[2:])
@@ -62,15 +64,15 @@ def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp
     assert {"eval/reward_mean", "eval/pass@1", "eval/pass@2"} <= rows[-1].keys()
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
-    assert (tmp_path / "run" / "samples.jsonl").read_text().count("\n") == 3 * grpo.SHOWN
+    assert (tmp_path / "run" / "samples.jsonl").read_text().count("\n") == 3 * SHOWN
 
 
 @pytest.mark.parametrize("layout", ["pp=2", "tp=2", "cp=2"])
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-    (alone,) = ranks(1, run, str(tmp_path / "one"))
-    spread, _ = ranks(2, run, str(tmp_path / "many"), "--layout", layout)
+    (alone,) = ranks(1, trained, str(tmp_path / "one"))
+    spread, _ = ranks(2, trained, str(tmp_path / "many"), "--layout", layout)
     for expected, found in zip(alone, spread, strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4, rel=1e-4)
         assert found.get("rewards") == expected.get("rewards")
@@ -79,20 +81,15 @@ def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, layout
 def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
     """Stop as a kill would: in the middle of step `at`, after its rollout."""
 
-    class Stopped(Trainer):
+    class Stopped(GRPOTrainer):
         def rollout(self) -> Any:
             found = super().rollout()
             if self.step == at:
                 raise KeyboardInterrupt
             return found
 
-    original, grpo.Trainer = grpo.Trainer, Stopped  # type: ignore[misc]
-    try:
-        train(config_of(Path(directory), *overrides))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        grpo.Trainer = original  # type: ignore[misc]
+    with suppress(KeyboardInterrupt):
+        train(Stopped(config_of(Path(directory), *overrides), "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +100,10 @@ def test_a_continued_run_is_the_run_that_was_not_interrupted(
 ) -> None:
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-    (expected,) = ranks(1, run, str(tmp_path / "whole"), *settings)
+    (expected,) = ranks(1, trained, str(tmp_path / "whole"), *settings)
     for at in (3, 4):
         ranks(1, interrupted, str(tmp_path / "parts"), at, *settings)
-    (found,) = ranks(1, run, str(tmp_path / "parts"), *settings)
+    (found,) = ranks(1, trained, str(tmp_path / "parts"), *settings)
     assert without_times(found) == without_times(expected)
 
 
@@ -131,7 +128,7 @@ def test_every_setting_is_heard(ranks: Ranks, tmp_path: Path) -> None:
     for name in ("", *HEARD):
         directory = tmp_path / (name or "plain")
         directory.mkdir()
-        (rows,) = ranks(1, run, str(directory), *warm, *([name] if name else []))
+        (rows,) = ranks(1, trained, str(directory), *warm, *([name] if name else []))
         lasts[name] = without_times(rows)[-1]
     assert [name for name in HEARD if lasts[name] == lasts[""]] == []
 

@@ -25,7 +25,6 @@ def answers(group: Any, layout: Layout) -> tuple[list[Any], float]:
     generator = GatheredGenerator(engine, byte_tokenizer())
     engine.forward_backward(Batch(PROMPTS[:3]), SFT())
     engine.optimizer_step()
-    generator.update()
     samplings = [Sampling(max_new_tokens=6, seed=place, ignore_eos=True) for place in range(len(PROMPTS))]
     found = generator.generate(PROMPTS, samplings, n=2)
     worst = 0.0

@@ -1,18 +1,30 @@
-"""The HTTP engine against a real server on this machine, which answers with the native generator."""
+"""The HTTP engine against real servers on this machine: one around the native generator, and `transformers serve`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from postlude import load_model, load_tokenizer
+from postlude import LanguageModel, export_hf, load_model, load_tokenizer, pack
+from postlude.rollout.environments import Transcript
 from postlude.rollout.generator import Generator
-from postlude.rollout.http import HTTPEngine, ServerError
+from postlude.rollout.http import TRANSFORMERS_SERVE, HTTPEngine, ServerError
 from postlude.rollout.protocol import RolloutEngine
 from postlude.rollout.sampling import Sampling
 
@@ -51,6 +63,15 @@ class Server:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
+    def forget(self) -> None:
+        self.reply = self.complete
+        self.seen.clear()
+        self.headers.clear()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
     def complete(self, body: dict[str, Any], *, ids: bool = True) -> Reply:
         sampling = Sampling(
             max_new_tokens=body["max_tokens"],
@@ -76,17 +97,13 @@ class Server:
 
 @pytest.fixture(scope="module")
 def only_server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.server.shutdown()
-    server.server.server_close()
+    with contextlib.closing(Server()) as server:
+        yield server
 
 
 @pytest.fixture
 def server(only_server: Server) -> Server:
-    only_server.reply = only_server.complete
-    only_server.seen.clear()
-    only_server.headers.clear()
+    only_server.forget()
     return only_server
 
 
@@ -180,37 +197,167 @@ def test_other_nonsense_is_refused(server: Server) -> None:
         HTTPEngine("localhost:8000", "tiny")
 
 
-@pytest.mark.slow
-def test_against_transformers_serve(tmp_path) -> None:
-    """transformers' own server, where its extra dependencies are installed."""
-    import shutil
-    import socket
-    import subprocess
-    import sys
-    import time
-    from pathlib import Path
+class TextServer(Server):
+    """Takes and gives text alone, one answer a request, as `transformers serve` does."""
 
-    for needed in ("fastapi", "uvicorn"):
-        pytest.importorskip(needed, reason="transformers serve needs the extra transformers[serving]")
-    from postlude import export_hf
+    def complete(self, body: dict[str, Any], *, ids: bool = True) -> Reply:
+        unknown = set(body) - {"model", "prompt", "max_tokens", "temperature", "top_p", "seed"}
+        if unknown:
+            return 422, {}, {"detail": f"Unexpected fields in the request: {sorted(unknown)}"}
+        prompt = self.generator.tokenizer.encode(body["prompt"])
+        _, _, answer = super().complete(body | {"prompt": prompt, "n": 1})
+        for choice in answer["choices"]:
+            del choice["logprobs"], choice["token_ids"]
+        return 200, {}, answer | {"usage": {"prompt_tokens": len(prompt)}}
 
-    directory = export_hf(load_model("tiny-dense"), tmp_path / "model")
-    load_tokenizer("tiny-dense").save_pretrained(directory)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+
+@pytest.fixture(scope="module")
+def only_text_server() -> Iterator[TextServer]:
+    with contextlib.closing(TextServer()) as server:
+        yield server
+
+
+@pytest.fixture
+def text_server(only_text_server: TextServer) -> TextServer:
+    only_text_server.forget()
+    return only_text_server
+
+
+def test_text_is_encoded_only_when_asked_for(text_server: TextServer) -> None:
+    generator, sampling = text_server.generator, Sampling(max_new_tokens=4, temperature=0.0, seed=10)
+    prompts = [list(b"a line of text"), list(b"see")]  # whose answers are letters
+    with pytest.raises(ServerError, match=r"status 422: Unexpected fields .*; a server of text alone needs text_only"):
+        HTTPEngine(text_server.url, "tiny").generate(prompts, sampling)
+    text_server.seen.clear()
+    engine = HTTPEngine(text_server.url, "tiny", text_only=generator.tokenizer)
+    assert isinstance(engine, RolloutEngine)
+    answered, expected = engine.generate(prompts, sampling, n=2), generator.generate(prompts, sampling, n=2)
+    assert answered == [[replace(one, logprobs=[], sampled_logprobs=[]) for one in group] for group in expected]
+    assert sorted(body["seed"] for body in text_server.seen) == [10, 11, 12, 13]  # one an answer
+    with pytest.raises(ValueError, match="4 tokens come with 0 log-probs"):  # they cannot be trained on by mistake
+        Transcript(prompts[0]).answer(answered[0][0].tokens, answered[0][0].logprobs)
+
+
+def test_text_ends_with_the_end_of_sequence_token(text_server: TextServer) -> None:
+    tokenizer = text_server.generator.tokenizer
+    text_server.reply = lambda body: (200, {}, {"choices": [{"text": "so", "finish_reason": "stop"}]})
+    engine = HTTPEngine(text_server.url, "tiny", text_only=tokenizer)
+    ((one,),) = engine.generate(PROMPTS[:1], Sampling())
+    assert (one.tokens, one.text, one.finish_reason) == ([*b"so", tokenizer.eos_token_id], "so", "stop")
+
+
+class Beginning:
+    """A tokenizer of bytes that begins every text with token 256, as Llama's does with its own."""
+
+    eos_token_id: int | None = 257
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join("<s>" if token == 256 else chr(token) for token in token_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        start = [256] if add_special_tokens else []
+        return start + [token for part in text.split("<s>") for token in (256, *part.encode())][1:]
+
+
+def test_a_prompt_is_written_so_that_it_is_read_as_it_was(text_server: TextServer) -> None:
+    reply = {"choices": [{"text": "<s>", "finish_reason": "length"}]}
+    text_server.reply = lambda body: (200, {}, reply)
+    engine = HTTPEngine(text_server.url, "tiny", text_only=Beginning())
+    ((one,),) = engine.generate([[256, *b"hi", 256]], Sampling())
+    assert text_server.seen[0]["prompt"] == "hi<s>"
+    assert one.tokens == [256]
+    with pytest.raises(ValueError, match="prompt 1 has 2 tokens that its text does not encode to"):
+        engine.generate([[256], [*b"hi"]], Sampling())
+    reply["usage"] = {"prompt_tokens": 4}
+    with pytest.raises(ServerError, match="read 4 tokens in prompt 0, which has 3; give text_only the tokenizer"):
+        engine.generate([[256, *b"hi"]], Sampling())
+
+
+def test_what_text_cannot_say_is_refused(text_server: TextServer) -> None:
+    tokenizer = Beginning()
+    engine = HTTPEngine(text_server.url, "tiny", text_only=tokenizer)
+    for ends in (Sampling(stop=("\n",)), Sampling(stop_tokens=(10,))):
+        with pytest.raises(ValueError, match=r"prompt 0 has stop=.* does not say which of them ended"):
+            engine.generate([[256]], ends)
+    text_server.reply = lambda body: (200, {}, {"choices": [{"message": {}, "finish_reason": "stop"}]})
+    with pytest.raises(ServerError, match="gave no text for prompt 0"):
+        engine.generate([[256]], Sampling())
+    tokenizer.eos_token_id = None
+    with pytest.raises(ValueError, match="has no eos_token_id"):
+        HTTPEngine(text_server.url, "tiny", text_only=tokenizer)
+
+
+LEARNED = [("Over the wire", " and back."), ("x", " marks it"), ("Un café,", " s'il vous plaît !")]
+
+
+def parrot(tokenizer: Any) -> LanguageModel:
+    """A model that has learned by heart to go on with `LEARNED`, and to end there."""
+    model = load_model("tiny-dense")
+    (microbatch,) = pack([tokenizer.encode(f"{begin}{end}<|end|>") for begin, end in LEARNED], budget=256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        model(microbatch, targets=True).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@contextlib.contextmanager
+def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
+    """The address of a `transformers serve` of the model in `directory`, which ends with the block."""
     command = shutil.which("transformers", path=str(Path(sys.executable).parent))
-    process = subprocess.Popen([command, "serve", "--host", "127.0.0.1", "--port", str(port)])
+    assert command is not None, "transformers came without its command"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", home / "serve.log"
+    options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            [command, "serve", str(directory), *options], env=environment, stdout=written, stderr=subprocess.STDOUT
+        )
     try:
-        for _ in range(120):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(1)
-        engine = HTTPEngine(f"http://127.0.0.1:{port}", str(directory), retries=0)
-        # It has no ids of the tokens it sampled to give, and the engine says so rather than guess them.
-        with pytest.raises(ServerError):
-            engine.generate(PROMPTS[:1], Sampling(max_new_tokens=3, temperature=0.0))
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"transformers serve did not come up:\n{log.read_text()[-3000:]}", pytrace=False)
+            time.sleep(0.2)
+        yield url
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_against_transformers_serve(tmp_path: Path) -> None:
+    """Its greedy answers are the native generator's, on the same weights."""
+    tokenizer = load_tokenizer("tiny-dense")
+    model = parrot(tokenizer)
+    directory = export_hf(model, tmp_path / "model")
+    tokenizer.save_pretrained(directory)
+    prompts = [tokenizer.encode(begin) for begin, _ in LEARNED]
+    with transformers_serve(directory, tmp_path) as url:
+        engine = HTTPEngine(url, str(directory), text_only=tokenizer, extra=TRANSFORMERS_SERVE, concurrency=1)
+        for limit in (40, 6):  # all end by themselves, none does
+            greedy = Sampling(max_new_tokens=limit, temperature=0.0)
+            answered = engine.generate(prompts, greedy, n=2)
+            expected = Generator(model, tokenizer).generate(prompts, greedy, n=2)
+            assert answered == [[replace(one, logprobs=[], sampled_logprobs=[]) for one in group] for group in expected]
+            assert {one.finish_reason for group in answered for one in group} == {"stop" if limit == 40 else "length"}
+
+        drawn = Sampling(max_new_tokens=6, temperature=3.0, seed=5)
+        (group,) = engine.generate(prompts[:1], drawn, n=4)
+        assert len({one.text for one in group}) == 4
+        assert engine.generate(prompts[:1], drawn, n=4) == [group]
+        with pytest.raises(ServerError, match=r"status 422: Unexpected fields in the request: \{'top_k'\}"):
+            engine.generate(prompts[:1], Sampling(top_k=3))
+        # It has no ids of the tokens it sampled to give, and an engine that was not told to do without says so.
+        with pytest.raises(ServerError, match="needs text_only=tokenizer"):
+            HTTPEngine(url, str(directory)).generate(prompts[:1], drawn)

@@ -175,6 +175,11 @@ class Sampler:
             self.position += len(more)
         return taken
 
+    @property
+    def progress(self) -> float:
+        """Epochs done, with the share of the one that is going on."""
+        return self.epoch + self.position / self.size
+
     def state(self) -> dict[str, Any]:
         """Where it stands, as JSON."""
         return {

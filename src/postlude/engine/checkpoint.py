@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 STATE = "state.json"
 FORMAT = 1
 ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files")
+CRITIC = "model/value_head.weight"
 UNWRITTEN = "What was written is not a checkpoint; mend the cause and save again."
 Result = TypeVar("Result")
 
@@ -285,6 +286,13 @@ def _check_tensors(source: Path, wanted: Mapping[str, Tensor], reader: hf_storag
     here: dict[str, tuple[int, ...]] = {}
     for part in _together(lambda: {name: tuple(tensor.shape) for name, tensor in wanted.items()}):
         here |= part
+    if CRITIC in here and CRITIC not in saved:
+        raise ValueError(
+            f"{source} was saved without a critic, but this engine has one. Load it with critic=False, or export that "
+            "engine and start this one from the export."
+        )
+    if CRITIC in saved and CRITIC not in here:
+        raise ValueError(f"{source} was saved with a critic, but this engine has none. Give the engine critic=True.")
     missing = [name for name in here if name not in saved]
     beyond = [name for name in saved if name not in here]
     if missing:

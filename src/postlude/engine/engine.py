@@ -26,9 +26,10 @@ from postlude.hf.load import Source, adapt, fresh_or_filled, read_config
 from postlude.layout import Layout, Mesh, Stage
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.blocks import MoE
+from postlude.model.output import NO_VALUE_HEAD
 from postlude.model.parallel import held
 from postlude.model.recompute import Recompute
-from postlude.objectives import Loss, Objective
+from postlude.objectives import Objective
 from postlude.pipeline import Executor
 
 
@@ -65,7 +66,8 @@ class Engine:
 
     The caller hands the same global batch to every rank; the engine packs it into microbatches of at most `budget`
     tokens, deals them out, and puts results back in the caller's order. `device` is by default the rank's GPU where
-    ranks speak through NCCL, and the CPU elsewhere.
+    ranks speak through NCCL, and the CPU elsewhere. With `critic` the model has a value head, from zero: it is trained,
+    clipped, saved and loaded like every other parameter, and is no part of weights that are streamed or exported.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Engine:
         compute_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         recompute: Recompute = "none",
+        critic: bool = False,
         seed: int = 0,
         selection_bias_rate: float = 1e-3,
         mesh: Mesh | None = None,
@@ -92,6 +95,7 @@ class Engine:
         self.device = torch.device(device)
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
         self.budget = budget
+        self.critic = critic
         self.selection_bias_rate = selection_bias_rate
         hf = read_config(source)
         self.family, self.config = adapt(hf)
@@ -110,7 +114,11 @@ class Engine:
         for index in range(self.mesh.pp.rank, layout.stages, layout.pp):
             with torch.device("meta"):
                 stage = LanguageModel(
-                    self.config, mesh=self.mesh, stage=Stage(index, layout.stages), recompute=recompute
+                    self.config,
+                    mesh=self.mesh,
+                    stage=Stage(index, layout.stages),
+                    recompute=recompute,
+                    value_head=self.critic,
                 )
             shard(stage, self.mesh, self.compute_dtype)
             stage.to_empty(device=self.device)
@@ -151,18 +159,6 @@ class Engine:
             own = [replace(each, batch_tokens=int(counts["all_tokens"])) for each in own]
         scale = Scale(whole, counts, sharers=self.mesh.cp.size)
         tally = Tally(scale)
-
-        def evaluate(inputs: OutputInputs, context: Any) -> Tensor:
-            loss = objective(inputs)
-            if not isinstance(loss, Loss):
-                raise TypeError(f"an objective returns a Loss, but this one returned a {type(loss).__name__}.")
-            value = scale.loss(loss, inputs.microbatch)
-            tally.add_loss(value)
-            for part in loss.parts():
-                for name, metric in part.metrics.items():
-                    tally.add(name, metric, inputs.microbatch)
-            return _connected(value, inputs)
-
         for stage in self.stages.values():
             stage.train()
             before_backwards(stage, self.mesh, last=False)
@@ -170,11 +166,23 @@ class Engine:
             self.parameters["embedding.weight"].grad = None  # the first stage holds what was summed before
         self.executor.run(
             own,
-            output_processor=evaluate,
+            output_processor=lambda inputs, _: _connected(tally.evaluate(objective, inputs), inputs),
             loss=lambda value: value,
             before_last_backward=lambda stage: before_backwards(stage, self.mesh, last=True),
         )
-        self._finish_tied()
+        self._finish_gradients()
+        metrics = tally.reduce(self._speaks)
+        return Result(metrics.pop("loss"), metrics, len(whole), whole[0].batch_tokens)
+
+    def measure(self, batch: Batch, objective: Objective) -> Result:
+        """What `forward_backward` would find, without a backward: no gradient is made or changed."""
+        whole, own = self._deal(batch)
+        tally = Tally(Scale(whole, None, sharers=self.mesh.cp.size))
+        for stage in self.stages.values():
+            stage.eval()
+        self.executor.run(own, output_processor=lambda inputs, _: tally.evaluate(objective, inputs))
+        for stage in self.stages.values():
+            reshard(stage)
         metrics = tally.reduce(self._speaks)
         return Result(metrics.pop("loss"), metrics, len(whole), whole[0].batch_tokens)
 
@@ -267,11 +275,17 @@ class Engine:
         found = self.evaluate(batch, processor)
         return TokenScores(found["logprob"], found.get("entropy"))
 
-    def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
+    def values(self, batch: Batch) -> list[Tensor]:
+        """What the critic expects, [length] fp32 per sequence: entry i before token i is chosen; entry 0 is 0."""
+        if not self.critic:
+            raise ValueError(NO_VALUE_HEAD)
+        return self.evaluate(batch, lambda inputs: {"value": inputs.head.values(inputs.hidden)})["value"]
+
+    def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
         """The k likeliest tokens in place of every token: log-probs and ids, each [length, k] per sequence."""
 
         def processor(inputs: OutputInputs) -> dict[str, Tensor]:
-            logprobs, ids = inputs.head.topk(inputs.hidden, k)
+            logprobs, ids = inputs.head.topk(inputs.hidden, k, temperature=temperature)
             return {"logprobs": logprobs, "ids": ids}
 
         found = self.evaluate(batch, processor)
@@ -302,7 +316,7 @@ class Engine:
             target.copy_(tensor)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole gradient, tensor by tensor, as `stream_weights` names and orders them; fp32."""
+        """The whole gradient, tensor by tensor, as `stream_weights` names and orders them; fp32. Not the critic's."""
         own = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
         buckets = weights.plan_buckets(self._pieces, 1 << 30, torch.float32)
         return weights.stream(buckets, own, self.mesh, torch.float32)
@@ -382,11 +396,17 @@ class Engine:
         """Whether this is the tied embedding as the last stage of a pipeline holds it."""
         return name == "embedding.weight" and self.layout.pp > 1 and 0 not in self.stages
 
-    def _finish_tied(self) -> None:
+    def _finish_gradients(self) -> None:
+        """Give every parameter a gradient, and sum a tied embedding's over both ends of the pipeline.
+
+        Zero where nothing depended on it: one without would get no optimizer state, which a checkpoint then lacks.
+        """
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         embedding = self.parameters.get("embedding.weight")
         if self.config.tied_head and embedding is not None:
-            if embedding.grad is None:  # at this end nothing depended on it; at the other end something may
-                embedding.grad = torch.zeros_like(embedding)
+            assert embedding.grad is not None
             sum_tied(embedding.grad, self.mesh)
 
     def _update_selection_biases(self) -> None:
@@ -403,4 +423,7 @@ def _connected(value: Tensor, inputs: OutputInputs) -> Tensor:
     """A loss with a gradient for every parameter, though it be zero: FSDP sums what all ranks have, or none."""
     if value.requires_grad:
         return value
-    return value + 0.0 * (inputs.hidden.float().sum() + inputs.head.weight.float().sum())
+    reached = inputs.hidden.float().sum() + inputs.head.weight.float().sum()
+    if inputs.head.value_head is not None:
+        reached = reached + inputs.head.values(inputs.hidden).sum()
+    return value + 0.0 * reached

@@ -32,10 +32,10 @@ class Reference:
         with self.in_place():
             return self.engine.logprobs(batch, entropy=entropy, temperature=temperature)
 
-    def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
+    def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
         """As `Engine.topk`, by the frozen weights."""
         with self.in_place():
-            return self.engine.topk(batch, k)
+            return self.engine.topk(batch, k, temperature=temperature)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import IGNORE, Microbatch
-from postlude.objectives import Loss, Metric
+from postlude.model import OutputInputs
+from postlude.objectives import Loss, Metric, Objective
 from postlude.objectives.loss import Reduction
 
 
@@ -83,6 +84,18 @@ class Tally:
     def __init__(self, scale: Scale) -> None:
         self.scale = scale
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
+
+    def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
+        """What one microbatch adds to the batch's loss. It and the objective's metrics are counted."""
+        loss = objective(inputs)
+        if not isinstance(loss, Loss):
+            raise TypeError(f"an objective returns a Loss, but this one returned a {type(loss).__name__}.")
+        value = self.scale.loss(loss, inputs.microbatch)
+        self.add_loss(value)
+        for part in loss.parts():
+            for name, metric in part.metrics.items():
+                self.add(name, metric, inputs.microbatch)
+        return value
 
     def add_loss(self, value: Tensor) -> None:
         """Count what one microbatch added to the batch's loss."""

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from postlude.model import ModelConfig
 
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+OURS_ALONE = ("value_head.weight",)  # their models have no such tensor
 EXPERT = "{expert}"
 
 
@@ -36,7 +37,12 @@ class Family:
         return f"model.layers.{layer}.{whole or f'{self.names[inner]}.{leaf}'}"
 
     def pieces(self, name: str, experts: int) -> Iterator[tuple[int | None, str]]:
-        """The tensors that make up ours: (None, their name), or (expert, their name) for each expert in turn."""
+        """The tensors that make up ours: (None, their name), or (expert, their name) for each expert in turn.
+
+        There are none for what is `OURS_ALONE`.
+        """
+        if name in OURS_ALONE:
+            return
         theirs = self.theirs(name)
         if EXPERT in theirs:
             yield from ((expert, theirs.replace(EXPERT, str(expert))) for expert in range(experts))

@@ -21,6 +21,7 @@ from transformers import (
 
 from postlude.hf import FAMILIES, Family
 from postlude.hf.builtin import BUILTIN
+from postlude.hf.family import OURS_ALONE
 from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Mesh, Stage
@@ -125,8 +126,9 @@ def fill(model: LanguageModel, tensors: TensorSource, family: Family) -> None:
     experts = experts_in(model.config)
     wanted = {theirs for name in whole.state_dict() for _, theirs in family.pieces(name, experts)}
     _account(wanted, set(tensors.names()), model)
-    for buffer in model.buffers():
-        buffer.zero_()  # those that are not stored start from nothing
+    unstored = [parameter for name, parameter in model.named_parameters() if name in OURS_ALONE]
+    for tensor in (*model.buffers(), *unstored):
+        held(tensor).zero_()  # those that are not stored start from nothing
     for name, target in model.state_dict().items():
         part, where = held(target), region(target)
         for expert, theirs in family.pieces(name, experts):

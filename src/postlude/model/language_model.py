@@ -17,7 +17,7 @@ from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import AttentionCache, ForwardContext
 from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
-from postlude.model.parallel import ColumnLinear, RMSNorm, VocabularyEmbedding, held, local, region
+from postlude.model.parallel import ColumnLinear, RMSNorm, ValueHead, VocabularyEmbedding, held, local, region
 from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.stack import HybridStack
 
@@ -27,7 +27,8 @@ class LanguageModel(nn.Module):
 
     `mesh` says which part of every layer this rank holds; by default it is alone and holds all. `recompute` says what
     each logical layer makes again in its backward instead of keeping it: nothing, all but the expensive results
-    ("selective"), or everything ("full").
+    ("selective"), or everything ("full"). With `value_head` the last stage has a second head beside the first, of one
+    number a token, which starts from zero; Hugging Face's model has no place for it, so an export leaves it out.
 
     Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` it holds none until they are loaded.
     """
@@ -39,6 +40,7 @@ class LanguageModel(nn.Module):
         mesh: Mesh | None = None,
         stage: Stage | None = None,
         recompute: Recompute = "none",
+        value_head: bool = False,
         blocks: Mapping[str, type[Block]] = BLOCKS,
     ) -> None:
         super().__init__()
@@ -61,6 +63,7 @@ class LanguageModel(nn.Module):
             self.norm = RMSNorm(config.hidden_size, config.norm_eps, tp=tp)
             if not config.tied_head:
                 self.head = ColumnLinear(config.hidden_size, config.vocab_size, tp=tp)
+        self.value_head = ValueHead(config.hidden_size, tp=tp) if value_head and self.stage.last else None
         self._check_storage()
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.reset()
@@ -116,6 +119,7 @@ class LanguageModel(nn.Module):
             logit_scale=self.config.logit_scale,
             softcap=self.config.logit_softcap,
             tp=self.mesh.tp,
+            value_head=self.value_head,
         )
 
     @torch.no_grad()

@@ -17,10 +17,13 @@ from torch import Tensor
 from postlude.data import Microbatch
 from postlude.layout import ALONE, Axis, Layout
 from postlude.model.config import ModelConfig
+from postlude.model.parallel import ValueHead
 from postlude.ops.collectives import gather_alike, gather_from_sequence
 from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
 from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
 from postlude.ops.logprobs_at import linear_logprobs_at
+
+NO_VALUE_HEAD = "this model has no value head: make it with Engine(..., critic=True) or LanguageModel(value_head=True)."
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class OutputHead:
     """The output projection of this rank, tying resolved.
 
     `weight` [rows, H] holds vocabulary entries from `vocab_start` on; entries at or past `vocab_size` are padding.
-    Logits are softcap(logit_scale · (hidden @ weightᵀ + bias)).
+    Logits are softcap(logit_scale · (hidden @ weightᵀ + bias)). `value_head` is there if the model was built with one.
     """
 
     weight: Tensor
@@ -38,6 +41,7 @@ class OutputHead:
     logit_scale: float
     softcap: float | None
     tp: Axis = ALONE
+    value_head: ValueHead | None = None
 
     def gather(self, hidden: Tensor) -> Tensor:
         """This rank's hidden states [T / tp, H] -> all [T, H], each rank to project them to its own rows."""
@@ -128,6 +132,12 @@ class OutputHead:
             **self._how(),
         )
 
+    def values(self, hidden: Tensor) -> Tensor:
+        """The value head's number at every position: [T / tp, H] -> [T] fp32, alike on every rank."""
+        if self.value_head is None:
+            raise ValueError(NO_VALUE_HEAD)
+        return gather_alike(self.value_head(hidden), self.tp.group)
+
     def _how(self) -> dict[str, Any]:
         """How this head makes logits, and who holds its other rows."""
         return {
@@ -139,11 +149,11 @@ class OutputHead:
             "group": self.tp.group,
         }
 
-    def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, hidden: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """The k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
         anything = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
         with torch.no_grad():
-            stats = self.logprobs(hidden, anything, topk=k)
+            stats = self.logprobs(hidden, anything, topk=k, temperature=temperature)
         assert stats.topk_logprobs is not None
         assert stats.topk_ids is not None
         return stats.topk_logprobs, stats.topk_ids

@@ -80,6 +80,18 @@ class Linear(nn.Module):
         return F.linear(hidden, local(self.weight), _local_or_none(self.bias))
 
 
+class ValueHead(nn.Module):
+    """One number a token, hidden · weight in fp32, with a whole copy of the weight on every rank."""
+
+    def __init__(self, size: int, *, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.weight = stored(size, axis=tp, cut=None)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, size] -> [T] fp32."""
+        return hidden.float() @ local(self.weight).float()
+
+
 class ColumnLinear(nn.Module):
     """All tokens, this rank's block of the output features."""
 

@@ -110,8 +110,9 @@ def gae(
 
         δₜ = rₜ + γ · V(t + 1) - V(t),   Aₜ = δₜ + γ · λ · A(t + 1),   returnₜ = Aₜ + V(t)
 
-    `rewards` and `values` are [length] per sequence, and V is 0 after the end. Tokens masked out (prompts, tool output)
-    are stepped over: the next token that counts is the one t + 1 means. Advantages and returns are 0 there.
+    `rewards` and `values` are [length] per sequence: what token t earned, and what was expected before it was chosen,
+    as `engine.values` gives it. V is 0 after the end. Tokens masked out (prompts, tool output) are stepped over: the
+    next token that counts is the one t + 1 means. Advantages and returns are 0 there.
     """
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0.0 <= factor <= 1.0:

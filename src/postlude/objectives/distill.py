@@ -48,10 +48,15 @@ class Distill:
     """
 
     forward: float = 1.0
+    """Share of the forward divergence; the rest is the reverse one."""
     outside: Outside = "bucket"
+    """What becomes of tokens that are not among the teacher's k."""
     nll: float = 0.0
+    """Weight of the tokens' own negative log-likelihood."""
     temperature: float = 1.0
+    """Of teacher and student."""
     over: str = "tokens"
+    """The weights: "tokens", or a column."""
 
     def __post_init__(self) -> None:
         one_of("outside", self.outside, get_args(Outside))

@@ -43,13 +43,21 @@ class Preference:
     """
 
     form: Form = "sigmoid"
+    """How the difference becomes a loss: sigmoid is DPO's."""
     beta: float = 0.1
+    """How sharply differences count."""
     label_smoothing: float = 0.0
+    """The share of wrong labels."""
     length_normalised: bool = False
+    """Whether gains are means over tokens, not sums."""
     reference: bool = True
+    """Whether gains are measured from the reference."""
     margin: float = 0.0
+    """By how much the chosen answer shall lead."""
     nll: float = 0.0
+    """Weight of the chosen answers' negative log-likelihood."""
     mask: str = "response_mask"
+    """The column that marks answers."""
 
     def __post_init__(self) -> None:
         one_of("form", self.form, get_args(Form))

@@ -25,7 +25,9 @@ class SFT:
     """
 
     over: str = "tokens"
+    """The weights: "tokens", or a column."""
     z_loss: float = 0.0
+    """Weight of the squared log-normaliser."""
 
     def __post_init__(self) -> None:
         at_least("z_loss", self.z_loss, 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
 from postlude.model import OutputInputs
 from postlude.objectives.checks import above, per_token
@@ -15,7 +14,7 @@ RETURNS = "returns"
 """What was earned from each token on."""
 
 OLD_VALUES = "old_values"
-"""What the critic expected before this step. Read with `clip`."""
+"""What the critic expected before this step, as `engine.values` gives it. Read with `clip`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +27,12 @@ class ValueLoss:
     averaged by the weights `over` names. v stands where a token is about to be chosen, and the token's "returns" and
     "old_values" stand there too.
 
-    `critic` maps hidden states [..., H] to [..., 1]. It belongs to the caller: the engine does not shard, save, clip or
-    step it. Its gradient on a rank is of that rank's tokens, so sum it over all ranks that run the last stage before
-    stepping; on one rank there is nothing to do. Gradients of the trunk are complete.
+    The critic is the engine's own, made with `Engine(..., critic=True)`. It shares the trunk with the policy, and the
+    two train in one backward: `PolicyGradient()(inputs) + 0.5 * ValueLoss()(inputs)`.
 
     Columns: "returns"; "old_values" with `clip`; the weights that `over` names.
     """
 
-    critic: nn.Module
     clip: float | None = 0.2
     over: str = "response_mask"
 
@@ -44,19 +41,9 @@ class ValueLoss:
         if self.clip is not None:
             above("clip", self.clip, 0.0)
 
-    def values(self, inputs: OutputInputs) -> Tensor:
-        """What the critic expects at each position, [T] fp32. `engine.evaluate` takes it as a processor's result."""
-        estimates: Tensor = self.critic(inputs.hidden)
-        if estimates.shape != (inputs.hidden.shape[0], 1):
-            raise ValueError(
-                f"the critic made {tuple(estimates.shape)} of hidden states {tuple(inputs.hidden.shape)}, but one "
-                f"value a token is ({inputs.hidden.shape[0]}, 1). End it with a linear layer of one output."
-            )
-        return inputs.gather(estimates).squeeze(-1).float()
-
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
-        values, returns = self.values(inputs), inputs.microbatch.column(RETURNS).float()
+        values, returns = inputs.head.values(inputs.hidden), inputs.microbatch.column(RETURNS).float()
         errors = (values - returns).square()
         metrics = {"value": mean(values, self.over), "value_error": mean(errors, self.over)}
         if self.clip is not None:

@@ -74,6 +74,8 @@ def _section(annotation: Any, written: Written, default: Any) -> Any:
         chosen = _value(Literal[tuple(kinds)], written.entries[KIND], None)
     elif text in kinds:
         chosen = text
+    elif text is not None:  # of the kinds, the one that is read from text
+        chosen = next((name for name, cls in kinds.items() if hasattr(cls, "parse")), chosen)
     if text in kinds:
         text = None
     if written.items is not None or written.null:

@@ -11,9 +11,11 @@ import torch
 from postlude.data.datasets import read_rows
 from postlude.engine import SGD, AdamW
 from postlude.layout import Layout
+from postlude.objectives import Objective, load_objective
 from postlude.recipes.schema import Kind
-from postlude.rollout.environments import Environment, SingleTurn
+from postlude.rollout.environments import Environment, MultiTurn, SingleTurn
 from postlude.rollout.rewards import RewardPool
+from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
 from postlude.rollout.verifiers import MathReward
 
@@ -35,6 +37,8 @@ class Gym:
     """The prompt, made of an entry's fields: "{metadata[expression]} =". None asks the question as a chat message."""
     tag: str | None = "answer"
     """The tag that the answer is asked for in; none takes the whole completion. Not used with a template."""
+    system: str | None = None
+    """A system message before the question. Not used with a template."""
     workers: int = 0
     """Processes that score answers; 0 scores them in this one."""
     timeout: float = 30.0
@@ -43,7 +47,15 @@ class Gym:
     def build(self, seed: int) -> Environment:
         """The environment of these tasks."""
         tag = None if self.template is not None else self.tag
-        gym = ReasoningGym(self.task, self.settings, seed=seed, size=self.size, tag=tag, chat=self.template is None)
+        gym = ReasoningGym(
+            self.task,
+            self.settings,
+            seed=seed,
+            size=self.size,
+            tag=tag,
+            system=self.system,
+            chat=self.template is None,
+        )
         tasks: Tasks = gym if self.template is None else Templated(gym, self.template)
         return SingleTurn(tasks, RewardPool(gym.reward(), workers=self.workers, timeout=self.timeout))
 
@@ -74,7 +86,66 @@ class Dataset:
         return SingleTurn(tasks, RewardPool(score, workers=self.workers, timeout=self.timeout))
 
 
-EnvironmentSettings: TypeAlias = Annotated[Gym, Kind("reasoning_gym")] | Annotated[Dataset, Kind("dataset")]
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Prompts of a JSONL or parquet file, each the beginning of a conversation with a function of yours."""
+
+    path: Path
+    """The file, or a directory of them."""
+    reply: str
+    """path/to/file.py:name of reply(prompt, completions, example). Text or messages that it returns are read next; a
+    number, or a dict of numbers, is the reward and the end."""
+    max_turns: int
+    """The most turns the model has."""
+    unfinished_reward: float = 0.0
+    """What a conversation without an end by then earns."""
+    prompt: str = "prompt"
+    """The column with the prompt: text or messages."""
+    chat: bool = False
+    """Whether a prompt of text is a user's message."""
+    system: str | None = None
+    """A system message before it."""
+    workers: int = 4
+    """Processes that reply."""
+    timeout: float = 30.0
+    """Seconds after which a reply counts as failed."""
+
+    def build(self, seed: int) -> Environment:
+        """The environment of these rows."""
+        return MultiTurn(
+            DatasetTasks(read_rows(self.path), prompt=self.prompt, chat=self.chat, system=self.system),
+            self.reply,
+            max_turns=self.max_turns,
+            unfinished_reward=self.unfinished_reward,
+            workers=self.workers,
+            timeout=self.timeout,
+        )
+
+
+EnvironmentSettings: TypeAlias = (
+    Annotated[Gym, Kind("reasoning_gym")]
+    | Annotated[Dataset, Kind("dataset")]
+    | Annotated[Conversation, Kind("conversation")]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveFile:
+    """An objective of yours: a function of `OutputInputs` that returns a `Loss`, or a class of such functions."""
+
+    file: str
+    """path/to/file.py:name."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Handed to it as keywords."""
+
+    @classmethod
+    def parse(cls, text: str) -> ObjectiveFile:
+        """From text alone: path/to/file.py:name."""
+        return cls(file=text)
+
+    def build(self) -> Objective:
+        """The objective itself."""
+        return load_objective(self.file, self.settings)
 
 
 @dataclass(frozen=True)
@@ -115,9 +186,55 @@ class Answers:
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
 
+    def __post_init__(self) -> None:
+        _ = self.sampling  # what that refuses is refused here
+
+    @property
+    def sampling(self) -> Sampling:
+        """The same as a generator takes it."""
+        return Sampling(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            stop=self.stop,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Evaluation:
+    """Answers to tasks that are never trained on: before the first step, every so many steps, and after the last."""
+
+    every: int = 50
+    """Steps between evaluations; 0 leaves them out."""
+    tasks: int = 64
+    """How many tasks are held out."""
+    samples: int = 1
+    """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
+    temperature: float = 0.0
+    """Of these answers; 0 takes the likeliest token."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "every", "temperature")
+        at_least(self, 1, "tasks", "samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Rows that are never trained on, measured before the first step, every so many steps, and after the last."""
+
+    every: int = 50
+    """Steps between evaluations; 0 leaves them out."""
+    rows: int = 0
+    """How many of the dataset's last rows are held out; 0 holds out none, and leaves evaluations out."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "every", "rows")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
     """What every recipe's config begins with."""
 
     model: str = "tiny-dense"
@@ -126,17 +243,48 @@ class Training:
     """The directory of the run. If it holds one with the same config, that is continued."""
     seed: int = 0
     """Of everything random."""
-    layout: Layout = field(default_factory=Layout)
-    """How the model is divided, such as pp=2,tp=2."""
     budget: int = 8192
-    """The most tokens of a microbatch."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward instead of kept."""
+    """The most tokens of a microbatch, and so of a sequence."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """What is computed in; none takes bfloat16 on a GPU and float32 elsewhere."""
+    wandb: str | None = None
+    """A Weights & Biases project to log to as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Model):
+    """What is common to recipes that train."""
+
+    layout: Layout = field(default_factory=Layout)
+    """How the model is divided, such as pp=2,tp=2."""
+    optimizer: OptimizerSettings = field(default_factory=AdamW)
+    """How weights are moved."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward instead of kept."""
     save_every: int = 50
     """Steps between checkpoints; 0 saves the last one alone."""
     keep: int = 2
     """How many checkpoints stay."""
-    wandb: str | None = None
-    """A Weights & Biases project to log to as well."""
+    export: bool = True
+    """Whether the trained model is written at the end, as a Hugging Face directory: model/ in the run's."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "budget", "keep")
+        at_least(self, 0, "save_every")
+
+
+def at_least(config: Any, least: float, *names: str) -> None:
+    """Refuse a field that is smaller."""
+    for name in names:
+        value = getattr(config, name)
+        if value < least:
+            raise ValueError(f"{name} is {value}, but the least is {least}.")
+
+
+def room_for_prompts(answers: Answers, budget: int) -> None:
+    """Refuse answers so long that no prompt has a place before them."""
+    if answers.max_new_tokens > budget - 2:
+        raise ValueError(
+            f"answers.max_new_tokens is {answers.max_new_tokens}, which leaves no room for a prompt in a budget of "
+            f"{budget} tokens. Raise budget."
+        )

@@ -1,4 +1,4 @@
-"""The native generator in any layout: a whole copy of the weights on every rank, and the prompts shared out."""
+"""The native generator on several ranks: a whole model on every rank, and the prompts shared out."""
 
 from __future__ import annotations
 
@@ -16,29 +16,16 @@ from postlude.rollout.sampling import Sampling, one_each
 from postlude.rollout.stops import Decoder
 
 
-class GatheredGenerator:
-    """Answers prompts with the engine's weights as they were at the last `update`. Every rank makes the same calls.
+class SharedGenerator:
+    """A whole model on every rank that answers prompts. Every rank makes the same calls.
 
     Each rank answers its share and all get all answers. Which rank answers makes no difference to what it says, so the
-    same seeds give the same answers in every layout, to rounding of the weights.
+    same seeds give the same answers on any number of ranks.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Decoder, **limits: Any) -> None:
-        self.engine = engine
-        with torch.device("meta"):
-            model = LanguageModel(engine.config)
-        for parameter in model.parameters():  # and no buffer: counts and biases of routers stay fp32
-            parameter.data = parameter.data.to(engine.compute_dtype)
-        self.model = model.to_empty(device=engine.device).eval()
-        self.generator = Generator(self.model, tokenizer, **limits)
-        self.updated_at = -1
-        self.update()
-
-    def update(self) -> None:
-        """Take the engine's weights as they are now, unless no step was made since the last time."""
-        if self.updated_at != self.engine.step:
-            self.engine.copy_weights(self.model)
-            self.updated_at = self.engine.step
+    def __init__(self, model: LanguageModel, tokenizer: Decoder, **limits: Any) -> None:
+        self.model = model
+        self.generator = Generator(model, tokenizer, **limits)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
@@ -50,3 +37,25 @@ class GatheredGenerator:
         everyone: list[list[list[Completion]]] = [[] for _ in range(size)]
         dist.all_gather_object(everyone, own)
         return [everyone[place % size][place // size] for place in range(len(prompts))]
+
+
+class GatheredGenerator(SharedGenerator):
+    """A copy of an engine's model, brought up to date before it answers. It works in every layout of the engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Decoder, **limits: Any) -> None:
+        self.engine = engine
+        with torch.device("meta"):
+            model = LanguageModel(engine.config)
+        for parameter in model.parameters():  # and no buffer: counts and biases of routers stay fp32
+            parameter.data = parameter.data.to(engine.compute_dtype)
+        super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)
+        self.updated_at = -1
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+    ) -> list[list[Completion]]:
+        """Answer with the engine's weights as they are now. They are copied if a step was made since the last time."""
+        if self.updated_at != self.engine.step:
+            self.engine.copy_weights(self.model)
+            self.updated_at = self.engine.step
+        return super().generate(prompts, sampling, n)

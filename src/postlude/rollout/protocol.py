@@ -17,7 +17,9 @@ FinishReason = Literal["stop", "length"]
 class Completion:
     """One answer, as it was sampled: its tokens are never decoded and encoded again.
 
-    The token that ended it is among `tokens`, and so are the tokens of a stop string.
+    The token that ended it is among `tokens`, and so are the tokens of a stop string. The one exception is an engine
+    told to make do with text, such as `HTTPEngine(..., text_only=tokenizer)`: its `tokens` are the text's, and both
+    lists of log-probs are empty, so that whoever needs one a token cannot take them by mistake.
     """
 
     tokens: list[int]

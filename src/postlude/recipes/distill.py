@@ -1,0 +1,135 @@
+"""Distillation: take on a teacher's distribution, on answers that were written or on the student's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+from postlude.data import Batch
+from postlude.data.chat import Encoded, Encoder
+from postlude.engine import Engine
+from postlude.objectives import Distill
+from postlude.recipes.examples import Examples, Indexed
+from postlude.recipes.rollouts import Rollouts, shown, summary
+from postlude.recipes.schema import Kind
+from postlude.recipes.settings import Answers, EnvironmentSettings, Gym, ObjectiveFile, at_least, room_for_prompts
+from postlude.recipes.supervised import Supervised, SupervisedTrainer
+from postlude.recipes.trainer import train
+from postlude.rollout.gathered import GatheredGenerator
+from postlude.rollout.tasks import Task
+
+MASK = "response_mask"
+DistillObjective: TypeAlias = Annotated[Distill, Kind("distill")] | Annotated[ObjectiveFile, Kind("file")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnAnswers:
+    """The student's own answers to tasks, on which the teacher then corrects it."""
+
+    environment: EnvironmentSettings = field(default_factory=lambda: Gym(task="chain_sum"))
+    """Where tasks come from. Rewards are reported, not learned from."""
+    answers: Answers = field(default_factory=Answers)
+    """How answers are drawn."""
+    samples: int = 1
+    """Answers to each prompt."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(Supervised):
+    """Everything that decides a run of distillation."""
+
+    teacher: str
+    """A Hugging Face directory, a GGUF file, or a built-in model, with the tokens of the student."""
+    data: Annotated[Examples, Kind("examples")] | Annotated[OwnAnswers, Kind("own_answers")] = field(
+        default_factory=OwnAnswers
+    )
+    """What is learned on: written answers, or the student's own."""
+    top_k: int = 64
+    """How many of the teacher's likeliest tokens are compared at every position."""
+    objective: DistillObjective = field(default_factory=lambda: Distill(over=MASK))
+    """What is minimised. One of yours finds the columns "response_mask", "teacher_ids" and "teacher_logprobs"."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "top_k")
+        if isinstance(self.data, OwnAnswers):
+            room_for_prompts(self.data.answers, self.budget)
+
+
+class DistillTrainer(SupervisedTrainer[Encoded | Task]):
+    """A run of distillation. Student and teacher are engines in the same layout."""
+
+    name = "distill"
+
+    def __init__(self, config: DistillConfig, device: str) -> None:
+        self.config = config
+        chosen = config.objective
+        self.temperature = 1.0 if isinstance(chosen, ObjectiveFile) else chosen.temperature
+        self.rollouts: Rollouts | None = None
+        super().__init__(config, device, chosen.build() if isinstance(chosen, ObjectiveFile) else chosen)
+        self.teacher = Engine(
+            config.teacher,
+            budget=config.budget,
+            compute_dtype=self.engine.compute_dtype,
+            device=device,
+            seed=config.seed,
+            mesh=self.engine.mesh,
+        )
+        ours, theirs = self.engine.config.vocab_size, self.teacher.config.vocab_size
+        if ours != theirs:
+            raise ValueError(
+                f"the student has {ours} tokens and the teacher {theirs}. Distil between models of one tokenizer."
+            )
+        if config.top_k > theirs:
+            raise ValueError(f"top_k is {config.top_k}, but the teacher has {theirs} tokens.")
+
+    def read(self) -> Indexed[Encoded | Task]:
+        """Written answers, or tasks for the student to answer."""
+        data, budget = self.config.data, self.config.budget
+        if isinstance(data, Examples):
+            return data.read(self.tokenizer, budget)
+        environment = data.environment.build(self.config.seed)
+        self.rollouts = Rollouts(
+            GatheredGenerator(self.engine, self.tokenizer),
+            environment,
+            Encoder(tokenizer=self.tokenizer, max_length=budget - data.answers.max_new_tokens),
+            data.answers,
+            budget=budget,
+            seed=self.config.seed,
+            timed=self.timed,
+        )
+        return environment.tasks
+
+    def close(self) -> None:
+        """Give back what the run holds."""
+        if self.rollouts is not None:
+            self.rollouts.environment.close()
+        super().close()
+
+    def batch_of(self, rows: Sequence[Encoded | Task]) -> tuple[Batch, dict[str, Any]]:
+        """Sequences with the teacher's likeliest tokens at every position."""
+        found: dict[str, Any] = {}
+        examples = [row for row in rows if isinstance(row, Encoded)]
+        batch = Batch([each.tokens for each in examples], {MASK: [each.mask for each in examples]})
+        if self.rollouts is not None:
+            assert isinstance(self.config.data, OwnAnswers)
+            tasks = [row for row in rows if isinstance(row, Task)]
+            answers = self.rollouts.answer(tasks, self.config.data.samples, step=self.step)
+            transcripts = [each.transcript for each in answers]
+            batch = Batch([each.tokens for each in transcripts], {MASK: [each.mask for each in transcripts]})
+            found = summary(answers)
+            self.run.sample(self.step + 1, shown(answers, self.tokenizer))
+        with self.timed("teacher"):
+            logprobs, ids = self.teacher.topk(batch, self.config.top_k, temperature=self.temperature)
+        columns = {**batch.columns, "teacher_logprobs": logprobs, "teacher_ids": ids}
+        return replace(batch, columns=columns), found
+
+
+def run(config: DistillConfig, device: str = "cpu") -> Path:
+    """Run or continue `config` on the ranks that are started. Returns the report's path."""
+    return train(DistillTrainer(config, device))

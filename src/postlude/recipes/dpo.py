@@ -1,0 +1,63 @@
+"""DPO and its kin: learn from pairs of answers, one of them preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+from postlude.data import Batch
+from postlude.data.chat import Encoded, preference_batch
+from postlude.engine.reference import Reference
+from postlude.objectives import Preference
+from postlude.recipes.examples import Encodings, Pairs
+from postlude.recipes.schema import Kind
+from postlude.recipes.settings import ObjectiveFile
+from postlude.recipes.supervised import Supervised, SupervisedTrainer
+from postlude.recipes.trainer import train
+
+PairObjective: TypeAlias = Annotated[Preference, Kind("preference")] | Annotated[ObjectiveFile, Kind("file")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(Supervised):
+    """Everything that decides a run of DPO, IPO or SimPO."""
+
+    data: Pairs
+    """The pairs to learn from."""
+    objective: PairObjective = field(default_factory=Preference)
+    """What is minimised. One of yours finds the columns "response_mask" and "reference_logprobs", and the two of a pair
+    side by side."""
+
+
+class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
+    """A run of preference training. The reference is the model that the run started from."""
+
+    name = "dpo"
+
+    def __init__(self, config: DPOConfig, device: str) -> None:
+        self.config = config
+        chosen = config.objective
+        super().__init__(config, device, chosen.build() if isinstance(chosen, ObjectiveFile) else chosen)
+        self.reference: Reference | None = None
+        if isinstance(chosen, ObjectiveFile) or chosen.reference:
+            self.reference = self.engine.reference()
+
+    def read(self) -> Encodings[tuple[Encoded, Encoded]]:
+        """The pairs to learn from."""
+        return self.config.data.read(self.tokenizer, self.config.budget)
+
+    def batch_of(self, rows: Sequence[tuple[Encoded, Encoded]]) -> tuple[Batch, dict[str, Any]]:
+        """The two of each pair side by side, with what the reference says of them."""
+        batch = preference_batch(rows)
+        if self.reference is None:
+            return batch, {}
+        with self.timed("reference"):
+            logprobs = self.reference.logprobs(batch).logprob
+        return replace(batch, columns={**batch.columns, "reference_logprobs": logprobs}), {}
+
+
+def run(config: DPOConfig, device: str = "cpu") -> Path:
+    """Run or continue `config` on the ranks that are started. Returns the report's path."""
+    return train(DPOTrainer(config, device))

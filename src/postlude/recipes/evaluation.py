@@ -1,0 +1,77 @@
+"""Evaluation: how well a model answers tasks, without training it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from postlude.data.chat import Encoder
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.recipes import schema
+from postlude.recipes.clock import Clock
+from postlude.recipes.live import LiveView
+from postlude.recipes.report import write_report
+from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
+from postlude.recipes.run import open_run
+from postlude.recipes.settings import DTYPES, Answers, EnvironmentSettings, Gym, Model, at_least, room_for_prompts
+from postlude.recipes.trainer import REPORT
+from postlude.rollout.gathered import SharedGenerator
+
+PAGE = 256  # tasks answered at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(Model):
+    """Everything that decides an evaluation. Every rank has the whole model and answers its share."""
+
+    environment: EnvironmentSettings = field(default_factory=lambda: Gym(task="chain_sum"))
+    """Where tasks and rewards come from."""
+    tasks: int = 256
+    """How many tasks are answered: the last of the environment, as training holds them out."""
+    samples: int = 1
+    """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
+    answers: Answers = field(default_factory=lambda: Answers(temperature=0.0))
+    """How answers are drawn."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "tasks", "samples")
+        room_for_prompts(self.answers, self.budget)
+
+
+def run(config: EvalConfig, device: str = "cpu") -> Path:
+    """Evaluate on the ranks that are started. Returns the report's path."""
+    directory = open_run(
+        config.run, schema.plain(type(config), config), may_change=("run", "wandb"), wandb=config.wandb
+    )
+    directory.resume_at(-1)
+    tokenizer = load_tokenizer(config.model)
+    default = torch.bfloat16 if device == "cuda" else torch.float32
+    model = load_model(config.model, dtype=DTYPES[config.dtype] if config.dtype else default, device=device).eval()
+    clock = Clock()
+    with closing(directory), closing(config.environment.build(config.seed)) as environment:
+        rollouts = Rollouts(
+            SharedGenerator(model, tokenizer),
+            environment,
+            Encoder(tokenizer=tokenizer, max_length=config.budget - config.answers.max_new_tokens),
+            config.answers,
+            budget=config.budget,
+            seed=config.seed,
+            timed=clock,
+        )
+        count = min(config.tasks, len(environment.tasks))
+        tasks = [environment.tasks[index] for index in range(len(environment.tasks) - count, len(environment.tasks))]
+        answers: list[Answered] = []
+        with LiveView(count, title=f"eval {config.model}") as live:
+            for first in range(0, count, PAGE):
+                answers += rollouts.answer(tasks[first : first + PAGE], config.samples, step=0, first=first)
+                live.update(min(first + PAGE, count), summary(answers))
+        directory.sample(0, shown(answers, tokenizer))
+        directory.log(0, scores(answers, config.samples) | summary(answers) | clock.take(), phase="eval")
+    if dist.get_rank() == 0:
+        write_report([config.run], config.run / REPORT)
+    dist.barrier()
+    return config.run / REPORT

@@ -1,0 +1,154 @@
+"""Rows to learn from: which columns they have, how they become tokens, and which of them are kept.
+
+All rows are encoded once before a run begins, so that one that cannot be is known at once and not after hours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from postlude.data.chat import ChatTokenizer, Encoded, Encoder, TooLong
+from postlude.data.datasets import Rows, Sampler, read_rows
+
+log = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
+Row_co = TypeVar("Row_co", covariant=True)
+Overlong = Literal["refuse", "drop", "cut"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """Answers to learn, from a JSONL or parquet file.
+
+    A dataset with the column of messages is one of conversations, whose assistant turns are learned. One with the
+    columns of prompt and completion has one answer a row. One with the column of text is learned whole.
+    """
+
+    path: Path
+    """The file, or a directory of them."""
+    messages: str = "messages"
+    """The column with whole conversations."""
+    prompt: str = "prompt"
+    """The column with the prompt: text or messages."""
+    completion: str = "completion"
+    """The column with the answer to it."""
+    text: str = "text"
+    """The column with text, all of it to be learned."""
+    turns: Literal["all", "last"] = "all"
+    """Which of the assistant's turns are learned."""
+    overlong: Overlong = "refuse"
+    """What becomes of rows with more tokens than the budget: they end the run before it begins, are left out, or are
+    cut off."""
+
+    def read(self, tokenizer: ChatTokenizer, budget: int) -> Encodings[Encoded]:
+        """The rows as tokens."""
+        rows = read_rows(self.path)
+        encoder = Encoder(tokenizer=tokenizer, max_length=budget, truncate=self.overlong == "cut", turns=self.turns)
+        columns = rows.columns
+        if self.messages in columns:
+            rows.require(self.messages)
+            return Encodings(rows, lambda row, name: encoder.conversation(row[self.messages], name), self.overlong)
+        if self.text in columns and self.prompt not in columns:
+            rows.require(self.text)
+            return Encodings(rows, lambda row, name: encoder.answer("", row[self.text], name), self.overlong)
+        rows.require(self.prompt, self.completion)
+        return Encodings(
+            rows, lambda row, name: encoder.answer(row[self.prompt], row[self.completion], name), self.overlong
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Pairs of answers, one preferred, from a JSONL or parquet file."""
+
+    path: Path
+    """The file, or a directory of them."""
+    prompt: str = "prompt"
+    """The column with the prompt: text or messages. Not needed where answers are whole conversations."""
+    chosen: str = "chosen"
+    """The column with the better answer."""
+    rejected: str = "rejected"
+    """The column with the worse one."""
+    overlong: Overlong = "refuse"
+    """What becomes of pairs with an answer of more tokens than half the budget: they end the run before it begins, are
+    left out, or are cut off."""
+
+    def read(self, tokenizer: ChatTokenizer, budget: int) -> Encodings[tuple[Encoded, Encoded]]:
+        """The rows as tokens: what was chosen and what was rejected."""
+        rows = read_rows(self.path, require=(self.chosen, self.rejected))
+        encoder = Encoder(tokenizer=tokenizer, max_length=budget // 2, truncate=self.overlong == "cut")
+        return Encodings(
+            rows,
+            lambda row, name: encoder.preference(row.get(self.prompt), row[self.chosen], row[self.rejected], name),
+            self.overlong,
+        )
+
+
+class Encodings(Generic[Row]):
+    """Rows as tokens, without those that were left out."""
+
+    def __init__(self, rows: Rows, encode: Callable[[Any, str], Row], overlong: Overlong) -> None:
+        self.rows, self.encode = rows, encode
+        self.kept: list[int] = []
+        for index in range(len(rows)):
+            try:
+                encode(rows[index], rows.where(index))
+            except TooLong:
+                if overlong != "drop":
+                    raise
+            else:
+                self.kept.append(index)
+        if not self.kept:
+            raise ValueError(f"every row of {rows.name} is longer than the budget allows. Raise budget.")
+        if len(self.kept) < len(rows):
+            log.warning(
+                "%d of %d rows of %s are too long and left out.", len(rows) - len(self.kept), len(rows), rows.name
+            )
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> Row:
+        place = self.kept[index]
+        return self.encode(self.rows[place], self.rows.where(place))
+
+
+class Indexed(Protocol[Row_co]):
+    """Rows by their number."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, index: int) -> Row_co:
+        """One of them."""
+        ...
+
+
+class Course(Generic[Row]):
+    """The order of a run through rows: some held out, the others in shuffled epochs, `batch` of them a step."""
+
+    def __init__(self, rows: Indexed[Row], *, batch: int, held_out: int, seed: int) -> None:
+        if held_out >= len(rows):
+            raise ValueError(f"{held_out} of {len(rows)} rows are to be held out. Leave at least one to learn from.")
+        self.rows, self.batch = rows, batch
+        self.border = len(rows) - held_out
+        self.sampler = Sampler(self.border, seed)
+
+    def take(self) -> list[Row]:
+        """The rows of the next step."""
+        return [self.rows[index] for index in self.sampler.take(self.batch)]
+
+    @property
+    def held_out(self) -> Sequence[Row]:
+        """The rows that are never trained on."""
+        return [self.rows[index] for index in range(self.border, len(self.rows))]
+
+    def steps(self, epochs: float) -> int:
+        """How many steps it takes to see each row `epochs` times."""
+        return max(1, round(epochs * self.border / self.batch))

@@ -1,0 +1,202 @@
+"""Answers to tasks, drawn from a rollout engine and scored by an environment, over one turn or several."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import comb
+from statistics import mean
+from typing import Any
+
+import torch.distributed as dist
+
+from postlude.data.chat import Encoder
+from postlude.recipes.clock import Clock
+from postlude.recipes.run import Sample
+from postlude.recipes.settings import Answers, Evaluation
+from postlude.rollout.environments import Environment, Episode, Transcript, Turn, is_chat
+from postlude.rollout.protocol import Completion, RolloutEngine
+from postlude.rollout.rewards import Score
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.tasks import Task
+
+SHOWN = 8  # answers of a step kept to be looked at
+TRAINED, HELD_OUT = 0, 1  # what answers are for: the same task gets other answers in either
+NO_ROOM = Score(0.0, {"no_room": 1.0})  # what a conversation earns that outgrows the budget
+
+
+@dataclass
+class Answered:
+    """One answer to a task, all its turns, and what it earned."""
+
+    task: Task
+    group: int
+    transcript: Transcript
+    completions: list[Completion] = field(default_factory=list)
+    score: Score | None = None
+
+    @property
+    def reward(self) -> float:
+        """What it earned in all."""
+        assert self.score is not None  # it is over
+        return self.score.reward
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What the reward is made of, and whether it could not be given."""
+        assert self.score is not None  # it is over
+        return dict(self.score.parts) | ({"failed": 1.0} if self.score.error else {})
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether its last turn reached max_new_tokens."""
+        return self.completions[-1].finish_reason == "length"
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that were sampled."""
+        return sum(len(each.tokens) for each in self.completions)
+
+
+class Rollouts:
+    """Draws and scores answers. Every rank makes the same calls and gets all answers."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environment: Environment,
+        encoder: Encoder,
+        answers: Answers,
+        *,
+        budget: int,
+        seed: int,
+        timed: Clock,
+    ) -> None:
+        self.engine, self.environment, self.encoder, self.answers = engine, environment, encoder, answers
+        self.budget, self.seed, self.timed = budget, seed, timed
+
+    def answer(self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0) -> list[Answered]:
+        """`samples` answers to each task, whose groups are numbered from `first`, to learn from in `step`."""
+        return self._answer(tasks, samples, self.answers.sampling, step, TRAINED, first)
+
+    def evaluate(self, tasks: Sequence[Task], settings: Evaluation, *, step: int) -> list[Answered]:
+        """Answers to held-out tasks, as the evaluation wants them."""
+        sampling = replace(self.answers.sampling, temperature=settings.temperature)
+        return self._answer(tasks, settings.samples, sampling, step, HELD_OUT, 0)
+
+    def _answer(
+        self, tasks: Sequence[Task], samples: int, sampling: Sampling, step: int, kind: int, first: int
+    ) -> list[Answered]:
+        with self.timed("rollout"):
+            prompts = [self.encoder.prompt(task.prompt, task.name) for task in tasks]
+            seeds = [_seed(self.seed, step, kind, first + place) for place in range(len(tasks))]
+            drawn = self.engine.generate(prompts, [replace(sampling, seed=seed) for seed in seeds], samples)
+        attempts = [
+            Answered(task, first + place, Transcript(prompts[place]))
+            for place, task in enumerate(tasks)
+            for _ in range(samples)
+        ]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        own = {place: self.environment.reset(attempts[place].task) for place in range(rank, len(attempts), size)}
+        said = dict(enumerate(completion for group in drawn for completion in group))
+        while said:
+            for place, completion in said.items():
+                attempts[place].completions.append(completion)
+                attempts[place].transcript.answer(completion.tokens, completion.logprobs)
+            with self.timed("reward"):
+                turns = self._turns(own, {place: completion.text or "" for place, completion in said.items()})
+            with self.timed("rollout"):
+                going = [place for place, turn in turns.items() if not self._over(attempts[place], turn)]
+                said = {}
+                if going:
+                    turn = len(attempts[going[0]].completions)
+                    again = [_seed(seeds[place // samples], place % samples, turn) for place in going]
+                    more = self.engine.generate(
+                        [attempts[place].transcript.tokens for place in going],
+                        [replace(sampling, seed=seed) for seed in again],
+                    )
+                    said = {place: completion for place, (completion,) in zip(going, more, strict=True)}
+        return attempts
+
+    def _over(self, attempt: Answered, turn: Turn) -> bool:
+        """Hear what came of an attempt's last completion; whether that ends it."""
+        attempt.score = turn.score
+        if turn.observation is None:
+            return True
+        chat = is_chat(attempt.task.prompt)
+        heard = self.encoder.observation(turn.observation, attempt.completions[-1].tokens, chat=chat)
+        if len(attempt.transcript.tokens) + len(heard) + self.answers.max_new_tokens > self.budget:
+            attempt.score = NO_ROOM
+            return True
+        attempt.transcript.observe(heard)
+        return False
+
+    def _turns(self, own: Mapping[int, Episode], said: Mapping[int, str]) -> dict[int, Turn]:
+        """What comes of completions. Each rank asks for its share, so that all hear the same of a judge that wavers."""
+        places = [place for place in said if place in own]
+        turns = self.environment.step([own[place] for place in places], [said[place] for place in places])
+        everyone: list[dict[int, Turn]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, dict(zip(places, turns, strict=True)))
+        found = {place: turn for share in everyone for place, turn in share.items()}
+        return {place: found[place] for place in said}
+
+
+def summary(answers: Sequence[Answered]) -> dict[str, Any]:
+    """The metrics of some answers: rewards, their parts, lengths."""
+    rewards = [each.reward for each in answers]
+    middle = mean(rewards)
+    return {
+        "reward_mean": middle,
+        "reward_std": mean((reward - middle) ** 2 for reward in rewards) ** 0.5,
+        "length_mean": mean(each.length for each in answers),
+        "cut_off": mean(each.cut_off for each in answers),
+        "turns_mean": mean(len(each.completions) for each in answers),
+        "rewards": rewards,
+        "lengths": [each.length for each in answers],
+    } | _means("reward/", [each.parts for each in answers])
+
+
+def scores(answers: Sequence[Answered], samples: int) -> dict[str, float]:
+    """Of held-out tasks: the mean reward, and pass@k by answers with a reward of at least 1, for powers of two k."""
+    right = Counter(each.group for each in answers if each.reward >= 1.0)
+    wrong = [samples - right[group] for group in dict.fromkeys(each.group for each in answers)]
+    found = {"eval/reward_mean": mean(each.reward for each in answers), "eval/length": mean(_lengths(answers))}
+    k = 1
+    while k <= samples:
+        found[f"eval/pass@{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in wrong)
+        k *= 2
+    return found
+
+
+def shown(answers: Sequence[Answered], tokenizer: Any) -> list[Sample]:
+    """A few of the answers, for the run's directory."""
+    return [
+        Sample(
+            prompt=each.task.prompt if isinstance(each.task.prompt, str) else str(each.task.prompt[-1]["content"]),
+            completion="\n…\n".join(completion.text or "" for completion in each.completions),
+            reward=each.reward,
+            parts=each.parts,
+            tokens=[token for completion in each.completions for token in completion.tokens],
+            token_strings=[tokenizer.decode([token]) for turn in each.completions for token in turn.tokens],
+            logprobs=[logprob for completion in each.completions for logprob in completion.logprobs],
+        )
+        for each in answers[:: max(1, len(answers) // SHOWN)][:SHOWN]
+    ]
+
+
+def _lengths(answers: Sequence[Answered]) -> list[int]:
+    return [each.length for each in answers]
+
+
+def _seed(*numbers: int) -> int:
+    """One seed of several numbers."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % (1 << 62)
+    return seed
+
+
+def _means(prefix: str, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {f"{prefix}{name}": mean(each.get(name, 0.0) for each in parts) for name in names}

@@ -1,0 +1,79 @@
+"""What recipes that learn from rows of a dataset share: batches in order, held-out rows, one optimizer step a batch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from postlude.data import Batch
+from postlude.objectives import Objective
+from postlude.recipes.examples import Course, Indexed
+from postlude.recipes.settings import HeldOut, Training, at_least
+from postlude.recipes.trainer import Trainer
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised(Training):
+    """What is common to recipes that learn from rows."""
+
+    batch: int = 32
+    """Rows a step."""
+    epochs: float = 1.0
+    """How often each row is learned. Not used where steps are given."""
+    steps: int | None = None
+    """How many steps; none takes as many as the epochs need."""
+    held_out: HeldOut = field(default_factory=HeldOut)
+    """Rows to measure progress on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "batch")
+        if self.steps is not None:
+            at_least(self, 1, "steps")
+        if self.epochs <= 0:
+            raise ValueError(f"epochs is {self.epochs:g}, but must be above 0.")
+
+
+class SupervisedTrainer(Trainer, Generic[Row]):
+    """A run through rows. A recipe says how rows become a batch."""
+
+    def __init__(self, config: Supervised, device: str, objective: Objective) -> None:
+        super().__init__(config, device)
+        self.objective = objective
+        self.course = Course(self.read(), batch=config.batch, held_out=config.held_out.rows, seed=config.seed)
+        self.last = self.course.steps(config.epochs) if config.steps is None else config.steps
+        self.evaluate_every = config.held_out.every if config.held_out.rows else 0
+
+    @abstractmethod
+    def read(self) -> Indexed[Row]:
+        """The rows to learn from."""
+
+    @abstractmethod
+    def batch_of(self, rows: Sequence[Row]) -> tuple[Batch, dict[str, Any]]:
+        """A batch with the columns that the objective reads, and metrics of how it came to be."""
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step on the next rows."""
+        batch, found = self.batch_of(self.course.take())
+        return found | self.learn(batch, self.objective) | {"epoch": self.course.sampler.progress}
+
+    def evaluate(self) -> dict[str, float]:
+        """The objective on rows that are never trained on."""
+        batch, _ = self.batch_of(self.course.held_out)
+        result = self.engine.measure(batch, self.objective)
+        return {"eval/loss": result.loss} | {f"eval/{name}": value for name, value in result.metrics.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Where the run through the rows stands."""
+        return {"sampler": self.course.sampler.state()}
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint."""
+        extra = self.engine.load(checkpoint)
+        self.step = extra["step"]
+        self.course.sampler.restore(extra["sampler"])

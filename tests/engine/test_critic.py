@@ -1,0 +1,251 @@
+"""The critic is a parameter like every other: stepped, clipped, saved and resumed; and no part of what is exported."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from postlude import LanguageModel, Layout
+from postlude.data import Batch
+from postlude.engine import AdamW, Engine
+from postlude.model import OutputInputs
+from postlude.model.parallel import held, region
+from postlude.objectives import Loss, Objective, PolicyGradient, ValueLoss
+from postlude.objectives.advantages import gae
+from tests.engine.training import ADAMW, Plain, batch, build, config, policy, same, told, train, weights
+from tests.equality import assert_equal
+
+DENSE = config("tiny-dense", num_hidden_layers=2)
+UNTIED = config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False)
+CLIPPED = dataclasses.replace(ADAMW, max_grad_norm=0.5, eps=1e-6)  # as in test_training
+LAYOUTS = ["tp=2", "pp=2", "cp=2", "dp_shard=2", "dp_replicate=2"]
+
+
+def value(inputs: OutputInputs) -> Loss:
+    """The critic alone: what it is to expect is the column "advantages"."""
+    columns = {**inputs.microbatch.columns, "returns": inputs.microbatch.column("advantages")}
+    microbatch = dataclasses.replace(inputs.microbatch, columns=columns)
+    return ValueLoss(clip=None, over="mask")(dataclasses.replace(inputs, microbatch=microbatch))
+
+
+def both(inputs: OutputInputs) -> Loss:
+    return policy(inputs) + 0.5 * value(inputs)
+
+
+def both_unless_empty(inputs: OutputInputs) -> Loss:
+    """A microbatch of no tokens has a loss that depends on nothing."""
+    return both(inputs) if len(inputs.microbatch) else Loss(torch.zeros(()))
+
+
+def size(layout: str) -> int:
+    return Layout.parse(layout).world_size
+
+
+def whole_critic(engine: Engine) -> Tensor:
+    """Its weight, put together from every rank's part."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    critic = engine.parameters.get("value_head.weight")
+    dist.all_gather_object(everyone, None if critic is None else (region(critic), held(critic)))
+    found = torch.zeros(engine.config.hidden_size)
+    for place, part in filter(None, everyone):
+        found[place] = part
+    return found
+
+
+def steps(group: Any, layout: str, objective: Objective, lengths: tuple[int, ...]) -> dict[str, Any]:
+    engine = build(layout, DENSE, optimizer=CLIPPED, critic=True)
+    losses, norms = [], []
+    for seed in range(4):
+        losses.append(engine.forward_backward(batch(seed, lengths), objective).loss)
+        norms.append(engine.optimizer_step().grad_norm)
+    return {
+        "losses": torch.tensor(losses),
+        "norms": torch.tensor(norms),
+        "critic": whole_critic(engine),
+        "weights": weights(engine),
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths"),
+    [
+        *((layout, (20, 17, 3, 25, 6)) for layout in LAYOUTS),
+        pytest.param("dp_shard=2", (9,), id="dp_shard=2 with nothing for one rank"),
+        pytest.param("dp_shard=2,tp=2", (20, 17, 3, 25, 6), marks=pytest.mark.slow),
+        pytest.param("pp=2,dp_replicate=2", (20, 17, 3, 25, 6), marks=pytest.mark.slow),
+    ],
+)
+def test_steps_with_a_critic_equal_torchs_adamw_on_a_plain_model(
+    ranks: Any, layout: str, lengths: tuple[int, ...]
+) -> None:
+    plain = Plain(DENSE, CLIPPED, value_head=True)
+    critic = plain.model.value_head
+    assert critic is not None
+    losses, shares = [], []
+    for seed in range(4):
+        losses.append(plain.backward(batch(seed, lengths), both))
+        assert critic.weight.grad is not None
+        shares.append(float(critic.weight.grad.norm()))
+        plain.step(CLIPPED.lr * CLIPPED.schedule.factor(seed))
+    assert all(norm > 0.5 for norm in plain.norms)  # the clip is at work,
+    assert max(share / norm for share, norm in zip(shares, plain.norms, strict=True)) > 0.1  # and the critic counts
+    for found in ranks(size(layout), steps, layout, both_unless_empty, lengths):
+        assert_equal(found["losses"], torch.tensor(losses), "losses")
+        assert_equal(found["norms"], torch.tensor(plain.norms), "norms")
+        assert_equal(found["critic"], critic.weight, "critic")
+        for name, tensor in plain.weights().items():
+            assert_equal(found["weights"][name], tensor, name)
+
+
+# --- PPO
+
+
+def ppo(inputs: OutputInputs) -> Loss:
+    return PolicyGradient()(inputs) + 0.5 * ValueLoss()(inputs)
+
+
+def ppo_run(group: Any, layout: str) -> list[dict[str, float]]:
+    """Answers of which the longer earn more, at their last token."""
+    engine = build(layout, DENSE, optimizer=AdamW(lr=3e-3), critic=True)
+    given = batch(1)
+    masks = [(torch.arange(length) >= length // 3).float() for length in given.lengths]
+    rewards = [torch.zeros(length) for length in given.lengths]
+    for each in rewards:
+        each[-1] = len(each) / 10
+    found = []
+    for _ in range(12):
+        values = engine.values(given)
+        advantages, returns = gae(rewards, values, masks=masks, gamma=1.0, lam=0.95)
+        columns = {
+            "response_mask": masks,
+            "advantages": advantages,
+            "returns": returns,
+            "old_values": values,
+            "old_logprobs": engine.logprobs(given).logprob,
+        }
+        result = engine.forward_backward(Batch(given.sequences, columns), ppo)
+        engine.optimizer_step()
+        found.append(dict(result.metrics))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2"])
+def test_policy_and_critic_learn_together(ranks: Any, layout: str) -> None:
+    for metrics in ranks(size(layout), ppo_run, layout):
+        assert metrics[0]["value"] == 0.0  # from zero
+        assert metrics[0]["ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics[-1]["value_error"] < 0.5 * metrics[0]["value_error"]
+
+
+# --- checkpoints
+
+
+def save_and_go_on(
+    group: Any, layout: str, hf: PretrainedConfig, first: Objective, directory: str
+) -> tuple[list[Tensor], list[float]]:
+    engine = build(layout, hf, critic=True)
+    train(engine, [1, 2], first)
+    engine.save(directory)
+    return engine.values(batch(9)), train(engine, [3, 4, 5], both)
+
+
+def load_and_go_on(group: Any, layout: str, hf: PretrainedConfig, directory: str) -> tuple[list[Tensor], list[float]]:
+    engine = build(layout, hf, critic=True, seed=1)
+    engine.load(directory)
+    return engine.values(batch(9)), train(engine, [3, 4, 5], both)
+
+
+@pytest.mark.parametrize(
+    ("hf", "before", "after", "first"),
+    [
+        pytest.param(DENSE, "pp=2", "tp=2", both, id="pp=2 -> tp=2"),
+        pytest.param(DENSE, "dp_shard=2", "pp=2", both, id="dp_shard=2 -> pp=2"),
+        pytest.param(DENSE, "tp=2", "dp_shard=2", both, id="tp=2 -> dp_shard=2"),
+        pytest.param(DENSE, "dp_shard=2", "cp=2", policy, id="saved before the critic learned"),
+        pytest.param(UNTIED, "pp=2", "dp_shard=2", value, id="saved when only the critic had learned"),
+    ],
+)
+def test_a_critic_resumes_in_another_layout(
+    ranks: Any, tmp_path: Path, hf: PretrainedConfig, before: str, after: str, first: Objective
+) -> None:
+    directory = str(tmp_path / "checkpoint")
+    ((values, losses), *_) = ranks(size(before), save_and_go_on, before, hf, first, directory)
+    assert bool(torch.cat(values).any()) == (first is not policy)
+    for found, resumed in ranks(size(after), load_and_go_on, after, hf, directory):
+        if first is policy:
+            assert not torch.cat(found).any()
+        else:
+            assert_equal(torch.cat(found), torch.cat(values), "values")
+        assert_equal(torch.tensor(resumed), torch.tensor(losses), "losses")
+
+
+def load_what_the_other_saved(group: Any, critic: bool, directory: str) -> tuple[str, bool]:
+    saved, engine = (build("pp=2", DENSE, critic=each) for each in (critic, not critic))
+    for each in (saved, engine):
+        train(each, [1])
+    saved.save(directory)
+    before = weights(engine)
+    return told(lambda: engine.load(directory)), same(before, weights(engine))
+
+
+@pytest.mark.parametrize(
+    ("critic", "sentence"),
+    [
+        (
+            False,
+            "was saved without a critic, but this engine has one. Load it with critic=False, or export that engine and "
+            "start this one from the export.",
+        ),
+        (True, "was saved with a critic, but this engine has none. Give the engine critic=True."),
+    ],
+)
+def test_a_checkpoint_with_a_critic_and_one_without_are_not_the_same(
+    ranks: Any, tmp_path: Path, critic: bool, sentence: str
+) -> None:
+    directory = tmp_path / "checkpoint"
+    expected = f"ValueError: {directory} {sentence}"
+    assert ranks(2, load_what_the_other_saved, critic, str(directory)) == [(expected, True)] * 2
+
+
+# --- what leaves the engine
+
+
+def leave(group: Any, layout: str, directory: str) -> tuple[bool, bool, bool, bool]:
+    engine = build(layout, DENSE, critic=True)
+    train(engine, [1, 2], both)
+    engine.export_hf(directory)
+    sampler = LanguageModel(engine.config)
+    engine.copy_weights(sampler)
+    again = build(layout, directory, critic=True)
+    return (
+        list(weights(engine)) == list(weights(build(layout, DENSE))) == [name for name, _ in engine.gradients()],
+        same(weights(again), weights(engine)),
+        bool(torch.cat(engine.values(batch(3))).any()),
+        bool(torch.cat(again.values(batch(3))).any()),
+    )
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2"])
+def test_streams_copies_and_exports_are_without_it(ranks: Any, tmp_path: Path, layout: str) -> None:
+    assert ranks(2, leave, layout, str(tmp_path / "export")) == [(True, True, True, False)] * 2
+    _, found = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not found["unexpected_keys"]
+
+
+def no_critic(group: Any) -> str:
+    return told(lambda: build("pp=2", DENSE).values(batch(1)))
+
+
+def test_values_without_a_critic_are_refused_on_every_rank(ranks: Any) -> None:
+    sentence = (
+        "ValueError: this model has no value head: make it with Engine(..., critic=True) or "
+        "LanguageModel(value_head=True)."
+    )
+    assert ranks(2, no_critic) == [sentence] * 2

@@ -1,0 +1,262 @@
+"""SFT, preference training and distillation as a user runs them: from files, in every layout, continued to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.hf.load import load_model
+from postlude.recipes.commands import RECIPES
+from postlude.recipes.config import ConfigError, load, undocumented
+from postlude.recipes.distill import DistillTrainer
+from postlude.recipes.dpo import DPOTrainer
+from postlude.recipes.sft import SFTTrainer
+from postlude.recipes.trainer import train
+from tests.conftest import Ranks
+
+TRAINERS: dict[str, Callable[..., Any]] = {"sft": SFTTrainer, "dpo": DPOTrainer, "distill": DistillTrainer}
+COMMON = ("--budget=128", "--batch=4", "--steps=4", "--save_every=2", "--held_out.rows=3", "--held_out.every=2")
+OBJECTIVE = """
+from postlude.objectives import Loss, mean
+
+def unlikelihood(inputs, *, scale=1.0):
+    stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets)
+    return Loss(scale * stats.logprob, "loss_mask", {"mine": mean(stats.logprob, "loss_mask")})
+"""
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def dataset(directory: Path, command: str) -> Path:
+    """Sums: a few conversations, or pairs of a right and a wrong answer."""
+    numbers = random.Random(0)
+    rows: list[dict[str, Any]] = []
+    for _ in range(19):
+        one, other = numbers.randrange(50), numbers.randrange(50)
+        question, answer = f"{one}+{other}=", str(one + other)
+        if command == "dpo":
+            rows.append({"prompt": question, "chosen": answer, "rejected": str(one)})
+        else:
+            said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            rows.append({"messages": said})
+    return write(directory / f"{command}.jsonl", rows)
+
+
+def config_of(command: str, directory: Path, *overrides: str) -> Any:
+    own = {"distill": ["--teacher=tiny-moe", "--data=examples", "--top_k=8"]}.get(command, [])
+    path = ["--data.path", str(dataset(directory, command))]
+    kept = [] if any(each.startswith("--data") for each in overrides) else path
+    return load(
+        RECIPES[command].config,
+        None,
+        ["--run", str(directory / "run"), *COMMON, *own, *kept, "--optimizer.lr=1e-3", *overrides],
+    )
+
+
+def trained(group: Any, command: str, directory: str, *overrides: str) -> list[dict[str, Any]]:
+    config = config_of(command, Path(directory), *overrides)
+    RECIPES[command].run(config, "cpu")
+    rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "tokens_per_second"))} for row in rows
+    ]
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "distill"])
+def test_a_run_learns_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, command: str) -> None:
+    (rows,) = ranks(1, trained, command, str(tmp_path))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["phase"] for row in rows] == ["start", *[command] * 4]
+    measured = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    assert len(measured) == 3, "before the first step, after the second and after the last"
+    assert measured[-1] < measured[0]
+    assert rows[-1]["epoch"] == pytest.approx(1.0)
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    assert load_model(tmp_path / "run" / "model").config.vocab_size == 264
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp=2", "tp=2", "cp=2", "dp_shard=2"])
+@pytest.mark.parametrize("command", ["sft", "dpo", "distill"])
+def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, command: str, layout: str) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "many").mkdir()
+    (alone,) = ranks(1, trained, command, str(tmp_path / "one"))
+    spread, _ = ranks(2, trained, command, str(tmp_path / "many"), "--layout", layout)
+    for expected, found in zip(alone, spread, strict=True):
+        assert found.keys() == expected.keys()
+        for name in {"loss", "eval/loss"} & expected.keys():
+            assert found[name] == pytest.approx(expected[name], abs=1e-4, rel=1e-4)
+
+
+def interrupted(group: Any, command: str, directory: str, *overrides: str) -> None:
+    class Stopped(TRAINERS[command]):  # type: ignore[misc]
+        def learn(self, batch: Any, objective: Any) -> Any:
+            found = super().learn(batch, objective)
+            if self.step == 3:
+                raise KeyboardInterrupt
+            return found
+
+    with suppress(KeyboardInterrupt):
+        train(Stopped(config_of(command, Path(directory), *overrides), "cpu"))
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "distill"])
+def test_a_continued_run_is_the_run_that_was_not_interrupted(ranks: Ranks, tmp_path: Path, command: str) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    (expected,) = ranks(1, trained, command, str(tmp_path / "whole"))
+    ranks(1, interrupted, command, str(tmp_path / "parts"))
+    (found,) = ranks(1, trained, command, str(tmp_path / "parts"))
+    assert found == expected
+
+
+HEARD = {
+    "sft": (
+        "--batch=3",
+        "--seed=1",
+        "--objective.z_loss=0.1",
+        "--data.turns=last",
+        "--optimizer.lr=2e-3",
+        "--optimizer=sgd",
+    ),
+    "dpo": (
+        "--objective.form=ipo",
+        "--objective.beta=0.3",
+        "--objective.length_normalised=true",
+        "--objective.label_smoothing=0.2",
+        "--objective.reference=false",
+        "--objective.nll=0.5",
+        "--objective.margin=0.5",
+    ),
+    "distill": (
+        "--top_k=2",
+        "--objective.forward=0",
+        "--objective.outside=renormalise",
+        "--objective.nll=0.5",
+        "--objective.temperature=2",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["sft", "dpo", "distill"])
+def test_every_setting_is_heard(ranks: Ranks, tmp_path: Path, command: str) -> None:
+    """Changing one changes the last step."""
+    teacher = tmp_path / "teacher"
+    more: tuple[str, ...] = ()
+    if command == "distill":
+        teacher.mkdir()
+        ranks(1, trained, "sft", str(teacher))
+        more = ("--teacher", str(teacher / "run" / "model"))
+    two_turns = [{"role": role, "content": text} for role, text in (("user", "1+1="), ("assistant", "2")) * 2]
+    lasts = {}
+    for setting in ("", *HEARD[command]):
+        directory = tmp_path / (setting or "plain")
+        directory.mkdir()
+        if command == "sft":
+            path = write(directory / "turns.jsonl", [{"messages": two_turns}, {"messages": two_turns[:2]}] * 5)
+            more = ("--data.path", str(path))
+        (rows,) = ranks(1, trained, command, str(directory), *more, *([setting] if setting else []))
+        lasts[setting] = rows[-1]
+    assert [setting for setting in HEARD[command] if lasts[setting] == lasts[""]] == []
+
+
+def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OBJECTIVE)
+    own = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=2")
+    (rows,) = ranks(1, trained, "sft", str(tmp_path), *own)
+    assert rows[-1]["loss"] == pytest.approx(2 * rows[-1]["mine"])
+    assert rows[-1]["eval/mine"] < rows[0]["eval/mine"], "these answers become less likely"
+
+
+def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{each}+1="} for each in range(12)])
+    (tmp_path / "judge.py").write_text(
+        "def short(prompt, completion, example):\n    return float(len(completion) < 3)\n"
+    )
+    own = (
+        "--teacher=tiny-dense",
+        "--data=own_answers",
+        "--data.environment=dataset",
+        f"--data.environment.path={prompts}",
+        f"--data.environment.reward={tmp_path / 'judge.py'}:short",
+        "--data.environment.workers=1",
+        "--data.answers.max_new_tokens=4",
+        "--data.samples=2",
+        "--objective.forward=0",
+        "--top_k=264",
+    )
+    (rows,) = ranks(1, trained, "distill", str(tmp_path), *own)
+    assert len(rows[1]["rewards"]) == 8
+    assert rows[1]["loss"] == pytest.approx(0.0, abs=1e-5), "the teacher is what the student began as"
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "sentence"),
+    [
+        ([{"question": "?"}], (), 'has no column "prompt"'),
+        ([{"prompt": "1", "answer": "2"}], (), 'has no column "completion"'),
+        (
+            [{"prompt": "1", "completion": "2"}, {"prompt": "1"}],
+            (),
+            'line 2 of rows.jsonl has no value in column "completion"',
+        ),
+        ([], (), "has no rows"),
+        ([{"prompt": "1" * 200, "completion": "2"}], (), "line 1 of rows.jsonl has 202 tokens, but max_length is 128"),
+        ([{"prompt": "1" * 200, "completion": "2"}], ("--data.overlong=drop",), "every row of rows.jsonl is longer"),
+        ([{"prompt": "1", "completion": "2"}] * 3, (), "3 of 3 rows are to be held out"),
+    ],
+)
+def test_a_dataset_that_cannot_be_learned_is_refused_before_the_run(
+    ranks: Ranks, tmp_path: Path, rows: list[dict[str, Any]], settings: tuple[str, ...], sentence: str
+) -> None:
+    path = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(pytest.fail.Exception, match=sentence):
+        ranks(1, trained, "sft", str(tmp_path), f"--data.path={path}", *settings)
+
+
+def test_long_rows_may_be_left_out_or_cut(ranks: Ranks, tmp_path: Path) -> None:
+    rows = [{"text": "12345 " * length} for length in (2, 4, 60, 5, 6, 7)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    found = {}
+    for overlong in ("drop", "cut"):
+        (tmp_path / overlong).mkdir()
+        settings = (f"--data.path={path}", f"--data.overlong={overlong}", "--batch=6", "--steps=1", "--held_out.rows=0")
+        (lines,) = ranks(1, trained, "sft", str(tmp_path / overlong), *settings)
+        found[overlong] = lines[-1]["tokens"]
+    kept = sum(len(row["text"]) + 1 for row in rows if len(row["text"]) < 100)
+    assert found["cut"] == kept + 128
+    assert found["drop"] > kept, "of five rows that are left, one comes twice"
+
+
+@pytest.mark.parametrize("command", sorted(RECIPES))
+def test_every_field_is_documented(command: str) -> None:
+    assert not undocumented(RECIPES[command].config)
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "sentence"),
+    [
+        ("sft", "--batch=0", "batch is 0, but the least is 1"),
+        ("sft", "--epochs=0", "epochs is 0, but must be above 0"),
+        ("sft", "--data.overlong=squeeze", "refuse"),
+        ("dpo", "--objective.beta=0", "beta"),
+        ("distill", "--top_k=0", "top_k is 0"),
+        ("sft", "--keep=0", "keep is 0"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path: Path, command: str, override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        config_of(command, tmp_path, override, "--data.path=x") if "data" in override else config_of(
+            command, tmp_path, override
+        )
