@@ -10,24 +10,16 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-QUICK = ("selected_logprobs", "custom_loss", "value_head")
+NAMES = ("selected_logprobs", "custom_loss", "value_head")
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", NAMES)
 def test_example_runs_and_is_short(name: str) -> None:
     source = (EXAMPLES / f"{name}.py").read_text()
     code = [line for line in source.splitlines() if line.strip() and not line.startswith(("import", "from", '"""'))]
     assert len(code) <= 25
     result = run(f"{name}.py")
     assert result.stdout.strip()
-
-
-@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
-@pytest.mark.slow
-def test_the_demo_learns_to_add(model: str) -> None:
-    """Fewer steps than `make demo` takes; the script itself fails unless the loss falls by half."""
-    result = run("train_tiny.py", "--steps", "60", "--model", model)
-    assert "accuracy after" in result.stdout
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from postlude.data import pack
-from postlude.hf.builtin import BUILTIN
+from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.hf.export import export_hf
 from postlude.hf.load import adapt, load_model, load_tokenizer, read_config
 from postlude.launcher import RankError, on_ranks
@@ -35,7 +35,7 @@ from postlude.recipes.settings import Training
 from postlude.verify import OBJECTIVES, TOLERANCES, Case, Report, compare_all, fitting, source_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join(BUILTIN)}"
+MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join([*BUILTIN, *PACKAGED])}"
 ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
 
 

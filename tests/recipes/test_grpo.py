@@ -12,6 +12,7 @@ import pytest
 from postlude.recipes.config import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
 from postlude.recipes.rollouts import SHOWN
+from postlude.recipes.schema import options
 from postlude.recipes.trainer import train
 from tests.conftest import Ranks
 
@@ -60,7 +61,7 @@ def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["phase"] for row in rows] == ["sft", "sft", "grpo", "grpo", "grpo"]
     assert all(0.0 <= row["reward_mean"] <= 1.0 and len(row["rewards"]) == 12 for row in rows[2:])
-    assert rows[2]["rollout_kl"] < 1e-6, "the sampler and the trainer agree"
+    assert 0.0 < rows[2]["rollout_kl"] < 1e-9, "the sampler and the trainer agree to rounding"
     assert {"eval/reward_mean", "eval/pass@1", "eval/pass@2"} <= rows[-1].keys()
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
@@ -107,30 +108,139 @@ def test_a_continued_run_is_the_run_that_was_not_interrupted(
     assert without_times(found) == without_times(expected)
 
 
-HEARD = (
-    "--advantages=rloo",
-    "--advantages=dr_grpo",
-    "--advantages=grpo_loo",
-    "--objective.entropy=0.1",
-    "--minibatches=2",
-    "--answers.temperature=0.5",
-    "--overlong_penalty=0.5",
-    "--seed=1",
-    "--dynamic_sampling=2",
-)
+RECOMPUTE = "--old_logprobs=recompute"
+PENALTY = "--objective.kl.coefficient=0.1"
+DECAY = ("--optimizer.schedule.shape=linear", "--optimizer.schedule.steps=4")
+WARM = "--warm_start.steps=1"
+# Of each option: what it is changed to, after what else the change is compared with a run that has that else alone.
+HEARD = {
+    "seed": ("1",),
+    "steps": ("1",),
+    "prompts": ("6",),
+    "samples": ("4",),
+    "minibatches": ("2",),
+    "advantages": ("rloo",),
+    "old_logprobs": ("recompute",),
+    "dynamic_sampling": ("1",),
+    "overlong": ("mask",),
+    "overlong_penalty": ("0.5",),
+    "warm_start.steps": ("2",),
+    "warm_start.examples": ("4", WARM),
+    "warm_start.optimizer.kind": ("sgd", WARM),
+    "warm_start.optimizer.lr": ("1e-2", WARM),
+    "evaluation.every": ("0",),
+    "evaluation.tasks": ("7",),
+    "evaluation.samples": ("3",),
+    "evaluation.temperature": ("0",),
+    "environment.task": ("basic_arithmetic", "--environment.settings={}", "--environment.template={question}"),
+    "environment.settings": ("{min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}",),
+    "environment.size": ("48",),
+    "environment.template": ("{metadata[expression]} is",),
+    "answers.max_new_tokens": ("2",),
+    "answers.temperature": ("0.5",),
+    "answers.top_k": ("2",),
+    "answers.top_p": ("0.3",),
+    "answers.min_p": ("0.5",),
+    "answers.stop": ("['1']",),
+    "objective.surrogate": ("cispo",),
+    "objective.ratio": ("sequence",),
+    "objective.clip_low": ("0.001", "--minibatches=4", "--optimizer.lr=3e-3"),
+    "objective.clip_high": ("0.001", "--minibatches=4", "--optimizer.lr=3e-3"),
+    "objective.dual_clip": ("1.001", "--minibatches=4", "--optimizer.lr=3e-3"),
+    "objective.correction.level": ("sequence", RECOMPUTE, "--objective.correction.truncate=null"),
+    "objective.correction.truncate": ("[2, 3]", RECOMPUTE),
+    "objective.correction.mask": ("[2, 3]", RECOMPUTE, "--objective.correction.truncate=null"),
+    "objective.correction.sequence_mask": ("[2, 3]", RECOMPUTE, "--objective.correction.truncate=null"),
+    "objective.kl.coefficient": ("1.0", PENALTY),
+    "objective.kl.estimator": ("k2", PENALTY),
+    "objective.entropy": ("0.1",),
+    "objective.positive_nll": ("0.5",),
+    "objective.over": ("sequence_mean",),
+    "objective.length": ("3",),
+    "optimizer.kind": ("sgd",),
+    "optimizer.lr": ("3e-4",),
+    "optimizer.betas": ("[0.5, 0.5]",),
+    "optimizer.eps": ("1e-3",),
+    "optimizer.weight_decay": ("0.5",),
+    "optimizer.max_grad_norm": ("0.01",),
+    "optimizer.momentum": ("0.9", "--optimizer=sgd", "--optimizer.lr=0.1", "--steps=3"),
+    "optimizer.schedule.shape": ("cosine", *DECAY),
+    "optimizer.schedule.warmup": ("3",),
+    "optimizer.schedule.steps": ("3", *DECAY),
+    "optimizer.schedule.floor": ("0.5", *DECAY),
+}
+ELSEWHERE = {
+    "model": "the fixture's own model is trained here",
+    "run": "every test has its own",
+    "layout": "test_every_layout_gives_the_same_losses; tests/verify",
+    "budget": "it divides the work and changes no number; tests/data/test_packing.py",
+    "recompute": "it changes no number; tests/verify",
+    "dtype": "test_what_is_computed_in",
+    "wandb": "tests/recipes/test_run.py",
+    "save_every": "test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
+    "keep": "test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
+    "export": "test_what_is_left_out",
+    "reference": "test_an_objective_of_your_own",
+    "objective.kind": "test_an_objective_of_your_own",
+    "objective.file": "test_an_objective_of_your_own",
+    "objective.settings": "test_an_objective_of_your_own",
+    "objective.temperature": "it is taken from the answers; test_what_cannot_be_is_said",
+    "objective.kl.gradient": "tests/objectives/test_plain.py: its gradient, which one step's loss does not show",
+    "environment.kind": "test_a_conversation, and the others here",
+    "environment.tag": "tests/rollout/test_environments.py",
+    "environment.system": "tests/rollout/test_environments.py",
+    "environment.workers": "tests/rollout/test_rewards.py",
+    "environment.timeout": "tests/rollout/test_rewards.py",
+    "environment.path": "test_a_conversation",
+    "environment.reward": "tests/rollout/test_rewards.py",
+    "environment.prompt": "test_a_conversation",
+    "environment.chat": "tests/rollout/test_environments.py",
+    "environment.reply": "test_a_conversation",
+    "environment.max_turns": "test_a_conversation",
+    "environment.unfinished_reward": "test_a_conversation",
+}
+
+
+def test_every_option_is_tested() -> None:
+    paths = dict.fromkeys(option.path for option in options(GRPOConfig))
+    sections = {path.rpartition(".")[0] for path in paths}
+    leaves = [path for path in paths if path not in sections and not path.startswith("layout.")]
+    as_before = [path for path in leaves if path.startswith("warm_start.optimizer.")]  # as of optimizer
+    assert [path for path in leaves if path not in {*HEARD, *ELSEWHERE, *as_before}] == []
+
+
+def starts(group: Any, directory: str) -> None:
+    """A model that gets some sums right."""
+    settings = ("--warm_start.steps=40", "--warm_start.examples=32", "--warm_start.optimizer.lr=3e-3", "--steps=1")
+    trained(group, directory, *settings, "--environment.size=512")
+
+
+def last(group: Any, model: str, directory: str, *settings: str) -> str:
+    fast = ("--warm_start.steps=0", "--steps=2", "--samples=8", "--evaluation.every=2", "--export=false")
+    rows = trained(group, directory, f"--model={model}", *fast, *settings)
+    return json.dumps(without_times(rows)[-1])
 
 
 @pytest.mark.slow
-def test_every_setting_is_heard(ranks: Ranks, tmp_path: Path) -> None:
-    """Changing one changes the last step."""
-    warm = ["--warm_start.steps=30", "--warm_start.optimizer.lr=2e-3", "--samples=8"]  # so that some answers are right
-    lasts = {}
-    for name in ("", *HEARD):
-        directory = tmp_path / (name or "plain")
-        directory.mkdir()
-        (rows,) = ranks(1, trained, str(directory), *warm, *([name] if name else []))
-        lasts[name] = without_times(rows)[-1]
-    assert [name for name in HEARD if lasts[name] == lasts[""]] == []
+def test_every_option_is_heard(ranks: Ranks, tmp_path: Path) -> None:
+    """Changing it changes the last step."""
+    (tmp_path / "start").mkdir()
+    ranks(1, starts, str(tmp_path / "start"))
+    model = str(tmp_path / "start" / "run" / "model")
+    found: dict[tuple[str, ...], str] = {}
+
+    def result(*settings: str) -> str:
+        if settings not in found:
+            directory = tmp_path / str(len(found))
+            directory.mkdir()
+            (found[settings],) = ranks(1, last, model, str(directory), *settings)
+        return found[settings]
+
+    ignored = []
+    for path, (value, *others) in HEARD.items():
+        if result(*others, f"--{path}={value}") == result(*others):
+            ignored.append(path)
+    assert ignored == []
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
@@ -140,6 +250,9 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         ("--objective.temperature=0.5", "answers are drawn at 1"),
         ("--samples=1", "a group needs at least 2 answers"),
         ("--minibatches=3", "does not divide prompts=4"),
+        ("--objective.correction.level=token", "Set old_logprobs to recompute"),
+        ("--reference=true", "set objective.kl instead"),
+        ("--answers.max_new_tokens=255", "leaves no room for a prompt in a budget of 256"),
         ("--environment.template=5", None),
     ):
         if sentence is None:
@@ -151,3 +264,67 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
 
 def test_every_field_is_documented() -> None:
     assert not undocumented(GRPOConfig)
+
+
+def test_what_is_left_out(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1, trained, str(tmp_path), "--export=false", "--evaluation.every=0", "--save_every=0", "--keep=1")
+    assert not (tmp_path / "run" / "model").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000005"]
+
+
+def test_what_is_computed_in(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("float32", "bfloat16"):
+        (tmp_path / name).mkdir()
+    (exact,) = ranks(1, trained, str(tmp_path / "float32"), "--dtype=float32")
+    (rough,) = ranks(1, trained, str(tmp_path / "bfloat16"), "--dtype=bfloat16")
+    assert exact[0]["loss"] != rough[0]["loss"]
+    assert rough[0]["loss"] == pytest.approx(exact[0]["loss"], rel=1e-2)
+
+
+OBJECTIVE = """
+from postlude.objectives import Loss, mean
+
+def pulled(inputs, *, strength):
+    batch = inputs.microbatch
+    stats = inputs.head.logprobs(inputs.hidden, batch.targets)
+    away = stats.logprob - batch.column("reference_logprobs")
+    return Loss(strength * away.square(), "response_mask", {"away": mean(away.abs(), "response_mask")})
+"""
+
+
+def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OBJECTIVE)
+    own = (f"--objective={tmp_path / 'mine.py'}:pulled", "--objective.settings.strength=2.0", "--reference=true")
+    (rows,) = ranks(1, trained, str(tmp_path), *own)
+    assert rows[2]["away"] == pytest.approx(0.0, abs=1e-5), "the reference is the model after the warm start"
+    assert rows[2]["loss"] == pytest.approx(0.0, abs=1e-8)
+
+
+REPLY = """
+def reply(prompt, completions, example):
+    if len(completions) < 2:
+        return "again: "
+    return {"reward": float(len(completions)), "first": float(len(completions[0]))}
+"""
+
+
+def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "reply.py").write_text(REPLY)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"ask": f"{each}+1="}) + "\n" for each in range(9)))
+    talk = (
+        "--environment=conversation",
+        f"--environment.path={tmp_path / 'rows.jsonl'}",
+        f"--environment.reply={tmp_path / 'reply.py'}:reply",
+        "--environment.prompt=ask",
+        "--environment.workers=1",
+        "--warm_start.steps=0",
+        "--steps=1",
+    )
+    for turns, reward in ((3, 2.0), (1, -0.5)):
+        directory = tmp_path / str(turns)
+        directory.mkdir()
+        short = (f"--environment.max_turns={turns}", "--environment.unfinished_reward=-0.5")
+        (rows,) = ranks(1, trained, str(directory), *talk, *short)
+        assert rows[-1]["reward_mean"] == reward
+        assert rows[-1]["turns_mean"] == min(turns, 2)
+        assert rows[-1]["length_mean"] <= 3 * min(turns, 2)

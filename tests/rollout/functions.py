@@ -45,6 +45,11 @@ def length(prompt: str, completion: str, example: Mapping[str, Any]) -> dict[str
     return {"length": float(len(completion)), "bonus": float(example.get("bonus", 0))}
 
 
+def ascii_share(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
+    """What the answers of a model over bytes differ in before it has learned anything."""
+    return sum(letter.isascii() for letter in completion) / max(1, len(completion))
+
+
 def start_child_and_hang(directory: str) -> None:
     child = subprocess.Popen(["sleep", "60"])
     (Path(directory) / "pids").write_text(f"{os.getpid()} {child.pid}")

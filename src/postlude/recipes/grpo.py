@@ -16,7 +16,7 @@ from postlude.data.chat import Encoder
 from postlude.data.datasets import Sampler
 from postlude.engine import AdamW
 from postlude.engine.reference import Reference
-from postlude.objectives import SFT, Objective, PolicyGradient
+from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
 from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
 from postlude.recipes.run import step_of
@@ -67,8 +67,9 @@ class GRPOConfig(Training):
     answers: Answers = field(default_factory=Answers)
     """How answers are drawn."""
     objective: PolicyObjective = field(default_factory=lambda: PolicyGradient(clip_high=0.28))
-    """What is minimised. One of yours finds the columns "response_mask", "advantages", "old_logprobs" and
-    "rollout_logprobs", and "reference_logprobs" where `reference` asks for them."""
+    """What is minimised. Columns that it, or one of yours, finds: to be a mean over, "response_mask" of sampled
+    tokens, "sequence_mean" of answers, "group_mean" of prompts; "advantages", "old_logprobs", "rollout_logprobs";
+    "positive", 1 for answers with a reward of 1; and "reference_logprobs" where it asks for them."""
     reference: bool = False
     """Whether an objective of yours reads what the model after the warm start says; the one here knows itself."""
     advantages: Literal["grpo", "grpo_loo", "dr_grpo", "rloo"] = "grpo"
@@ -106,8 +107,20 @@ class GRPOConfig(Training):
                     f"objective.temperature is {self.objective.temperature:g}, but answers are drawn at "
                     f"{self.answers.temperature:g}. Leave it out: it is taken from there."
                 )
+            if self.objective.correction is not None and self.starts_from_rollout:
+                raise ValueError(
+                    "objective.correction weighs the trainer's log-probs against the sampler's, but old_logprobs takes "
+                    "the sampler's for both. Set old_logprobs to recompute."
+                )
         if self.prompts % self.minibatches:
             raise ValueError(f"minibatches is {self.minibatches}, which does not divide prompts={self.prompts}.")
+
+    @property
+    def starts_from_rollout(self) -> bool:
+        """Whether ratios are taken to what the sampler said, so that the first of them show how far it is off."""
+        objective = self.objective
+        own = isinstance(objective, PolicyGradient) and objective.ratio != "on_policy"
+        return own and self.old_logprobs == "rollout"
 
     @property
     def has_reference(self) -> bool:
@@ -237,8 +250,10 @@ class GRPOTrainer(Trainer):
                 {name: [values[place] for place in own] for name, values in columns.items()},
             )
             results.append(self.learn(batch, self.objective))
-        tokens = sum(result["tokens"] for result in results)
-        return {name: mean(result[name] for result in results) for name in results[0]} | {"tokens": tokens}
+        found = {name: mean(result[name] for result in results) for name in results[0]}
+        if self.config.starts_from_rollout:  # the first minibatch is learned by the very weights that sampled it
+            found |= {"rollout_kl": results[0]["kl_old"], "rollout_gap_max": None}
+        return found | {"tokens": sum(result["tokens"] for result in results)}
 
     def _begin(self) -> None:
         """The first step of GRPO: its own optimizer, and the weights so far as the reference."""
@@ -253,8 +268,12 @@ class GRPOTrainer(Trainer):
         """What the objective reads of each answer."""
         transcripts = [each.transcript for each in answered]
         logprobs = [torch.tensor(each.logprobs) for each in transcripts]
+        masks = [each.mask for each in transcripts]
         columns: dict[str, list[Any]] = {
-            "response_mask": [torch.tensor(each.mask, dtype=torch.float32) for each in transcripts],
+            "response_mask": weights(masks),
+            "sequence_mean": weights(masks, "sequences"),
+            "group_mean": weights(masks, "groups", groups=[each.group for each in answered]),
+            "positive": [float(each.reward >= 1.0) for each in answered],
             "advantages": self._advantages(answered),
             "rollout_logprobs": logprobs,
             "old_logprobs": logprobs,

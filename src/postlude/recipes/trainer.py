@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from postlude.data import Batch
@@ -46,6 +47,7 @@ class Trainer(ABC):
         self.run: RunDirectory = open_run(
             config.run, schema.plain(type(config), config), may_change=MAY_CHANGE, wandb=config.wandb
         )
+        torch.manual_seed(config.seed)  # nothing here draws from it, but an objective of the user's may
         self.tokenizer: Any = load_tokenizer(config.model)
         self.engine = Engine(
             config.model,

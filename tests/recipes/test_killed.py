@@ -1,0 +1,171 @@
+"""A GRPO run that SIGKILL ended, wherever it was, and that is started again is the run that was not killed, to the bit.
+
+Each kill comes from inside the run, at a moment that `killing.py` waits for; what it left says that it was that moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from postlude.launcher import GRACE
+from postlude.recipes.config import load
+from postlude.recipes.grpo import GRPOConfig, run
+from tests.conftest import PATIENCE, Ranks
+from tests.recipes import killing
+from tests.rollout import functions
+
+SMALL = """
+model: tiny-dense
+budget: 256
+environment: {{kind: dataset, path: {place}/rows.jsonl, reward: "{functions}:ascii_share", workers: 1}}
+warm_start: {{steps: 1, examples: 8, optimizer: {{lr: 1e-3}}}}
+steps: 4
+prompts: 4
+samples: 3
+answers: {{max_new_tokens: 4}}
+optimizer: {{lr: 1e-3}}
+objective: {{kind: file, file: "{killing}:Killing", settings: {{directory: "{place}"}}}}
+reference: true
+evaluation: {{every: 3, tasks: 4, samples: 2, temperature: 1.0}}
+save_every: 2
+keep: 1
+"""
+KILLS = {  # the functions a run is in, the steps it has metrics of, those it has samples of, and its checkpoints
+    "reference": (("_begin", "rename"), [1], [], []),
+    "rollout": (("rollout", "generate"), [1, 2, 3], [2, 3], ["step-000002"]),
+    "backward": (("forward_backward", "on_gradient"), [1, 2, 3], [2, 3, 4], ["step-000002"]),
+    "save": (("advance", "rename"), [1, 2, 3, 4], [2, 3, 4], [".step-000004.partial", "step-000002"]),
+    "prune": (("advance", "prune"), [1, 2, 3, 4], [2, 3, 4], [".step-000002.deleting", "step-000004"]),
+}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # a rank and no launcher
+SLACK = 5.0  # seconds; the tests share their machine
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a config and its data."""
+    rows = [{"prompt": f"{one} + {other} = ", "answer": str(one + other)} for one in range(5) for other in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SMALL.format(place=tmp_path, functions=functions.__file__, killing=killing.__file__)
+    (tmp_path / "small.yaml").write_text(config)
+    return tmp_path
+
+
+def trained(group: Any, place: str, name: str, *overrides: str) -> None:
+    run(load(GRPOConfig, Path(place, "small.yaml"), ["--run", f"{place}/{name}", *overrides]))
+
+
+def command(place: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Give the command. It returns when all that it started has ended, since that holds its pipes."""
+    return subprocess.run(
+        [sys.executable, "-m", "postlude", "grpo", "small.yaml", "--run", "parts", *overrides],
+        cwd=place,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * PATIENCE,
+    )
+
+
+def order(place: Path, moment: str, *, victim: str = "rank", step: int = 3) -> None:
+    (place / "killed").unlink(missing_ok=True)
+    (place / "order").write_text(f"{moment} {victim} {step}")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "tokens_per_second"))} for row in rows
+    ]
+
+
+def told(run: Path) -> dict[str, list[dict[str, Any]]]:
+    return {name: lines(run / f"{name}.jsonl") for name in ("metrics", "samples")}
+
+
+def contents(run: Path) -> dict[str, Any]:
+    """Every file of the last checkpoint, the reference and the exported model. Of tensors, the bits."""
+    found: dict[str, Any] = {}
+    for path in (path for name in ("checkpoints", "reference", "model") for path in (run / name).rglob("*")):
+        name = str(path.relative_to(run))
+        if path.suffix == ".safetensors":
+            tensors = load_file(path)
+            found |= {f"{name}/{key}": (each.dtype, each.numpy().tobytes()) for key, each in tensors.items()}
+        elif path.name == "state.json":
+            found[name] = json.loads(path.read_text()) | {"files": None}  # whose headers have no order
+        else:
+            found[name] = path.read_bytes() if path.is_file() else None
+    return found
+
+
+def assert_killed(place: Path, moment: str) -> None:
+    """The order was carried out, at its moment."""
+    functions, *expected = KILLS[moment]
+    assert (place / "killed").is_file(), "the moment never came"
+    stacks = (place / "killed").read_text()
+    assert all(f", in {name}\n" in stacks for name in functions), stacks
+    found = [list(dict.fromkeys(row["step"] for row in rows)) for rows in told(place / "parts").values()]
+    assert [*found, sorted(path.name for path in (place / "parts" / "checkpoints").iterdir())] == expected
+    for name, rows in told(place / "parts").items():
+        assert rows == told(place / "whole")[name][: len(rows)]
+
+
+def assert_equal(place: Path) -> None:
+    """The run in parts is the whole one, in which there was something to learn."""
+    whole, parts = told(place / "whole"), told(place / "parts")
+    assert parts == whole
+    assert [row["step"] for row in whole["metrics"] if row["grad_norm"] > 0.0] == [1, 2, 3, 4, 5]
+    expected, found = contents(place / "whole"), contents(place / "parts")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+def test_a_killed_run_goes_on(ranks: Ranks, place: Path) -> None:
+    ranks(1, trained, str(place), "whole")
+    order(place, "backward")
+    with pytest.raises(pytest.fail.Exception, match="a rank died"):
+        ranks(1, trained, str(place), "parts")
+    assert_killed(place, "backward")
+    ranks(1, trained, str(place), "parts")
+    assert_equal(place)
+
+
+@pytest.mark.slow
+def test_a_command_killed_again_and_again_goes_on(ranks: Ranks, place: Path) -> None:
+    ranks(1, trained, str(place), "whole")
+    for moment, step in (("reference", 1), ("rollout", 3), ("backward", 2), ("save", 2), ("prune", 2)):
+        order(place, moment, step=step)
+        ended = command(place, **ALONE)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert_killed(place, moment)
+    done = command(place, **ALONE)
+    assert done.returncode == 0, done.stderr
+    assert_equal(place)
+
+
+@pytest.mark.slow
+def test_a_kill_of_one_rank_or_of_the_launcher_ends_all_and_the_command_goes_on(ranks: Ranks, place: Path) -> None:
+    ranks(2, trained, str(place), "whole", "--layout=pp=2")
+    for victim, step, code, words in (
+        ("rank", 3, 2, "postlude grpo: rank 1 of 2 was killed by SIGKILL.\n"),
+        ("launcher", 2, -signal.SIGKILL, ""),
+    ):
+        order(place, "backward", victim=victim, step=step)
+        ended = command(place, "--layout=pp=2")
+        assert time.time() - (place / "killed").stat().st_mtime < GRACE + SLACK, "ranks went on"
+        assert (ended.returncode, ended.stderr[-len(words) :] if words else "") == (code, words), ended.stderr
+        assert_killed(place, "backward")
+    done = command(place, "--layout=pp=2")
+    assert done.returncode == 0, done.stderr
+    assert_equal(place)
