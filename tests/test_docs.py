@@ -24,6 +24,11 @@ def test_code_in_the_documentation_runs(page: Path) -> None:
         exec(compile("\n" * line + block.group(1), str(page), "exec", dont_inherit=True), namespace)
 
 
+def test_the_objective_in_the_readme_is_the_example() -> None:
+    example = (ROOT / "examples" / "objective.py").read_text()
+    assert example[example.index("import torch") :] in (ROOT / "README.md").read_text()
+
+
 def test_architecture_has_a_worked_example_for_each_extension() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     for heading in ("## Add a block", "## Add a family", "## Add an objective"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from postlude.model import LanguageModel, OutputInputs
 from postlude.objectives import Loss, PolicyGradient, ReferenceKL
 
+HEARING = 60.0  # seconds; a rank that does not end by itself when its launcher is gone goes on after them
 TOKEN = 2  # of a step's answers, for a kill in the rollout
 FILES = {  # an event of Python's audit, and the end of the path it is about
     "reference": ("os.rename", ".reference.partial"),
@@ -65,7 +67,11 @@ class Killing:
         self.moment = ""
         (self.directory / "killed").write_text(_stacks())
         (self.directory / "order").unlink()
-        os.kill(os.getppid() if self.victim == "launcher" else os.getpid(), signal.SIGKILL)
+        if self.victim == "launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(HEARING)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stacks() -> str:

@@ -328,3 +328,15 @@ def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
         assert rows[-1]["reward_mean"] == reward
         assert rows[-1]["turns_mean"] == min(turns, 2)
         assert rows[-1]["length_mean"] <= 3 * min(turns, 2)
+
+
+def test_the_example_objective_is_the_same_in_a_pipeline(ranks: Ranks, tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "objective.py"
+    own = (f"--objective={example}:soft_clip", "--objective.settings.bonus=0.1")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (alone,) = ranks(1, trained, str(tmp_path / "one"), *own)
+    spread, _ = ranks(2, trained, str(tmp_path / "two"), *own, "--layout=pp=2")
+    for expected, found in zip(alone[2:], spread[2:], strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert found["entropy"] == pytest.approx(expected["entropy"], abs=1e-4)

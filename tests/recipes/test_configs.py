@@ -1,0 +1,54 @@
+"""The configs that come with the repository are read, and the small ones do what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.recipes.commands import RECIPES
+from postlude.recipes.config import load
+from tests.conftest import Ranks
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+def command_of(file: Path) -> str:
+    named = file.stem.removeprefix("tiny-")
+    return named if named in RECIPES else "grpo"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_config_is_read(file: Path) -> None:
+    load(RECIPES[command_of(file)].config, file)
+
+
+def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
+    """The tiny configs one after another, cut short; each may build on the ones before."""
+    found = {}
+    for name, sizes in (
+        ("demo", ("--warm_start.steps=30", "--steps=2", "--prompts=8", "--evaluation.tasks=8")),
+        ("tiny-sft", ("--steps=30",)),
+        ("tiny-dpo", ("--steps=6", f"--model={directory}/tiny-sft/model")),
+        ("tiny-distill", ("--steps=6", f"--teacher={directory}/tiny-sft/model")),
+        ("tiny-eval", ("--tasks=8", f"--model={directory}/demo/model")),
+    ):
+        file = ROOT / "recipes" / f"{name}.yaml"
+        command = RECIPES[command_of(file)]
+        config: Any = load(command.config, file, [f"--run={directory}/{name}", *sizes])
+        command.run(config, "cpu")
+        found[name] = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    return found
+
+
+@pytest.mark.slow
+def test_small_configs_run_and_learn(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1, all_small, str(tmp_path))
+    assert found["demo"][-1]["phase"] == "grpo"
+    assert found["tiny-sft"][-1]["eval/loss"] < 0.6 * found["tiny-sft"][0]["eval/loss"]
+    assert found["tiny-dpo"][-1]["eval/loss"] < found["tiny-dpo"][0]["eval/loss"]
+    assert found["tiny-distill"][-1]["eval/loss"] < found["tiny-distill"][0]["eval/loss"]
+    assert {"eval/pass@1", "eval/pass@4"} <= found["tiny-eval"][0].keys()
