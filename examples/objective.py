@@ -1,4 +1,4 @@
-"""An objective of your own, for a recipe: postlude grpo recipes/demo.yaml --objective examples/objective.py:soft_clip"""
+"""An objective of your own for a recipe: postlude grpo CONFIG.yaml --objective examples/objective.py:soft_clip"""
 
 import torch
 

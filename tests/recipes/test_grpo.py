@@ -180,6 +180,7 @@ ELSEWHERE = {
     "save_every": "test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
     "keep": "test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
     "export": "test_what_is_left_out",
+    "max_skipped": "tests/recipes/test_supervised.py: test_gradients_that_are_not_finite_end_the_run",
     "reference": "test_an_objective_of_your_own",
     "objective.kind": "test_an_objective_of_your_own",
     "objective.file": "test_an_objective_of_your_own",
@@ -340,3 +341,41 @@ def test_the_example_objective_is_the_same_in_a_pipeline(ranks: Ranks, tmp_path:
     for expected, found in zip(alone[2:], spread[2:], strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
         assert found["entropy"] == pytest.approx(expected["entropy"], abs=1e-4)
+
+
+ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}, {"prompt": "3" * 300}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reward", "sentence"),
+    [
+        (
+            ROWS,
+            "return 1.0",
+            "the prompt of line 3 of rows.jsonl has 300 tokens, but budget=256 with answers of up",
+        ),
+        ([{"question": "?"}], "return 1.0", 'has no column "prompt"; it has: "question"'),
+        ([], "return 1.0", "rows.jsonl has no rows"),
+        (ROWS[:2], "raise RuntimeError('no')", ""),
+    ],
+)
+def test_tasks_that_cannot_be(
+    ranks: Ranks, tmp_path: Path, rows: list[dict[str, str]], reward: str, sentence: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "judge.py").write_text(f"def judge(prompt, completion, example):\n    {reward}\n")
+    given = (
+        "--environment=dataset",
+        f"--environment.path={tmp_path / 'rows.jsonl'}",
+        f"--environment.reward={tmp_path / 'judge.py'}:judge",
+        "--environment.workers=1",
+        "--warm_start.steps=0",
+        "--evaluation.every=0",
+        "--steps=1",
+    )
+    if sentence:
+        with pytest.raises(pytest.fail.Exception, match=sentence):
+            ranks(1, trained, str(tmp_path), *given)
+    else:
+        (found,) = ranks(1, trained, str(tmp_path), *given)
+        assert found[-1]["reward/failed"] == 1.0, "it costs its samples, not the run"

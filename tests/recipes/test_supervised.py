@@ -179,6 +179,16 @@ def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
     assert rows[-1]["eval/mine"] < rows[0]["eval/mine"], "these answers become less likely"
 
 
+def test_gradients_that_are_not_finite_end_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OBJECTIVE)
+    broken = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=.inf")
+    with pytest.raises(pytest.fail.Exception, match="not finite in 2 optimizer steps in a row, up to step 2"):
+        ranks(1, trained, "sft", str(tmp_path), *broken, "--max_skipped=1")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert rows[1]["skipped"] == 1.0
+
+
 def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Path) -> None:
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{each}+1="} for each in range(12)])
     (tmp_path / "judge.py").write_text(
@@ -212,7 +222,11 @@ def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Pat
             'line 2 of rows.jsonl has no value in column "completion"',
         ),
         ([], (), "has no rows"),
-        ([{"prompt": "1" * 200, "completion": "2"}], (), "line 1 of rows.jsonl has 202 tokens, but max_length is 128"),
+        (
+            [{"prompt": "1" * 200, "completion": "2"}],
+            (),
+            "line 1 of rows.jsonl has 202 tokens, too many for the budget. Raise budget, or set data.overlong",
+        ),
         ([{"prompt": "1" * 200, "completion": "2"}], ("--data.overlong=drop",), "every row of rows.jsonl is longer"),
         ([{"prompt": "1", "completion": "2"}] * 3, (), "3 of 3 rows are to be held out"),
     ],

@@ -55,7 +55,11 @@ class ChatTokenizer(Protocol):
 
 
 class TooLong(ValueError):
-    """A row that does not fit. A recipe may leave it out and count it."""
+    """A row that does not fit. A recipe may leave it out, or say it in the words of its own settings."""
+
+    def __init__(self, message: str, row: str, length: int) -> None:
+        super().__init__(message)
+        self.row, self.length = row, length
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Encoder:
         if self.max_length is None or len(tokens) <= self.max_length:
             return tokens
         if not self.truncate:
-            raise TooLong(self._too_long(row, len(tokens)))
+            raise self._too_long(row, len(tokens))
         return tokens[-self.max_length :]
 
     def conversation(self, messages: Sequence[Message], row: str = "the conversation") -> Encoded:
@@ -255,21 +259,22 @@ class Encoder:
     def _fitted(self, encoded: Encoded, row: str) -> Encoded:
         if self.max_length is not None and len(encoded) > self.max_length:
             if not self.truncate:
-                raise TooLong(self._too_long(row, len(encoded)))
-            encoded = Encoded(encoded.tokens[: self.max_length], encoded.mask[: self.max_length])
+                raise self._too_long(row, len(encoded))
+            length, encoded = len(encoded), Encoded(encoded.tokens[: self.max_length], encoded.mask[: self.max_length])
             if 1 not in encoded.mask:
                 raise TooLong(
                     f"what {row} has to learn lies past token {self.max_length}, where it is cut. "
-                    f"Raise max_length, or leave the row out."
+                    f"Raise max_length, or leave the row out.",
+                    row,
+                    length,
                 )
         if 1 not in encoded.mask[1:]:
             raise ValueError(f"{row} has no token to learn. Leave it out.")
         return encoded
 
-    def _too_long(self, row: str, length: int) -> str:
-        return (
-            f"{row} has {length} tokens, but max_length is {self.max_length}. Raise it, drop the row, or set truncate."
-        )
+    def _too_long(self, row: str, length: int) -> TooLong:
+        limit = f"max_length is {self.max_length}. Raise it, drop the row, or set truncate."
+        return TooLong(f"{row} has {length} tokens, but {limit}", row, length)
 
 
 def sft_batch(examples: Sequence[Encoded]) -> Batch:

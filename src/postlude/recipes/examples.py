@@ -98,9 +98,13 @@ class Encodings(Generic[Row]):
         for index in range(len(rows)):
             try:
                 encode(rows[index], rows.where(index))
-            except TooLong:
+            except TooLong as error:
                 if overlong != "drop":
-                    raise
+                    mends = "drop" if overlong == "cut" else "drop or cut"
+                    raise ValueError(
+                        f"{error.row} has {error.length} tokens, too many for the budget. Raise budget, or set "
+                        f"data.overlong to {mends}."
+                    ) from error
             else:
                 self.kept.append(index)
         if not self.kept:

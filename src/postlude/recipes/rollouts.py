@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from postlude.data.chat import Encoder
+from postlude.data.chat import Encoder, TooLong
 from postlude.recipes.clock import Clock
 from postlude.recipes.run import Sample
 from postlude.recipes.settings import Answers, Evaluation
@@ -89,7 +89,7 @@ class Rollouts:
         self, tasks: Sequence[Task], samples: int, sampling: Sampling, step: int, kind: int, first: int
     ) -> list[Answered]:
         with self.timed("rollout"):
-            prompts = [self.encoder.prompt(task.prompt, task.name) for task in tasks]
+            prompts = [self._encoded(task) for task in tasks]
             seeds = [_seed(self.seed, step, kind, first + place) for place in range(len(tasks))]
             drawn = self.engine.generate(prompts, [replace(sampling, seed=seed) for seed in seeds], samples)
         attempts = [
@@ -118,6 +118,15 @@ class Rollouts:
                     )
                     said = {place: completion for place, (completion,) in zip(going, more, strict=True)}
         return attempts
+
+    def _encoded(self, task: Task) -> list[int]:
+        try:
+            return self.encoder.prompt(task.prompt, task.name)
+        except TooLong as error:
+            raise ValueError(
+                f"the prompt of {error.row} has {error.length} tokens, but budget={self.budget} with answers of up to "
+                f"{self.answers.max_new_tokens} leaves {self.encoder.max_length}. Raise budget, or leave the row out."
+            ) from error
 
     def _over(self, attempt: Answered, turn: Turn) -> bool:
         """Hear what came of an attempt's last completion; whether that ends it."""

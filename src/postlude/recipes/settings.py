@@ -265,12 +265,14 @@ class Training(Model):
     """Steps between checkpoints; 0 saves the last one alone."""
     keep: int = 2
     """How many checkpoints stay."""
+    max_skipped: int = 10
+    """How many optimizer steps in a row may be skipped, their gradients not finite, before the run ends."""
     export: bool = True
     """Whether the trained model is written at the end, as a Hugging Face directory: model/ in the run's."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "budget", "keep")
-        at_least(self, 0, "save_every")
+        at_least(self, 0, "save_every", "max_skipped")
 
 
 def at_least(config: Any, least: float, *names: str) -> None:

@@ -26,7 +26,7 @@ from postlude.recipes.report import write_report
 from postlude.recipes.run import RunDirectory, open_run
 from postlude.recipes.settings import DTYPES, Training
 
-MAY_CHANGE = ("run", "layout", "budget", "recompute", "save_every", "keep", "wandb", "steps", "export")
+MAY_CHANGE = ("run", "layout", "budget", "recompute", "save_every", "keep", "wandb", "steps", "max_skipped", "export")
 REPORT, MODEL = "report.html", "model"  # what a finished run has besides
 
 
@@ -60,6 +60,7 @@ class Trainer(ABC):
             seed=config.seed,
         )
         self.step = 0
+        self.skipped = 0  # optimizer steps in a row
         self.timed = Clock()
 
     @property
@@ -117,6 +118,13 @@ class Trainer(ABC):
         with self.timed("train"):
             result = self.engine.forward_backward(batch, objective)
             moved = self.engine.optimizer_step()
+        self.skipped = self.skipped + 1 if moved.skipped else 0
+        if self.skipped > self.settings.max_skipped:
+            raise ValueError(
+                f"the gradient was not finite in {self.skipped} optimizer steps in a row, up to step {self.step + 1}; "
+                f"max_skipped is {self.settings.max_skipped}. The last checkpoint is good: lower optimizer.lr, or look "
+                "at the samples of the last steps."
+            )
         found = {"loss": result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
         return found | {"skipped": float(moved.skipped), "tokens": result.tokens}
 
