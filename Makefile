@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-gpu lint format clean
+.PHONY: help demo test test-all test-fast test-gpu lint format clean
 
 help:
 	@echo "make demo       a small policy learns from rewards; its report is written at the end"
-	@echo "make test       everything CI runs: lint, types and all tests"
+	@echo "make test       everything CI runs: lint, types and tests, under 15 minutes"
+	@echo "make test-all   the same in more layouts"
 	@echo "make test-fast  the tests that matter while editing, under 3 minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make lint       ruff and mypy"
@@ -31,10 +32,13 @@ demo: $(READY)
 	$(BIN)/postlude grpo recipes/demo.yaml --run $(RUN) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(NPROC),--nproc $(NPROC))
 
 test: lint
-	$(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not thorough"
+
+test-all: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not gpu and not slow" -x -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow and not thorough" -x -q
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

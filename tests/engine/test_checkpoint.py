@@ -84,10 +84,17 @@ def load_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str
                 hf, before, after, id=f"{before or 'one rank'} -> {after or 'one rank'}", marks=pytest.mark.slow
             )
             for hf, before, after in (
-                (DENSE, "dp_shard=2", ""),
                 (MOE, "dp_shard=2,ep=2", ""),
-                (DENSE, "tp=2,pp=2", "dp_shard=4"),
                 (DEEP, "pp=2,vpp=2", "tp=2,cp=2"),
+            )
+        ),
+        *(
+            pytest.param(
+                hf, before, after, id=f"{before or 'one rank'} -> {after or 'one rank'}", marks=pytest.mark.thorough
+            )
+            for hf, before, after in (
+                (DENSE, "dp_shard=2", ""),
+                (DENSE, "tp=2,pp=2", "dp_shard=4"),
                 (MOE, "dp_shard=4,ep=4", "pp=2,dp_shard=2,ep=2"),
                 (MOE, "cp=2,ep=2", "tp=2,ep=2"),
                 (DEEP, "dp_replicate=2,dp_shard=2", "pp=4"),
@@ -97,7 +104,7 @@ def load_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str
             ODD, "tp=2,dp_shard=2", "", id="odd vocabulary, tp=2,dp_shard=2 -> one rank", marks=pytest.mark.slow
         ),
         pytest.param(
-            ODD, "", "tp=2,dp_shard=2", id="odd vocabulary, one rank -> tp=2,dp_shard=2", marks=pytest.mark.slow
+            ODD, "", "tp=2,dp_shard=2", id="odd vocabulary, one rank -> tp=2,dp_shard=2", marks=pytest.mark.thorough
         ),
         pytest.param(
             ODD_MOE, "dp_shard=4", "tp=2,cp=2", id="odd experts, dp_shard=4 -> tp=2,cp=2", marks=pytest.mark.slow

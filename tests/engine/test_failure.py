@@ -35,7 +35,9 @@ def train(layout: str, end: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp=2", "tp=2", "dp_shard=2"])
+@pytest.mark.parametrize(
+    "layout", ["pp=2", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("tp=2", "dp_shard=2"))]
+)
 @pytest.mark.parametrize(
     ("end", "sentence"),
     [("killed", r"rank 1 of 2 was killed by SIGKILL"), ("fails", r"rank 1 of 2 failed: LookupError: .*no such column")],

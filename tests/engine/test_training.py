@@ -49,10 +49,14 @@ SLOW = [
 CLIPPED = dataclasses.replace(ADAMW, max_grad_norm=0.5, eps=1e-6)
 
 
+def mark_of(layout: str) -> pytest.MarkDecorator:
+    return pytest.mark.slow if Layout.parse(layout).world_size == 2 else pytest.mark.thorough
+
+
 def cases(quick: list[tuple[str, str]] = LAYOUTS, slow: list[tuple[str, str]] = SLOW) -> list[Any]:
     return [
         *(pytest.param(layout, model, id=f"{layout}-{model}") for layout, model in quick),
-        *(pytest.param(layout, model, id=f"{layout}-{model}", marks=pytest.mark.slow) for layout, model in slow),
+        *(pytest.param(layout, model, id=f"{layout}-{model}", marks=mark_of(layout)) for layout, model in slow),
     ]
 
 

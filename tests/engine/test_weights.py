@@ -97,10 +97,8 @@ def cases() -> list[Any]:
         if layout in (Layout(dp_shard=4), Layout(tp=2, cp=2), Layout(dp_replicate=2, dp_shard=2)):
             names += ["odd moe"]
         for name in names:
-            quick = layout in QUICK
-            found.append(
-                pytest.param(layout, name, id=f"{label(layout)}-{name}", marks=() if quick else pytest.mark.slow)
-            )
+            marks = () if layout in QUICK else (pytest.mark.slow if layout.world_size == 2 else pytest.mark.thorough,)
+            found.append(pytest.param(layout, name, id=f"{label(layout)}-{name}", marks=marks))
     for text, quick in (("dp_shard=2", True), ("cp=2", False), ("tp=2,dp_shard=2", False), ("pp=2,cp=2", False)):
         found.append(pytest.param(Layout.parse(text), "odd", id=f"{text}-odd", marks=() if quick else pytest.mark.slow))
     return found
