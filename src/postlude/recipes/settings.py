@@ -61,13 +61,11 @@ class Gym:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """Prompts of a JSONL or parquet file, judged by a function of yours or by comparing mathematics."""
+class Prompts:
+    """Prompts of a JSONL or parquet file, and the processes that judge what is said to them."""
 
     path: Path
     """The file, or a directory of them."""
-    reward: str
-    """path/to/file.py:name of reward(prompt, completion, example), or "math" to compare with the row's "answer"."""
     prompt: str = "prompt"
     """The column with the prompt: text or messages."""
     chat: bool = False
@@ -75,23 +73,32 @@ class Dataset:
     system: str | None = None
     """A system message before it."""
     workers: int = 4
-    """Processes that score answers."""
+    """Processes that judge."""
     timeout: float = 30.0
-    """Seconds after which an answer counts as failed."""
+    """Seconds after which a judgement counts as failed."""
 
-    def build(self, seed: int) -> Environment:
-        """The environment of these rows."""
-        tasks = DatasetTasks(read_rows(self.path), prompt=self.prompt, chat=self.chat, system=self.system)
-        score = MathReward() if self.reward == "math" else self.reward
-        return SingleTurn(tasks, RewardPool(score, workers=self.workers, timeout=self.timeout))
+    def tasks(self) -> Tasks:
+        """Every row as a task."""
+        return DatasetTasks(read_rows(self.path), prompt=self.prompt, chat=self.chat, system=self.system)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """Prompts of a JSONL or parquet file, each the beginning of a conversation with a function of yours."""
+class Dataset(Prompts):
+    """Prompts of a file, judged by a function of yours or by comparing mathematics."""
 
-    path: Path
-    """The file, or a directory of them."""
+    reward: str
+    """path/to/file.py:name of reward(prompt, completion, example), or "math" to compare with the row's "answer"."""
+
+    def build(self, seed: int) -> Environment:
+        """The environment of these rows."""
+        score = MathReward() if self.reward == "math" else self.reward
+        return SingleTurn(self.tasks(), RewardPool(score, workers=self.workers, timeout=self.timeout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation(Prompts):
+    """Prompts of a file, each the beginning of a conversation with a function of yours."""
+
     reply: str
     """path/to/file.py:name of reply(prompt, completions, example). Text or messages that it returns are read next; a
     number, or a dict of numbers, is the reward and the end."""
@@ -99,21 +106,11 @@ class Conversation:
     """The most turns the model has."""
     unfinished_reward: float = 0.0
     """What a conversation without an end by then earns."""
-    prompt: str = "prompt"
-    """The column with the prompt: text or messages."""
-    chat: bool = False
-    """Whether a prompt of text is a user's message."""
-    system: str | None = None
-    """A system message before it."""
-    workers: int = 4
-    """Processes that reply."""
-    timeout: float = 30.0
-    """Seconds after which a reply counts as failed."""
 
     def build(self, seed: int) -> Environment:
         """The environment of these rows."""
         return MultiTurn(
-            DatasetTasks(read_rows(self.path), prompt=self.prompt, chat=self.chat, system=self.system),
+            self.tasks(),
             self.reply,
             max_turns=self.max_turns,
             unfinished_reward=self.unfinished_reward,
