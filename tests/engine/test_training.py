@@ -188,6 +188,22 @@ def test_training_with_evaluation_in_between_equals_training_alone(ranks: Any, l
         assert found == (True, True)
 
 
+def measured(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
+    engine = build(layout, hf)
+    found = engine.measure(batch(1), policy)
+    untouched = all(parameter.grad is None for parameter in engine.parameters.values())
+    return found, engine.forward_backward(batch(1), policy), untouched
+
+
+@pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[:4], [LAYOUTS[4]]))
+def test_measuring_finds_what_a_step_would_and_makes_no_gradient(ranks: Any, layout: str, model: str) -> None:
+    for found, expected, untouched in run(ranks, layout, measured, SOURCES[model]):
+        assert untouched
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-7)
+        assert (found.tokens, found.microbatches) == (expected.tokens, expected.microbatches)
+
+
 # --- a gradient that is not finite
 
 

@@ -208,6 +208,8 @@ def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Pat
     )
     (rows,) = ranks(1, trained, "distill", str(tmp_path), *own)
     assert len(rows[1]["rewards"]) == 8
+    kept = [json.loads(line)["step"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert kept == [step for step in (1, 2, 3, 4) for _ in range(8)], "what is held out is not shown as learned"
     assert rows[1]["loss"] == pytest.approx(0.0, abs=1e-5), "the teacher is what the student began as"
 
 

@@ -178,11 +178,7 @@ class Engine:
         """What `forward_backward` would find, without a backward: no gradient is made or changed."""
         whole, own = self._deal(batch)
         tally = Tally(Scale(whole, None, sharers=self.mesh.cp.size))
-        for stage in self.stages.values():
-            stage.eval()
-        self.executor.run(own, output_processor=lambda inputs, _: tally.evaluate(objective, inputs))
-        for stage in self.stages.values():
-            reshard(stage)
+        self._forward(own, lambda inputs: tally.evaluate(objective, inputs))
         metrics = tally.reduce(self._speaks)
         return Result(metrics.pop("loss"), metrics, len(whole), whole[0].batch_tokens)
 
@@ -242,11 +238,7 @@ class Engine:
         belongs to the token it predicts; without, to the token whose position it stands at.
         """
         whole, own = self._deal(batch)
-        for stage in self.stages.values():
-            stage.eval()
-        found = self.executor.run(own, output_processor=lambda inputs, _: dict(processor(inputs)))
-        for stage in self.stages.values():
-            reshard(stage)
+        found = self._forward(own, lambda inputs: dict(processor(inputs)))
         shapes = {name: (value.dtype, tuple(value.shape[1:])) for result in found for name, value in result.items()}
         everyone: list[Any] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, shapes)
@@ -368,6 +360,15 @@ class Engine:
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore the training state that an engine in any layout saved. Returns its `extra`."""
         return checkpoint.load(self, directory)
+
+    def _forward(self, own: list[Microbatch], processor: Callable[[OutputInputs], Any]) -> list[Any]:
+        """Run this rank's microbatches without gradients."""
+        for stage in self.stages.values():
+            stage.eval()
+        found = self.executor.run(own, output_processor=lambda inputs, _: processor(inputs))
+        for stage in self.stages.values():
+            reshard(stage)
+        return found
 
     def _deal(self, batch: Batch) -> tuple[list[Microbatch], list[Microbatch]]:
         """All microbatches of the batch, and this rank's part of its own ones."""

@@ -14,9 +14,18 @@ from postlude.objectives import Distill
 from postlude.recipes.examples import Examples, Indexed
 from postlude.recipes.rollouts import Rollouts, shown, summary
 from postlude.recipes.schema import Kind
-from postlude.recipes.settings import Answers, EnvironmentSettings, Gym, ObjectiveFile, at_least, room_for_prompts
+from postlude.recipes.settings import (
+    Answers,
+    EnvironmentSettings,
+    Gym,
+    ObjectiveFile,
+    at_least,
+    built,
+    room_for_prompts,
+)
 from postlude.recipes.supervised import Supervised, SupervisedTrainer
 from postlude.recipes.trainer import train
+from postlude.rollout.environments import Transcript
 from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.tasks import Task
 
@@ -71,7 +80,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         chosen = config.objective
         self.temperature = 1.0 if isinstance(chosen, ObjectiveFile) else chosen.temperature
         self.rollouts: Rollouts | None = None
-        super().__init__(config, device, chosen.build() if isinstance(chosen, ObjectiveFile) else chosen)
+        super().__init__(config, device, built(chosen))
         self.teacher = Engine(
             config.teacher,
             budget=config.budget,
@@ -111,19 +120,19 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             self.rollouts.environment.close()
         super().close()
 
-    def batch_of(self, rows: Sequence[Encoded | Task]) -> tuple[Batch, dict[str, Any]]:
+    def batch_of(self, rows: Sequence[Encoded | Task], *, held_out: bool = False) -> tuple[Batch, dict[str, Any]]:
         """Sequences with the teacher's likeliest tokens at every position."""
         found: dict[str, Any] = {}
-        examples = [row for row in rows if isinstance(row, Encoded)]
-        batch = Batch([each.tokens for each in examples], {MASK: [each.mask for each in examples]})
+        sequences: Sequence[Encoded | Transcript] = [row for row in rows if isinstance(row, Encoded)]
         if self.rollouts is not None:
             assert isinstance(self.config.data, OwnAnswers)
             tasks = [row for row in rows if isinstance(row, Task)]
             answers = self.rollouts.answer(tasks, self.config.data.samples, step=self.step)
-            transcripts = [each.transcript for each in answers]
-            batch = Batch([each.tokens for each in transcripts], {MASK: [each.mask for each in transcripts]})
+            sequences = [each.transcript for each in answers]
             found = summary(answers)
-            self.run.sample(self.step + 1, shown(answers, self.tokenizer))
+            if not held_out:
+                self.run.sample(self.step + 1, shown(answers, self.tokenizer))
+        batch = Batch([each.tokens for each in sequences], {MASK: [each.mask for each in sequences]})
         with self.timed("teacher"):
             logprobs, ids = self.teacher.topk(batch, self.config.top_k, temperature=self.temperature)
         columns = {**batch.columns, "teacher_logprobs": logprobs, "teacher_ids": ids}

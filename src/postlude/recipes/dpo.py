@@ -13,7 +13,7 @@ from postlude.engine.reference import Reference
 from postlude.objectives import Preference
 from postlude.recipes.examples import Encodings, Pairs
 from postlude.recipes.schema import Kind
-from postlude.recipes.settings import ObjectiveFile
+from postlude.recipes.settings import ObjectiveFile, built
 from postlude.recipes.supervised import Supervised, SupervisedTrainer
 from postlude.recipes.trainer import train
 
@@ -39,7 +39,7 @@ class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
     def __init__(self, config: DPOConfig, device: str) -> None:
         self.config = config
         chosen = config.objective
-        super().__init__(config, device, chosen.build() if isinstance(chosen, ObjectiveFile) else chosen)
+        super().__init__(config, device, built(chosen))
         self.reference: Reference | None = None
         if isinstance(chosen, ObjectiveFile) or chosen.reference:
             self.reference = self.engine.reference()
@@ -48,7 +48,9 @@ class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
         """The pairs to learn from."""
         return self.config.data.read(self.tokenizer, self.config.budget)
 
-    def batch_of(self, rows: Sequence[tuple[Encoded, Encoded]]) -> tuple[Batch, dict[str, Any]]:
+    def batch_of(
+        self, rows: Sequence[tuple[Encoded, Encoded]], *, held_out: bool = False
+    ) -> tuple[Batch, dict[str, Any]]:
         """The two of each pair side by side, with what the reference says of them."""
         batch = preference_batch(rows)
         if self.reference is None:

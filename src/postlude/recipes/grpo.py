@@ -30,6 +30,7 @@ from postlude.recipes.settings import (
     OptimizerSettings,
     Training,
     at_least,
+    built,
     room_for_prompts,
 )
 from postlude.recipes.trainer import Trainer, train
@@ -147,11 +148,9 @@ class GRPOTrainer(Trainer):
             self.tasks, held_out = hold_out(self.environment.tasks, config.evaluation.tasks)
             self.held_out = [held_out[index] for index in range(len(held_out))]
         self.sampler = Sampler(len(self.tasks), config.seed)
-        self.objective: Objective
-        if isinstance(config.objective, ObjectiveFile):
-            self.objective = config.objective.build()
-        else:
-            self.objective = replace(config.objective, temperature=config.answers.temperature)
+        self.objective: Objective = built(config.objective)
+        if isinstance(self.objective, PolicyGradient):
+            self.objective = replace(self.objective, temperature=config.answers.temperature)
         self.reference: Reference | None = None
         self.rollouts = Rollouts(
             GatheredGenerator(self.engine, self.tokenizer),

@@ -140,9 +140,12 @@ class ObjectiveFile:
         """From text alone: path/to/file.py:name."""
         return cls(file=text)
 
-    def build(self) -> Objective:
-        """The objective itself."""
-        return load_objective(self.file, self.settings)
+
+def built(objective: Objective | ObjectiveFile) -> Objective:
+    """The objective itself, from its file where it is one of the user's."""
+    if isinstance(objective, ObjectiveFile):
+        return load_objective(objective.file, objective.settings)
+    return objective
 
 
 @dataclass(frozen=True)

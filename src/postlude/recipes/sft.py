@@ -12,7 +12,7 @@ from postlude.data.chat import Encoded, sft_batch
 from postlude.objectives import SFT
 from postlude.recipes.examples import Encodings, Examples
 from postlude.recipes.schema import Kind
-from postlude.recipes.settings import ObjectiveFile
+from postlude.recipes.settings import ObjectiveFile, built
 from postlude.recipes.supervised import Supervised, SupervisedTrainer
 from postlude.recipes.trainer import train
 
@@ -36,14 +36,13 @@ class SFTTrainer(SupervisedTrainer[Encoded]):
 
     def __init__(self, config: SFTConfig, device: str) -> None:
         self.config = config
-        chosen = config.objective
-        super().__init__(config, device, chosen.build() if isinstance(chosen, ObjectiveFile) else chosen)
+        super().__init__(config, device, built(config.objective))
 
     def read(self) -> Encodings[Encoded]:
         """The rows to learn from."""
         return self.config.data.read(self.tokenizer, self.config.budget)
 
-    def batch_of(self, rows: Sequence[Encoded]) -> tuple[Batch, dict[str, Any]]:
+    def batch_of(self, rows: Sequence[Encoded], *, held_out: bool = False) -> tuple[Batch, dict[str, Any]]:
         """Sequences, and which of their tokens are learned."""
         return sft_batch(rows), {}
 

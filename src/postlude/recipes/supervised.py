@@ -54,8 +54,11 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         """The rows to learn from."""
 
     @abstractmethod
-    def batch_of(self, rows: Sequence[Row]) -> tuple[Batch, dict[str, Any]]:
-        """A batch with the columns that the objective reads, and metrics of how it came to be."""
+    def batch_of(self, rows: Sequence[Row], *, held_out: bool = False) -> tuple[Batch, dict[str, Any]]:
+        """A batch with the columns that the objective reads, and metrics of how it came to be.
+
+        Rows that are `held_out` are measured alone: nothing is written of them.
+        """
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step on the next rows."""
@@ -64,7 +67,7 @@ class SupervisedTrainer(Trainer, Generic[Row]):
 
     def evaluate(self) -> dict[str, float]:
         """The objective on rows that are never trained on."""
-        batch, _ = self.batch_of(self.course.held_out)
+        batch, _ = self.batch_of(self.course.held_out, held_out=True)
         result = self.engine.measure(batch, self.objective)
         return {"eval/loss": result.loss} | {f"eval/{name}": value for name, value in result.metrics.items()}
 
