@@ -10,7 +10,7 @@ help:
 	@echo "make demo       a small policy learns from rewards; its report is written at the end"
 	@echo "make test       everything CI runs: lint, types and tests"
 	@echo "make test-all   the same in more layouts"
-	@echo "make test-fast  the tests that matter while editing, under 3 minutes"
+	@echo "make test-fast  the tests that matter while editing"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite what it can"
