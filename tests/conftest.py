@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+torch.backends.mkldnn.enabled = False  # see ops/products.py: the models of tests are small
+
 PATIENCE = 60  # seconds; a rank that waits longer is stuck
 
 
@@ -70,6 +72,7 @@ class Ranks:
 
 def _serve(rank: int, size: int, rendezvous: str, connection: Connection) -> None:
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False
     timeout = datetime.timedelta(seconds=PATIENCE)
     store = dist.FileStore(rendezvous, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)

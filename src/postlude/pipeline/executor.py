@@ -16,6 +16,7 @@ from torch import Tensor
 from postlude.data import Microbatch
 from postlude.layout import Mesh
 from postlude.model import LanguageModel, OutputProcessor
+from postlude.ops.products import plain_products
 from postlude.pipeline.order import Action, order
 
 
@@ -33,7 +34,6 @@ class Executor:
         self.pp, self.rank = self.mesh.pp.size, self.mesh.pp.rank
         self.vpp = len(stages)
         self.stages = dict(stages)
-        self.dtype = dtype
         expected = list(range(self.rank, self.pp * self.vpp, self.pp))
         if sorted(stages) != expected:
             raise ValueError(
@@ -43,6 +43,7 @@ class Executor:
         for index, stage in stages.items():
             if (stage.stage.index, stage.stage.count) != (index, self.pp * self.vpp):
                 raise ValueError(f"stage {index} of {self.pp * self.vpp} was given a model built as {stage.stage}.")
+        self.dtype = dtype or next(self.stages[self.rank].parameters()).dtype
         self.channels = Channels(self.mesh)
 
     def run(
@@ -67,7 +68,7 @@ class Executor:
         results: dict[int, Any] = {}
         entered: dict[tuple[int, int], Tensor | None] = {}
         left: dict[tuple[int, int], Tensor] = {}
-        with torch.set_grad_enabled(loss is not None):
+        with torch.set_grad_enabled(loss is not None), plain_products(self.dtype):
             for index, action in enumerate(actions):
                 place, microbatch = (action.stage, action.microbatch), microbatches[action.microbatch]
                 stage = self.stages[action.stage]
@@ -107,10 +108,9 @@ class Executor:
         """The activations an F starts from, or the gradient a B starts from: [T / tp, H]."""
         before = action.stage - 1 if action.kind == "F" else action.stage + 1
         stage = self.stages[action.stage]
-        like = next(stage.parameters())
         shape = (len(microbatch) // self.mesh.tp.size, stage.config.hidden_size)
         payload = Action(action.kind, before, action.microbatch)
-        return self.channels.receive(payload, shape, self.dtype or like.dtype, like.device)
+        return self.channels.receive(payload, shape, self.dtype, next(stage.parameters()).device)
 
 
 class Channels:

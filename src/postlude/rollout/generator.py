@@ -18,6 +18,7 @@ from torch import Tensor
 from postlude.data.microbatch import IGNORE, Microbatch
 from postlude.model import LanguageModel, OutputInputs
 from postlude.ops.packing import Packing
+from postlude.ops.products import plain_products
 from postlude.rollout.cache import RowCache
 from postlude.rollout.draw import Settings, draw
 from postlude.rollout.noise import stream_key
@@ -85,7 +86,7 @@ class Generator:
             for place, (tokens, own) in enumerate(zip(prompts, samplings, strict=True))
         ]
         answers = [answer for group in groups for answer in group]
-        with torch.no_grad(), _evaluating(self.model):
+        with torch.no_grad(), _evaluating(self.model), plain_products(self.model.embedding.weight.dtype):
             _Run(self, answers).finish()
         return [[self._completion(answer) for answer in group] for group in groups]
 
