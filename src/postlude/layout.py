@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -162,22 +164,18 @@ class Mesh:
         pp, replicate, shard, cp, tp, ep = (
             getattr(layout, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
         )
-        dense = init_device_mesh(
-            device_type, (pp, replicate, shard * cp, tp), mesh_dim_names=("pp", "replicate", "shard", "tp")
-        )
-        batches = init_device_mesh(
-            device_type, (pp, replicate * shard, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp")
-        )
-        experts = init_device_mesh(
-            device_type,
-            (pp, replicate, shard * cp * tp // ep, ep),
-            mesh_dim_names=("pp", "replicate", "shard", "ep"),
-        )
-        self.pp, self.tp, self.ep = _axis(dense["pp"]), _axis(dense["tp"]), _axis(experts["ep"])
-        self.dp, self.cp = _axis(batches["dp"]), _axis(batches["cp"])
-        self.shards = dense["replicate", "shard"] if replicate > 1 else dense["shard"]
-        self.expert_shards = experts["replicate", "shard"] if replicate > 1 else experts["shard"]
-        self.ends, self.channels = self._ends(dense), self._channels(dense)
+        ranks = torch.arange(world)
+        dense = ranks.view(pp, replicate, shard * cp, tp)
+        batches = ranks.view(pp, replicate * shard, cp, tp)
+        experts = ranks.view(pp, replicate, shard * cp * tp // ep, ep)
+        known: _Known = {}
+        self.pp, self.dp, self.cp = _axis(dense, 0, known), _axis(batches, 1, known), _axis(batches, 2, known)
+        self.shards, self.tp = _stored_on(dense, self.pp.rank, device_type, known)
+        # The exchange of tokens has a group of its own, so that it does not queue behind gathers of weights.
+        self.expert_shards, self.ep = _stored_on(experts, self.pp.rank, device_type, {})
+        if pp > 1:
+            self.ends = _axis(dense[[0, -1]], 0, known)
+            self.channels = self._channels(dense.flatten(1).T.tolist())
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -189,37 +187,79 @@ class Mesh:
         mesh.channels = {}
         return mesh
 
-    def _channels(self, dense: DeviceMesh) -> Mapping[Channel, dist.ProcessGroup]:
+    def _channels(self, pipelines: list[list[int]]) -> Mapping[Channel, dist.ProcessGroup]:
         """A group for each way that activations ("F") go to the next rank of this pipeline and gradients ("B") back.
 
         Each is first in, first out by itself. Over one group they would have to be received in the order in which they
-        were sent, which the two ends of a pipeline do not share.
+        were sent, which the two ends of a pipeline do not share. Only virtual stages lead from the last rank on to the
+        first.
         """
         pp, found = self.layout.pp, dict[Channel, dist.ProcessGroup]()
-        if pp == 1:
-            return found
-        for pipeline in dense.mesh.flatten(1).T.tolist():
-            for source in range(pp):
-                for kind, destination in (("F", (source + 1) % pp), ("B", (source - 1) % pp)):
-                    ends = [pipeline[source], pipeline[destination]]
+        hops = range(pp if self.layout.vpp > 1 else pp - 1)
+        for pipeline in pipelines:
+            for hop in hops:
+                one, next_one = hop, (hop + 1) % pp
+                for channel in (("F", one), ("B", next_one)):
+                    ends = [pipeline[one], pipeline[next_one]]
                     group = dist.new_group(ends)
                     if dist.get_rank() in ends:
-                        found[kind, source] = group
-        return found
-
-    def _ends(self, dense: DeviceMesh) -> Axis:
-        """The first and the last rank of this pipeline, which share a tied embedding. Alone on any other rank."""
-        if self.layout.pp == 1:
-            return ALONE
-        found = ALONE
-        for first, last in zip(dense.mesh[0].flatten().tolist(), dense.mesh[-1].flatten().tolist(), strict=True):
-            group = dist.new_group([first, last])
-            if dist.get_rank() in (first, last):
-                found = Axis(2, int(dist.get_rank() == last), group)
+                        found[channel] = group
         return found
 
 
-def _axis(mesh: DeviceMesh) -> Axis:
-    if mesh.size() == 1:
+_Known = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
+"""This rank's group, by the ranks that it and its like on other ranks join."""
+
+
+def _stored_on(grid: Tensor, stage: int, device_type: str, known: _Known) -> tuple[DeviceMesh, Axis]:
+    """`grid` [pp, replicate, shard, inner] of ranks -> the mesh that shards are spread over, and the inner axis.
+
+    Both are parts of one mesh, as FSDP wants it. Axes of one rank are left out of it, but for the shards'.
+    """
+    names = {1: "replicate", 2: "shard", 3: "inner"}
+    kept = [dimension for dimension, name in names.items() if grid.shape[dimension] > 1 or name == "shard"]
+    groups = [_group(grid, dimension, known) for dimension in kept]
+    mesh = DeviceMesh.from_group(
+        [group for group in groups if group is not None],  # the grid holds every rank, so none is missing
+        device_type,
+        mesh=grid[stage].reshape([grid.shape[dimension] for dimension in kept]),
+        mesh_dim_names=tuple(names[dimension] for dimension in kept),
+    )
+    shards = mesh["replicate", "shard"] if 1 in kept else mesh["shard"]
+    inner = _axis(grid, 3, known)
+    return shards, replace(inner, mesh=mesh["inner"]) if 3 in kept else inner
+
+
+def _axis(grid: Tensor, dimension: int, known: _Known) -> Axis:
+    """This rank's place along one dimension of a grid of ranks. Alone where the grid does not hold it."""
+    if grid.shape[dimension] == 1:
         return ALONE
-    return Axis(mesh.size(), mesh.get_local_rank(), mesh.get_group(), mesh)
+    group = _group(grid, dimension, known)
+    return ALONE if group is None else Axis(grid.shape[dimension], dist.get_rank(group), group)
+
+
+def _group(grid: Tensor, dimension: int, known: _Known) -> dist.ProcessGroup | None:
+    """The group that joins this rank to those beside it; None where the grid does not hold it.
+
+    Every rank asks for the same, in the same order.
+    """
+    rows = grid.movedim(dimension, -1).flatten(0, -2).tolist()
+    key = tuple(map(tuple, rows))
+    if key not in known:
+        known[key] = _join(rows)
+    return known[key]
+
+
+def _join(rows: list[list[int]]) -> dist.ProcessGroup | None:
+    rank = dist.get_rank()
+    if len(rows[0]) == dist.get_world_size():
+        return dist.group.WORLD
+    if len(rows[0]) == 1:
+        alone: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
+        return alone
+    own: dist.ProcessGroup | None = None
+    for row in rows:
+        group = dist.new_group(row)
+        if rank in row:
+            own = group
+    return own
