@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
-import itertools
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,12 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.meshes import mesh
-
 torch.backends.mkldnn.enabled = False  # see ops/products.py: the models of tests are small
 
 PATIENCE = 60  # seconds; a rank that waits longer is stuck
-CALLS = 8  # after which ranks join anew: gloo keeps three threads a group, each of which wakes a hundred times a second
 
 
 class Ranks:
@@ -53,9 +48,7 @@ class Ranks:
 
     def _start(self, size: int) -> list[tuple[Connection, Any]]:
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(
-            ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers"]
-        )
+        server.set_forkserver_preload(["postlude.cli"])  # imported once, for all ranks
         rendezvous = self.directory / f"{size}-{len(list(self.directory.iterdir()))}"
         pool = []
         for rank in range(size):
@@ -78,24 +71,18 @@ class Ranks:
 def _serve(rank: int, size: int, rendezvous: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
+    timeout = datetime.timedelta(seconds=PATIENCE)
     store = dist.FileStore(rendezvous, size)
-    for life in itertools.count():
-        timeout = datetime.timedelta(seconds=PATIENCE)
-        own = dist.PrefixStore(str(life), store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
-        for _ in range(CALLS):
-            try:
-                function, arguments = connection.recv()
-            except EOFError:  # the tests are over
-                return
-            try:
-                connection.send((function(dist.group.WORLD, *arguments), None))
-            except Exception:
-                connection.send((None, f"rank {rank}: {traceback.format_exc()}"))
-        dist.barrier()
-        mesh.cache_clear()
-        gc.collect()
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:  # the tests are over
+            return
+        try:
+            connection.send((function(dist.group.WORLD, *arguments), None))
+        except Exception:
+            connection.send((None, f"rank {rank}: {traceback.format_exc()}"))
 
 
 @pytest.fixture(scope="session")

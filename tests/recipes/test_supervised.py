@@ -120,57 +120,6 @@ def test_a_continued_run_is_the_run_that_was_not_interrupted(ranks: Ranks, tmp_p
     assert found == expected
 
 
-HEARD = {
-    "sft": (
-        "--batch=3",
-        "--seed=1",
-        "--objective.z_loss=0.1",
-        "--data.turns=last",
-        "--optimizer.lr=2e-3",
-        "--optimizer=sgd",
-    ),
-    "dpo": (
-        "--objective.form=ipo",
-        "--objective.beta=0.3",
-        "--objective.length_normalised=true",
-        "--objective.label_smoothing=0.2",
-        "--objective.reference=false",
-        "--objective.nll=0.5",
-        "--objective.margin=0.5",
-    ),
-    "distill": (
-        "--top_k=2",
-        "--objective.forward=0",
-        "--objective.outside=renormalise",
-        "--objective.nll=0.5",
-        "--objective.temperature=2",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["sft", "dpo", "distill"])
-def test_every_setting_is_heard(ranks: Ranks, tmp_path: Path, command: str) -> None:
-    """Changing one changes the last step."""
-    teacher = tmp_path / "teacher"
-    more: tuple[str, ...] = ()
-    if command == "distill":
-        teacher.mkdir()
-        ranks(1, trained, "sft", str(teacher))
-        more = ("--teacher", str(teacher / "run" / "model"))
-    two_turns = [{"role": role, "content": text} for role, text in (("user", "1+1="), ("assistant", "2")) * 2]
-    lasts = {}
-    for setting in ("", *HEARD[command]):
-        directory = tmp_path / (setting or "plain")
-        directory.mkdir()
-        if command == "sft":
-            path = write(directory / "turns.jsonl", [{"messages": two_turns}, {"messages": two_turns[:2]}] * 5)
-            more = ("--data.path", str(path))
-        (rows,) = ranks(1, trained, command, str(directory), *more, *([setting] if setting else []))
-        lasts[setting] = rows[-1]
-    assert [setting for setting in HEARD[command] if lasts[setting] == lasts[""]] == []
-
-
 def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OBJECTIVE)
     own = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=2")

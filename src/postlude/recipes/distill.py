@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from postlude.data import Batch
-from postlude.data.chat import Encoded, Encoder
+from postlude.data.chat import Encoded
 from postlude.engine import Engine
 from postlude.objectives import Distill
 from postlude.recipes.examples import Examples, Indexed
@@ -106,7 +106,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         self.rollouts = Rollouts(
             GatheredGenerator(self.engine, self.tokenizer),
             environment,
-            Encoder(tokenizer=self.tokenizer, max_length=budget - data.answers.max_new_tokens),
+            self.tokenizer,
             data.answers,
             budget=budget,
             seed=self.config.seed,

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from postlude.data.chat import Encoder
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.recipes import schema
 from postlude.recipes.clock import Clock
@@ -56,7 +55,7 @@ def run(config: EvalConfig, device: str = "cpu") -> Path:
         rollouts = Rollouts(
             SharedGenerator(model, tokenizer),
             environment,
-            Encoder(tokenizer=tokenizer, max_length=config.budget - config.answers.max_new_tokens),
+            tokenizer,
             config.answers,
             budget=config.budget,
             seed=config.seed,

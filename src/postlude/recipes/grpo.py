@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 import torch
 
 from postlude.data import Batch
-from postlude.data.chat import Encoder
 from postlude.data.datasets import Sampler
 from postlude.engine import AdamW
 from postlude.engine.reference import Reference
@@ -140,7 +139,6 @@ class GRPOTrainer(Trainer):
         self.warm = config.warm_start.steps
         self.last = self.warm + config.steps
         self.evaluate_every = config.evaluation.every
-        self.encoder = Encoder(tokenizer=self.tokenizer, max_length=config.budget - config.answers.max_new_tokens)
         self.environment = config.environment.build(config.seed)
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
@@ -155,7 +153,7 @@ class GRPOTrainer(Trainer):
         self.rollouts = Rollouts(
             GatheredGenerator(self.engine, self.tokenizer),
             self.environment,
-            self.encoder,
+            self.tokenizer,
             config.answers,
             budget=config.budget,
             seed=config.seed,
@@ -207,7 +205,7 @@ class GRPOTrainer(Trainer):
     def learn_examples(self) -> dict[str, Any]:
         """One supervised step on the answers that tasks come with."""
         examples = [
-            self.encoder.answer(task.prompt, str(task.example["answer"]), task.name)
+            self.rollouts.encoder.answer(task.prompt, str(task.example["answer"]), task.name)
             for task in (self.tasks[index] for index in self.sampler.take(self.config.warm_start.examples))
         ]
         batch = Batch([each.tokens for each in examples], {"response_mask": [each.mask for each in examples]})

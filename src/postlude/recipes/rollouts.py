@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from postlude.data.chat import Encoder, TooLong
+from postlude.data.chat import ChatTokenizer, Encoder, TooLong
 from postlude.recipes.clock import Clock
 from postlude.recipes.run import Sample
 from postlude.recipes.settings import Answers, Evaluation
@@ -66,15 +66,16 @@ class Rollouts:
         self,
         engine: RolloutEngine,
         environment: Environment,
-        encoder: Encoder,
+        tokenizer: ChatTokenizer,
         answers: Answers,
         *,
         budget: int,
         seed: int,
         timed: Clock,
     ) -> None:
-        self.engine, self.environment, self.encoder, self.answers = engine, environment, encoder, answers
+        self.engine, self.environment, self.answers = engine, environment, answers
         self.budget, self.seed, self.timed = budget, seed, timed
+        self.encoder = Encoder(tokenizer=tokenizer, max_length=budget - answers.max_new_tokens)
 
     def answer(self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0) -> list[Answered]:
         """`samples` answers to each task, whose groups are numbered from `first`, to learn from in `step`."""

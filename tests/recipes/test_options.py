@@ -1,0 +1,320 @@
+"""Every option of every recipe: changing it changes the last step of a run, or a line here says where it is tested."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.recipes.commands import RECIPES
+from postlude.recipes.config import load
+from postlude.recipes.schema import options
+from tests.conftest import Ranks
+
+pytest.importorskip("reasoning_gym", reason="some of the tasks are reasoning-gym's")
+
+# Of each option: what it is changed to, and what else both runs are given that are then compared.
+Heard = dict[str, tuple[str, ...]]
+
+DECAY = ("--optimizer.schedule.shape=linear", "--optimizer.schedule.steps=4")
+TRAINING: Heard = {
+    "seed": ("1",),
+    "steps": ("1",),
+    "optimizer.kind": ("sgd",),
+    "optimizer.lr": ("3e-4",),
+    "optimizer.betas": ("[0.5, 0.5]",),
+    "optimizer.eps": ("1e-3",),
+    "optimizer.weight_decay": ("0.5",),
+    "optimizer.max_grad_norm": ("0.01",),
+    "optimizer.momentum": ("0.9", "--optimizer=sgd", "--optimizer.lr=0.1", "--steps=3"),
+    "optimizer.schedule.shape": ("cosine", *DECAY),
+    "optimizer.schedule.warmup": ("3",),
+    "optimizer.schedule.steps": ("3", *DECAY),
+    "optimizer.schedule.floor": ("0.5", *DECAY),
+}
+SUPERVISED: Heard = {
+    **TRAINING,
+    "batch": ("3",),
+    "epochs": ("2", "--steps=null", "--epochs=1"),
+    "held_out.every": ("0",),
+    "held_out.rows": ("2",),
+}
+ANSWERS: Heard = {
+    "max_new_tokens": ("2",),
+    "temperature": ("0.5",),
+    "top_k": ("2",),
+    "top_p": ("0.3",),
+    "min_p": ("0.5",),
+    "stop": ("['1']",),
+}
+ROWS = "--data.path=FILES/rows.jsonl"
+TEXTS = "--data.path=FILES/texts.jsonl"
+EXAMPLES: Heard = {
+    "data.messages": ("other_messages",),
+    "data.turns": ("last",),
+    "data.prompt": ("other_prompt", ROWS),
+    "data.completion": ("other_completion", ROWS),
+    "data.text": ("other_text", TEXTS),
+}
+OWN = ("--data=own_answers", *(f"--data.{setting}" for setting in ("environment=dataset", "answers.max_new_tokens=3")))
+OWN_TASKS = (
+    *OWN,
+    "--data.environment.path=FILES/sums.jsonl",
+    "--data.environment.reward=FILES/judge.py:judge",
+    "--data.environment.workers=0",
+)
+RECOMPUTE = "--old_logprobs=recompute"
+PENALTY = "--objective.kl.coefficient=0.1"
+UNBOUNDED = "--objective.correction.truncate=null"
+FAR = ("--minibatches=4", "--optimizer.lr=3e-3")
+SHORT = "--answers.max_new_tokens=2"
+WARM = "--warm_start.steps=1"
+GYM = (
+    "--environment=reasoning_gym",
+    "--environment.task=chain_sum",
+    "--environment.settings={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
+    "--environment.template={metadata[expression]}=",
+    "--environment.size=64",
+)
+HEARD: dict[str, Heard] = {
+    "sft": {**SUPERVISED, **EXAMPLES, "objective.z_loss": ("0.1",), "objective.over": ("tokens",)},
+    "dpo": {
+        **SUPERVISED,
+        "data.prompt": ("other_prompt",),
+        "data.chosen": ("other_chosen",),
+        "data.rejected": ("other_rejected",),
+        "objective.form": ("ipo",),
+        "objective.beta": ("0.3",),
+        "objective.length_normalised": ("true",),
+        "objective.label_smoothing": ("0.2",),
+        "objective.reference": ("false",),
+        "objective.nll": ("0.5",),
+        "objective.margin": ("0.5",),
+    },
+    "distill": {
+        **SUPERVISED,
+        **EXAMPLES,
+        "teacher": ("tiny-moe",),
+        "top_k": ("2",),
+        "objective.forward": ("0",),
+        "objective.outside": ("renormalise",),
+        "objective.nll": ("0.5",),
+        "objective.temperature": ("2",),
+        "objective.over": ("tokens",),
+        "data.samples": ("2", *OWN_TASKS),
+        **{f"data.answers.{name}": (value, *OWN_TASKS) for name, (value,) in ANSWERS.items()},
+    },
+    "grpo": {
+        **TRAINING,
+        "prompts": ("6",),
+        "samples": ("4",),
+        "minibatches": ("2",),
+        "advantages": ("rloo",),
+        "old_logprobs": ("recompute",),
+        "dynamic_sampling": ("1",),
+        "overlong": ("mask", SHORT),
+        "overlong_penalty": ("0.5", SHORT),
+        "warm_start.steps": ("2",),
+        "warm_start.examples": ("4", WARM),
+        "warm_start.optimizer.kind": ("sgd", WARM),
+        "warm_start.optimizer.lr": ("1e-2", WARM),
+        "evaluation.every": ("0",),
+        "evaluation.tasks": ("7",),
+        "evaluation.samples": ("3",),
+        "evaluation.temperature": ("0",),
+        "environment.task": (
+            "basic_arithmetic",
+            *GYM,
+            "--environment.settings={}",
+            "--environment.template={question}",
+        ),
+        "environment.settings": ("{min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}", *GYM),
+        "environment.size": ("48", *GYM),
+        "environment.template": ("{metadata[expression]} is", *GYM),
+        **{f"answers.{name}": value for name, value in ANSWERS.items()},
+        "objective.surrogate": ("cispo",),
+        "objective.ratio": ("sequence",),
+        "objective.clip_low": ("0.001", *FAR),
+        "objective.clip_high": ("0.001", *FAR),
+        "objective.dual_clip": ("1.001", *FAR),
+        "objective.correction.level": ("sequence", RECOMPUTE, UNBOUNDED),
+        "objective.correction.truncate": ("[2, 3]", RECOMPUTE),
+        "objective.correction.mask": ("[2, 3]", RECOMPUTE, UNBOUNDED),
+        "objective.correction.sequence_mask": ("[2, 3]", RECOMPUTE, UNBOUNDED),
+        "objective.kl.coefficient": ("1.0", PENALTY),
+        "objective.kl.estimator": ("k2", PENALTY),
+        "objective.entropy": ("0.1",),
+        "objective.positive_nll": ("0.5",),
+        "objective.over": ("sequence_mean",),
+        "objective.length": ("3",),
+    },
+    "eval": {
+        "seed": ("1",),
+        "tasks": ("7",),
+        "samples": ("2",),
+        **{f"answers.{name}": value for name, value in ANSWERS.items()},
+    },
+}
+ELSEWHERE = {
+    "model": "the model that the runs begin with is trained here",
+    "run": "every run has its own",
+    "layout": "test_grpo.py and test_supervised.py: test_every_layout_gives_the_same_losses; tests/verify",
+    "budget": "it divides the work and changes no number; tests/data/test_packing.py",
+    "recompute": "it changes no number; tests/verify",
+    "dtype": "test_grpo.py: test_what_is_computed_in",
+    "wandb": "test_run.py",
+    "save_every": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
+    "keep": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
+    "export": "test_grpo.py: test_what_is_left_out",
+    "max_skipped": "test_supervised.py: test_gradients_that_are_not_finite_end_the_run",
+    "reference": "test_grpo.py: test_an_objective_of_your_own",
+    "objective.kind": "test_an_objective_of_your_own",
+    "objective.file": "test_an_objective_of_your_own",
+    "objective.settings": "test_an_objective_of_your_own",
+    "grpo objective.temperature": "it is taken from the answers; test_grpo.py: test_what_cannot_be_is_said",
+    "dpo objective.mask": "a run has one mask; tests/objectives/test_plain.py",
+    "objective.kl.gradient": "tests/objectives/test_plain.py: its gradient, which one step's loss does not show",
+    "data.kind": "test_supervised.py: test_a_teacher_corrects_the_students_own_answers",
+    "data.path": "every test has rows of its own",
+    "data.overlong": "test_supervised.py: test_long_rows_may_be_left_out_or_cut",
+    "environment.kind": "test_grpo.py: test_a_conversation, and the others here",
+    "environment.task": "in grpo here",
+    "environment.settings": "in grpo here",
+    "environment.size": "in grpo here",
+    "environment.template": "in grpo here",
+    "environment.tag": "tests/rollout/test_environments.py",
+    "environment.system": "tests/rollout/test_environments.py",
+    "environment.workers": "tests/rollout/test_rewards.py",
+    "environment.timeout": "tests/rollout/test_rewards.py",
+    "environment.path": "test_grpo.py: test_a_conversation",
+    "environment.reward": "tests/rollout/test_rewards.py",
+    "environment.prompt": "test_grpo.py: test_a_conversation",
+    "environment.chat": "tests/rollout/test_environments.py",
+    "environment.reply": "test_grpo.py: test_a_conversation",
+    "environment.max_turns": "test_grpo.py: test_a_conversation",
+    "environment.unfinished_reward": "test_grpo.py: test_a_conversation",
+}
+
+
+@pytest.mark.parametrize("command", sorted(RECIPES))
+def test_every_option_is_tested(command: str) -> None:
+    paths = dict.fromkeys(option.path for option in options(RECIPES[command].config))
+    sections = {path.rpartition(".")[0] for path in paths}
+    leaves = [path for path in paths if path not in sections and not path.startswith("layout.")]
+    missing = []
+    for path in leaves:
+        shared = path.removeprefix("data.") if path.startswith("data.environment.") else path
+        as_of_optimizer = path.startswith("warm_start.optimizer.")
+        if path not in HEARD[command] and not {shared, f"{command} {path}"} & ELSEWHERE.keys() and not as_of_optimizer:
+            missing.append(path)
+    assert missing == []
+    assert [path for path in HEARD[command] if path not in leaves] == [], "options that are no more"
+
+
+JUDGE = """
+def judge(prompt, completion, example):
+    return float(completion == example["answer"])
+"""
+
+
+def write_files(directory: Path) -> None:
+    """Sums as tasks, conversations, prompts with answers, text and pairs. Each column has another beside it."""
+    sums = [(f"{one}+{other}=", str(one + other), str(one)) for one in range(8) for other in range(8)]
+
+    def said(*texts: str) -> list[dict[str, str]]:
+        return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+    (directory / "judge.py").write_text(JUDGE)
+    for name, rows in {
+        "sums": [{"prompt": question, "answer": answer} for question, answer, _ in sums],
+        "conversations": [
+            {"messages": said(ask, right, ask, right), "other_messages": said(ask, wrong)} for ask, right, wrong in sums
+        ],
+        "rows": [
+            {"prompt": ask, "completion": right, "other_prompt": f"say {ask}", "other_completion": wrong}
+            for ask, right, wrong in sums
+        ],
+        "texts": [{"text": ask + right, "other_text": ask + wrong} for ask, right, wrong in sums],
+        "pairs": [
+            {
+                "prompt": ask,
+                "chosen": right,
+                "rejected": wrong,
+                "other_prompt": f"say {ask}",
+                "other_chosen": f"{right}!",
+                "other_rejected": f"{wrong}?",
+            }
+            for ask, right, wrong in sums
+        ],
+    }.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+TASKS = (
+    "--environment=dataset",
+    "--environment.path=FILES/sums.jsonl",
+    "--environment.reward=FILES/judge.py:judge",
+    "--environment.workers=0",
+    "--answers.max_new_tokens=3",
+)
+SMALL = ("--budget=256", "--steps=2", "--export=false", "--save_every=0", "--optimizer.lr=1e-4")
+ROUND = ("--prompts=4", "--samples=8", "--warm_start.examples=8", "--evaluation.every=2", "--evaluation.tasks=4")
+HELD_OUT = ("--batch=4", "--held_out.rows=3", "--held_out.every=2")
+PLAIN = {
+    "sft": (*SMALL, *HELD_OUT, "--data.path=FILES/conversations.jsonl"),
+    "dpo": (*SMALL, *HELD_OUT, "--data.path=FILES/pairs.jsonl"),
+    "distill": (*SMALL, *HELD_OUT, "--teacher=tiny-dense", "--data=examples", "--data.path=FILES/conversations.jsonl"),
+    "grpo": (*SMALL, *TASKS, *ROUND, "--warm_start.steps=0", "--evaluation.samples=2", "--evaluation.temperature=1"),
+    "eval": ("--budget=256", *TASKS, "--answers.temperature=1", "--tasks=8"),
+}
+
+
+def settled(*settings: str) -> list[str]:
+    """Later settings in place of earlier ones; another kind of section takes away what the first had."""
+    chosen: dict[str, str] = {}
+    for key, _, value in (setting.partition("=") for setting in settings):
+        if chosen.get(key, value) != value:
+            chosen = {name: kept for name, kept in chosen.items() if not name.startswith(f"{key}.")}
+        chosen[key] = value
+    return [f"{key}={value}" for key, value in chosen.items()]
+
+
+def last(group: Any, command: str, *settings: str) -> str:
+    """The last step of a run, but for what the clock says."""
+    config: Any = load(RECIPES[command].config, None, settled(*settings))
+    RECIPES[command].run(config, "cpu")
+    row = json.loads((config.run / "metrics.jsonl").read_text().splitlines()[-1])
+    return json.dumps({key: row[key] for key in row if not key.startswith(("time/", "tokens_per_second"))})
+
+
+@pytest.fixture(scope="module")
+def files(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The datasets, and a model that answers some of the sums."""
+    directory = tmp_path_factory.mktemp("files")
+    write_files(directory)
+    learned = ("--export=true", "--warm_start.steps=80", "--warm_start.examples=32", "--warm_start.optimizer.lr=3e-3")
+    settings = (*PLAIN["grpo"], "--model=tiny-dense", *learned, "--steps=1", "--run=FILES/start")
+    ranks(1, last, "grpo", *(setting.replace("FILES", str(directory)) for setting in settings))
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted(RECIPES))
+def test_every_option_is_heard(ranks: Ranks, tmp_path: Path, files: Path, command: str) -> None:
+    found: dict[tuple[str, ...], str] = {}
+
+    def result(*changes: str) -> str:
+        if changes not in found:
+            run = f"--run={tmp_path / str(len(found))}"
+            settings = (*PLAIN[command], "--model=FILES/start/model", *changes, run)
+            (found[changes],) = ranks(1, last, command, *(each.replace("FILES", str(files)) for each in settings))
+        return found[changes]
+
+    ignored = [
+        path
+        for path, (value, *others) in HEARD[command].items()
+        if result(*others, f"--{path}={value}") == result(*others)
+    ]
+    assert ignored == []

