@@ -1,4 +1,4 @@
-"""Long-lived gloo ranks: each number of them is started once, on first use, and shared by every test that needs it."""
+"""Gloo ranks that outlive a test: started on first use, and shared by the tests that need so many."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Ranks:
 
     def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         if size not in self.pools:
+            for other in [other for other in self.pools if other > 2]:
+                self._stop(other)  # a group has threads that wake a hundred times a second, and these have many
             self.pools[size] = self._start(size)
         results, errors = [], []
         for connection, _ in self.pools[size]:

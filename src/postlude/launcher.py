@@ -115,13 +115,13 @@ def on_ranks(
     timeout: float = 600.0,
     device: torch.device | str | None = None,
 ) -> Result:
-    """What function(*args) returns on the first of `nproc` ranks, started here.
+    """What function(*args) returns on the first of `nproc` ranks: this process where there is one, else new ones.
 
     In a process that a launcher started as a rank already, function(*args) of this rank, with those that run.
     """
-    if "RANK" not in os.environ:
+    if nproc != 1 and "RANK" not in os.environ:
         return launch(function, *args, nproc=nproc, timeout=timeout, device=device)[0]
-    with ranks(timeout, device=device):
+    with _without_torchs_own_warnings(), ranks(timeout, device=device):
         return function(*args)
 
 
@@ -397,12 +397,10 @@ def _run_rank(
     function: Callable[..., Any], args: tuple[Any, ...], notes: str, timeout: float, backend: str | None, device: Any
 ) -> bytes:
     """The life of a rank under `launch`."""
-    # torch's own FSDP calls what torch renamed.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
     try:
-        with ranks(timeout, backend, device):
+        with _without_torchs_own_warnings(), ranks(timeout, backend, device):
             return pickle.dumps(function(*args))
     except BaseException as error:
         note = Path(notes, f"rank-{os.environ['RANK']}.json")
@@ -411,6 +409,14 @@ def _run_rank(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # at once: what an ordinary exit waits for may never come
+
+
+@contextmanager
+def _without_torchs_own_warnings() -> Iterator[None]:
+    """FSDP calls what torch has renamed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        yield
 
 
 def _failure(notes: Path, size: int, rank: int, code: int) -> RankError:
