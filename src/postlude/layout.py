@@ -171,7 +171,7 @@ class Mesh:
         known: _Known = {}
         self.pp, self.dp, self.cp = _axis(dense, 0, known), _axis(batches, 1, known), _axis(batches, 2, known)
         self.shards, self.tp = _stored_on(dense, self.pp.rank, device_type, known)
-        # The exchange of tokens has a group of its own, so that it does not queue behind gathers of weights.
+        # With groups of their own (unless all ranks are in one): tokens do not queue behind gathers of weights.
         self.expert_shards, self.ep = _stored_on(experts, self.pp.rank, device_type, {})
         if pp > 1:
             self.ends = _axis(dense[[0, -1]], 0, known)
