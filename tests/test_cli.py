@@ -105,6 +105,7 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(arguments: list[str], sentence:
     assert len(printed.err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_installed_command_answers() -> None:
     command = Path(sys.executable).with_name("postlude")
     result = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)

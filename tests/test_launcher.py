@@ -81,6 +81,7 @@ def test_results_come_in_rank_order() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
@@ -117,6 +118,7 @@ def start_plain(how: str, who: int, where: Path, size: int = 3) -> list[subproce
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "who", "sentence"),
     [
@@ -141,6 +143,7 @@ def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence:
             process.communicate()
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

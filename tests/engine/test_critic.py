@@ -73,6 +73,7 @@ def steps(group: Any, layout: str, objective: Objective, lengths: tuple[int, ...
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "lengths"),
     [
@@ -136,6 +137,7 @@ def ppo_run(group: Any, layout: str) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=2"])
 def test_policy_and_critic_learn_together(ranks: Any, layout: str) -> None:
     for metrics in ranks(size(layout), ppo_run, layout):
@@ -162,6 +164,7 @@ def load_and_go_on(group: Any, layout: str, hf: PretrainedConfig, directory: str
     return engine.values(batch(9)), train(engine, [3, 4, 5], both)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hf", "before", "after", "first"),
     [

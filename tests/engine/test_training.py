@@ -83,6 +83,7 @@ def five_steps(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, Any]:
     return {"losses": losses, "steps": steps, "weights": weights(engine)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "model"), cases())
 def test_steps_equal_torchs_adamw_on_a_plain_model(ranks: Any, layout: str, model: str) -> None:
     plain = Plain(SOURCES[model], CLIPPED)

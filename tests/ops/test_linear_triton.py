@@ -24,6 +24,7 @@ def run_checks(**environment: str) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter() -> None:
     run_checks(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
 

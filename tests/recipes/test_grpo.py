@@ -67,6 +67,7 @@ def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp
     assert (tmp_path / "run" / "samples.jsonl").read_text().count("\n") == 3 * SHOWN
 
 
+@pytest.mark.slow
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (alone,) = ranks(1, trained, str(tmp_path / "one"))
@@ -92,6 +93,7 @@ def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
         train(Stopped(config_of(Path(directory), *overrides), "cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [(), ("--objective.kl.coefficient=0.1", "--warm_start.optimizer=sgd", "--save_every=1")], ids=["", "kl"]
 )
@@ -130,12 +132,14 @@ def test_every_field_is_documented() -> None:
     assert not undocumented(GRPOConfig)
 
 
+@pytest.mark.slow
 def test_what_is_left_out(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1, trained, str(tmp_path), "--export=false", "--evaluation.every=0", "--save_every=0", "--keep=1")
     assert not (tmp_path / "run" / "model").exists()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000005"]
 
 
+@pytest.mark.slow
 def test_what_is_computed_in(ranks: Ranks, tmp_path: Path) -> None:
     for name in ("float32", "bfloat16"):
         (tmp_path / name).mkdir()
@@ -157,6 +161,7 @@ def pulled(inputs, *, strength):
 """
 
 
+@pytest.mark.slow
 def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OBJECTIVE)
     own = (f"--objective={tmp_path / 'mine.py'}:pulled", "--objective.settings.strength=2.0", "--reference=true")
@@ -195,6 +200,7 @@ def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
         assert rows[-1]["length_mean"] <= 3 * min(turns, 2)
 
 
+@pytest.mark.slow
 def test_the_example_objective_is_the_same_in_a_pipeline(ranks: Ranks, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "objective.py"
     own = (f"--objective={example}:soft_clip", "--objective.settings.bonus=0.1")

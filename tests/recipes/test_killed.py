@@ -130,6 +130,7 @@ def assert_equal(place: Path) -> None:
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(ranks: Ranks, place: Path) -> None:
     ranks(1, trained, str(place), "whole")
     order(place, "backward")

@@ -105,7 +105,7 @@ HEARD: dict[str, Heard] = {
         **{f"data.answers.{name}": (value, *OWN_TASKS) for name, (value,) in ANSWERS.items()},
     },
     "grpo": {
-        **TRAINING,
+        **{path: TRAINING[path] for path in ("seed", "steps", "optimizer.kind", "optimizer.lr")},
         "prompts": ("6",),
         "samples": ("4",),
         "minibatches": ("2",),

@@ -110,6 +110,7 @@ def interrupted(group: Any, command: str, directory: str, *overrides: str) -> No
         train(Stopped(config_of(command, Path(directory), *overrides), "cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["sft", "dpo", "distill"])
 def test_a_continued_run_is_the_run_that_was_not_interrupted(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (tmp_path / "whole").mkdir()

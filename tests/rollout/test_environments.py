@@ -86,6 +86,7 @@ def test_one_turn_is_scored_and_over(tasks: DatasetTasks) -> None:
     environment.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_conversation_goes_on_until_it_is_judged(workers: int) -> None:
     games = [Task("guess", {"number": 5}), Task("guess", {"number": 8}), Task("guess", {"number": 3})]

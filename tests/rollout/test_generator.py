@@ -90,6 +90,7 @@ def test_logprobs_equal_a_forward_of_the_whole_answer(name: str, temperature: fl
         assert completion.sampled_logprobs == completion.logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
     [
@@ -134,6 +135,7 @@ def test_a_prompt_passes_the_model_once(dense: LanguageModel) -> None:
     assert sum(seen) == 21 + 7 * 3
 
 
+@pytest.mark.slow
 def test_answers_that_leave_and_join_in_any_order_agree_with_each_alone(dense: LanguageModel) -> None:
     source = random.Random(0)
     asked = [[source.randrange(256) for _ in range(source.randrange(1, 40))] for _ in range(24)]

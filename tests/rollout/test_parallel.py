@@ -37,6 +37,7 @@ def assert_same(actual: Answers, expected: Answers) -> None:
             assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_ranks_agree_with_one_rank(ranks, name: str, size: int) -> None:

@@ -69,6 +69,7 @@ def drawn(logits: Tensor, sampling: Sampling, count: int) -> tuple[Tensor, Tenso
     return draw(logits.expand(count, -1), settings, torch.zeros(count, dtype=torch.int64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [37, 256, 1000])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_drawn_from_the_distribution(way: str, vocabulary: int) -> None:
