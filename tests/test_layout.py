@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from postlude import Layout, Stage
+from postlude.layout import Mesh
 
 AXES = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
@@ -53,3 +58,26 @@ def test_stages_count_from_zero() -> None:
     assert not Stage(1, 3).last
     with pytest.raises(ValueError, match="stage 3 of 3 does not exist"):
         Stage(3, 3)
+
+
+def joined(group: Any, layout: str) -> list[list[int]]:
+    """The ranks of every group that a mesh asks torch for."""
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as asked:
+        Mesh(Layout.parse(layout))
+    return [call.args[0] for call in asked.call_args_list]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("dp_shard=2", []),
+        ("tp=2", [[0]]),
+        ("cp=2,tp=2", [[0, 2], [1, 3], [0, 1], [2, 3]]),
+        ("pp=2", [[0], [0], [0, 1], [0, 1]]),
+    ],
+)
+def test_a_mesh_joins_each_set_of_ranks_once_and_none_that_it_does_not_need(
+    ranks: Any, layout: str, expected: list[list[int]]
+) -> None:
+    """Everyone's group is there already, and a group is not free: on gloo it keeps three threads awake."""
+    assert ranks(Layout.parse(layout).world_size, joined, layout)[0] == expected
