@@ -56,6 +56,7 @@ def one_rank() -> tuple[LanguageModel, Batch]:
     return model, batch_for(model)
 
 
+@functools.cache
 def engine_of(layout: str) -> Engine:
     # Several microbatches, as large as all the pairs together.
     engine = Engine(tiny(), mesh=mesh(Layout.parse(layout)), budget=48, critic=True)
