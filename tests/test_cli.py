@@ -149,3 +149,13 @@ class TestGrpo:
         assert "none.yaml" in capsys.readouterr().err
         assert main(["report", str(tmp_path / "no-run")]) == 2
         assert "no-run" in capsys.readouterr().err
+
+
+def test_an_objective_that_returns_no_loss_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("def mine(inputs):\n    return 3\n")
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 4)
+    settings = [f"--objective={tmp_path}/mine.py:mine", f"--data.path={tmp_path}/rows.jsonl", "--held_out.rows=0"]
+    assert main(["sft", f"--run={tmp_path}/run", "--steps=1", "--batch=2", *settings]) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert told[-1].startswith("postlude sft: ")
+    assert "int" in told[-1]

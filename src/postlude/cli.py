@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         code: int | None = options.run(options, Console())
-    except (ValueError, OSError, ImportError, ArithmeticError, RankError) as error:
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, RankError) as error:
         print(f"postlude {options.command}: {error}", file=sys.stderr)
         return 2
     return code or 0
