@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from postlude.layout import Layout, Mesh
+from postlude.layout import Layout
+from postlude.mesh import Mesh
 
 
 @functools.cache

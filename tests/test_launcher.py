@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from postlude.launcher import GRACE, RankError, launch, ranks
+from postlude.last_words import GRACE, RankError
+from postlude.launcher import launch, ranks
 
 SLACK = 5.0  # seconds; the tests share their machine
 PATIENCE = 60  # seconds until a process that should end by itself is given up

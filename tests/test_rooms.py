@@ -12,6 +12,8 @@ import postlude
 ROOT = Path(postlude.__file__).parent
 ROOMS = (
     "layout",
+    "mesh",
+    "last_words",
     "launcher",
     "ops",
     "integrations",
@@ -28,7 +30,7 @@ ROOMS = (
     "cli",
 )
 ALONE = {"integrations": {"ops"}}  # a room that may import less than everything above it
-TORCH_ONLY = ("layout", "launcher", "ops", "model", "pipeline")
+TORCH_ONLY = ("layout", "mesh", "last_words", "launcher", "ops", "model", "pipeline")
 OUTSIDE = {"torch", "triton", "numpy"}
 RL_WORDS = ("reward", "advantage", "policy", "rollout", "grpo", "ppo", "dpo", "reinforce", "rlhf")
 

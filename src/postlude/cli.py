@@ -23,7 +23,8 @@ from postlude.data import pack
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.hf.export import export_hf
 from postlude.hf.load import adapt, load_model, load_tokenizer, read_config
-from postlude.launcher import RankError, on_ranks
+from postlude.last_words import RankError
+from postlude.launcher import on_ranks
 from postlude.layout import Layout
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.recompute import Recompute

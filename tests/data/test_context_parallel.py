@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postlude.data import IGNORE, Microbatch, cut, pack, scatter, unpack
-from postlude.layout import Axis
+from postlude.mesh import Axis
 from postlude.ops.attention import Scores, attend
 from tests.conftest import Ranks
 from tests.equality import assert_equal

@@ -11,7 +11,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 from postlude import LanguageModel, load_model, pack
-from postlude.layout import Mesh
+from postlude.mesh import Mesh
 from postlude.model.blocks import MoE, MoEConfig
 from postlude.model.context import ForwardContext
 from postlude.model.steps import run_steps

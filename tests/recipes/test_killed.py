@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from postlude.launcher import GRACE
+from postlude.last_words import GRACE
 from postlude.recipes.config import load
 from postlude.recipes.grpo import GRPOConfig, run
 from tests.conftest import PATIENCE, Ranks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from postlude.data.microbatch import IGNORE, ContextCut, Microbatch
-from postlude.layout import Axis
+from postlude.mesh import Axis
 from postlude.ops.packing import Packing
 
 

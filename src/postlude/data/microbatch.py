@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from postlude.layout import Axis
+from postlude.mesh import Axis
 from postlude.ops.collectives import sum_over_group
 from postlude.ops.packing import Packing
 

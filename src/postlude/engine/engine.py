@@ -23,7 +23,8 @@ from postlude.engine.scale import Scale, Tally
 from postlude.engine.sharding import before_backwards, copies, reshard, shard, sum_tied
 from postlude.hf.export import describe, write_hf
 from postlude.hf.load import Source, adapt, fresh_or_filled, read_config
-from postlude.layout import Layout, Mesh, Stage
+from postlude.layout import Layout, Stage
+from postlude.mesh import Mesh
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.blocks import MoE
 from postlude.model.output import NO_VALUE_HEAD

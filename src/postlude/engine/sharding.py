@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from postlude.layout import Mesh
+from postlude.mesh import Mesh
 from postlude.model import LanguageModel
 from postlude.model.blocks.moe import Experts
 from postlude.model.parallel import held

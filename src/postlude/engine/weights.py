@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from postlude.hf.family import Family
 from postlude.hf.load import experts_in
 from postlude.hf.tensors import names_in_order
-from postlude.layout import Mesh
+from postlude.mesh import Mesh
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.parallel import held, region
 

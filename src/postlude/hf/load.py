@@ -24,7 +24,8 @@ from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.family import OURS_ALONE
 from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource
 from postlude.hf.tokenizer import byte_tokenizer
-from postlude.layout import Mesh, Stage
+from postlude.layout import Stage
+from postlude.mesh import Mesh
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import held, region

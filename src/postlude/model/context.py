@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.layout import Mesh
+from postlude.mesh import Mesh
 from postlude.model.recompute import Recompute
 from postlude.ops.attention import Scores
 from postlude.ops.packing import Packing

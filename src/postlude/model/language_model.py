@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from postlude.data import Microbatch
-from postlude.layout import Layout, Mesh, Stage
+from postlude.layout import Layout, Stage
+from postlude.mesh import Mesh
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.layout import ALONE, Axis, Layout
+from postlude.layout import Layout
+from postlude.mesh import ALONE, Axis
 from postlude.model.config import ModelConfig
 from postlude.model.parallel import ValueHead
 from postlude.ops.collectives import gather_alike, gather_from_sequence

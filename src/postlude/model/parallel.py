@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from postlude.layout import ALONE, Axis
+from postlude.mesh import ALONE, Axis
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
 
 

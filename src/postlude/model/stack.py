@@ -7,7 +7,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from postlude.layout import Mesh, Stage
+from postlude.layout import Stage
+from postlude.mesh import Mesh
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.layout import Axis
+from postlude.mesh import Axis
 from postlude.ops.collectives import Group, exchange_rows
 
 

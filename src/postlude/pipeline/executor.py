@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.layout import Mesh
+from postlude.mesh import Mesh
 from postlude.model import LanguageModel, OutputProcessor
 from postlude.ops.products import plain_products
 from postlude.pipeline.order import Action, order

@@ -18,7 +18,8 @@ from postlude.data import pack, unpack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
 from postlude.hf.load import Source, adapt, experts_in, load_model, read_config
-from postlude.layout import Layout, Mesh
+from postlude.layout import Layout
+from postlude.mesh import Mesh
 from postlude.model import LanguageModel, OutputInputs
 from postlude.ops.linear_logprobs import TokenStats
 from postlude.verify.cases import BUDGET, Case, batches, objective_named

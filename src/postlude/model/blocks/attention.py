@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from postlude.layout import Axis, Mesh
+from postlude.mesh import Axis, Mesh
 from postlude.model.blocks.block import NOMINAL_LENGTH, Block, BlockConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from postlude.layout import Mesh
+from postlude.mesh import Mesh
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import RMSNorm
 from postlude.model.steps import Step, compute

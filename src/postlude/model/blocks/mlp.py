@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.layout import Mesh
+from postlude.mesh import Mesh
 from postlude.model.blocks.block import Block, BlockConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import ColumnLinear, RowLinear

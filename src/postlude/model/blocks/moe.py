@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from postlude.layout import Axis, Mesh
+from postlude.mesh import Axis, Mesh
 from postlude.model.blocks.block import Block, BlockConfig
 from postlude.model.blocks.mlp import Activation, gated
 from postlude.model.context import ForwardContext

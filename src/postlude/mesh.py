@@ -1,0 +1,161 @@
+"""A layout laid over running ranks: `Mesh` has the groups they speak in, `Axis` is one rank's place along one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from postlude.layout import Layout
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One rank's place along one axis: number `rank` of `size`. `group` joins them; None where there is only one."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+    """The one-dimensional mesh that parameters cut along this axis are stored on."""
+
+    def block(self, total: int) -> tuple[int, int]:
+        """`(start, stop)` of this rank's block of `total` things, even but for the last ones, as in `chunk`."""
+        width = -(-total // self.size)
+        return min(self.rank * width, total), min((self.rank + 1) * width, total)
+
+
+ALONE = Axis()
+Channel = tuple[str, int]
+
+
+class Mesh:
+    """A layout laid over the running ranks: this rank's place along every axis, and the meshes its parameters live on.
+
+    Ranks are ordered pp, dp_replicate, dp_shard, cp, tp, the last one fastest. Experts see the same ranks in another
+    grid: inside a pipeline stage and a replica, dp_shard · cp · tp is cut anew into `ep`, fastest, and the rest.
+
+    `Mesh.alone()` is one rank without a process group, on the same code path.
+    """
+
+    def __init__(self, layout: Layout, device_type: str = "cpu") -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if layout.world_size != world:
+            raise ValueError(
+                f"{layout} runs on {layout.world_size} rank(s), but {world} {'is' if world == 1 else 'are'} running. "
+                f"Start {layout.world_size}, or choose degrees whose product pp·dp_replicate·dp_shard·cp·tp is {world}."
+            )
+        self.layout = layout
+        self.device_type = device_type
+        self.pp = self.dp = self.cp = self.tp = self.ep = self.ends = ALONE
+        self.shards: DeviceMesh | None = None
+        self.expert_shards: DeviceMesh | None = None
+        self.channels: Mapping[Channel, dist.ProcessGroup] = {}
+        if not dist.is_initialized():
+            return
+        pp, replicate, shard, cp, tp, ep = (
+            getattr(layout, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+        )
+        ranks = torch.arange(world)
+        dense = ranks.view(pp, replicate, shard * cp, tp)
+        batches = ranks.view(pp, replicate * shard, cp, tp)
+        experts = ranks.view(pp, replicate, shard * cp * tp // ep, ep)
+        known: _Known = {}
+        self.pp, self.dp, self.cp = _axis(dense, 0, known), _axis(batches, 1, known), _axis(batches, 2, known)
+        self.shards, self.tp = _stored_on(dense, self.pp.rank, device_type, known)
+        # With groups of their own (unless all ranks are in one): tokens do not queue behind gathers of weights.
+        self.expert_shards, self.ep = _stored_on(experts, self.pp.rank, device_type, {})
+        if pp > 1:
+            self.ends = _axis(dense[[0, -1]], 0, known)
+            self.channels = self._channels(dense.flatten(1).T.tolist())
+
+    @classmethod
+    def alone(cls) -> Mesh:
+        """One rank, whether or not this process belongs to a group."""
+        mesh = cls.__new__(cls)
+        mesh.layout, mesh.device_type = Layout(), "cpu"
+        mesh.pp = mesh.dp = mesh.cp = mesh.tp = mesh.ep = mesh.ends = ALONE
+        mesh.shards = mesh.expert_shards = None
+        mesh.channels = {}
+        return mesh
+
+    def _channels(self, pipelines: list[list[int]]) -> Mapping[Channel, dist.ProcessGroup]:
+        """A group for each way that activations ("F") go to the next rank of this pipeline and gradients ("B") back.
+
+        Each is first in, first out by itself. Over one group they would have to be received in the order in which they
+        were sent, which the two ends of a pipeline do not share. Only virtual stages lead from the last rank on to the
+        first.
+        """
+        pp, found = self.layout.pp, dict[Channel, dist.ProcessGroup]()
+        hops = range(pp if self.layout.vpp > 1 else pp - 1)
+        for pipeline in pipelines:
+            for hop in hops:
+                one, next_one = hop, (hop + 1) % pp
+                for channel in (("F", one), ("B", next_one)):
+                    ends = [pipeline[one], pipeline[next_one]]
+                    group = dist.new_group(ends)
+                    if dist.get_rank() in ends:
+                        found[channel] = group
+        return found
+
+
+_Known = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
+"""This rank's group, by the ranks that it and its like on other ranks join."""
+
+
+def _stored_on(grid: Tensor, stage: int, device_type: str, known: _Known) -> tuple[DeviceMesh, Axis]:
+    """`grid` [pp, replicate, shard, inner] of ranks -> the mesh that shards are spread over, and the inner axis.
+
+    Both are parts of one mesh, as FSDP wants it. Axes of one rank are left out of it, but for the shards'.
+    """
+    names = {1: "replicate", 2: "shard", 3: "inner"}
+    kept = [dimension for dimension, name in names.items() if grid.shape[dimension] > 1 or name == "shard"]
+    groups = [_group(grid, dimension, known) for dimension in kept]
+    mesh = DeviceMesh.from_group(
+        [group for group in groups if group is not None],  # the grid holds every rank, so none is missing
+        device_type,
+        mesh=grid[stage].reshape([grid.shape[dimension] for dimension in kept]),
+        mesh_dim_names=tuple(names[dimension] for dimension in kept),
+    )
+    shards = mesh["replicate", "shard"] if 1 in kept else mesh["shard"]
+    inner = _axis(grid, 3, known)
+    return shards, replace(inner, mesh=mesh["inner"]) if 3 in kept else inner
+
+
+def _axis(grid: Tensor, dimension: int, known: _Known) -> Axis:
+    """This rank's place along one dimension of a grid of ranks. Alone where the grid does not hold it."""
+    if grid.shape[dimension] == 1:
+        return ALONE
+    group = _group(grid, dimension, known)
+    return ALONE if group is None else Axis(grid.shape[dimension], dist.get_rank(group), group)
+
+
+def _group(grid: Tensor, dimension: int, known: _Known) -> dist.ProcessGroup | None:
+    """The group that joins this rank to those beside it; None where the grid does not hold it.
+
+    Every rank asks for the same, in the same order.
+    """
+    rows = grid.movedim(dimension, -1).flatten(0, -2).tolist()
+    key = tuple(map(tuple, rows))
+    if key not in known:
+        known[key] = _join(rows)
+    return known[key]
+
+
+def _join(rows: list[list[int]]) -> dist.ProcessGroup | None:
+    rank = dist.get_rank()
+    if len(rows[0]) == dist.get_world_size():
+        return dist.group.WORLD
+    if len(rows[0]) == 1:
+        alone: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
+        return alone
+    own: dist.ProcessGroup | None = None
+    for row in rows:
+        group = dist.new_group(row)
+        if rank in row:
+            own = group
+    return own
