@@ -77,6 +77,7 @@ def test_ranks_are_even_and_padding_is_no_more_than_it_must_be(lengths, size, mu
         assert sum(part.padding for part in parts) == sum(len(part) for part in parts) - len(whole)
         for part in parts:
             assert part.packing == parts[0].packing
+            assert part.target_count == int((part.targets != IGNORE).sum())
             for name in ("sequences", "index", "count", "batch_tokens", "batch_targets"):
                 assert getattr(part, name) == getattr(whole, name)
 

@@ -62,6 +62,7 @@ def test_the_batch_knows_its_counts_before_the_step(batch):
     microbatches = pack(sequences, budget=budget, multiple_of=multiple_of)
     tokens = sum(len(microbatch) for microbatch in microbatches)
     targets = sum(int((microbatch.targets != IGNORE).sum()) for microbatch in microbatches)
+    assert all(each.target_count == int((each.targets != IGNORE).sum()) for each in microbatches)
     assert {(each.batch_tokens, each.batch_targets) for each in microbatches} == {(tokens, targets)}
     assert [(each.index, each.count) for each in microbatches] == [
         (index, len(microbatches)) for index in range(len(microbatches))

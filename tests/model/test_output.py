@@ -196,6 +196,7 @@ def test_an_empty_microbatch_weighs_nothing() -> None:
         count=1,
         batch_tokens=len(full),
         batch_targets=1,
+        target_count=0,
     )
     loss = model(empty, targets=True).sum()
     assert loss == 0

@@ -49,6 +49,9 @@ def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch
         max(0, min(width, start + width - stop))
         for start, width, stop in zip(starts, pieces.lengths, stops, strict=True)
     )
+    target_count = sum(  # all but the last of a sequence's own tokens
+        max(0, min(width, stop - 1 - start)) for start, width, stop in zip(starts, pieces.lengths, stops, strict=True)
+    )
     piece = pieces.sequence_index()
     sequence = piece // len(numbers)
     positions = torch.tensor(starts, device=device)[piece] + pieces.positions()
@@ -67,6 +70,7 @@ def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch
         targets=take(microbatch.targets, IGNORE),
         columns={name: take(column, 0) for name, column in microbatch.columns.items()},
         places=take(microbatch.places, -1),
+        target_count=target_count,
         padding=padding,
         context=_context(cp, widths, numbers, pieces) if cp.size > 1 else None,
     )

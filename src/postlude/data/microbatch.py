@@ -71,6 +71,8 @@ class Microbatch:
     """The number of tokens in all microbatches of the batch."""
     batch_targets: int
     """The number of positions with a target in all microbatches: the denominator of a mean over the batch."""
+    target_count: int
+    """The number of positions *here* with a target (`targets != IGNORE`), on the host: no kernel need count them."""
     padding: int = 0
     """The number of tokens here that are padding, on the host."""
     context: ContextCut | None = None

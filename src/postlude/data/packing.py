@@ -74,6 +74,7 @@ def pack(
                 count=len(bins),
                 batch_tokens=len(all_tokens),
                 batch_targets=len(all_tokens) - len(tokens),
+                target_count=len(rows) - len(members),
             )
         )
     return microbatches

@@ -193,6 +193,7 @@ class _Run:
             count=1,
             batch_tokens=total,
             batch_targets=0,
+            target_count=0,
             padding=padding,
         )
         logits: Tensor = self.model(
