@@ -11,6 +11,7 @@ import postlude
 
 ROOT = Path(postlude.__file__).parent
 ROOMS = (
+    "user_code",
     "layout",
     "mesh",
     "last_words",
@@ -30,7 +31,7 @@ ROOMS = (
     "cli",
 )
 ALONE = {"integrations": {"ops"}}  # a room that may import less than everything above it
-TORCH_ONLY = ("layout", "mesh", "last_words", "launcher", "ops", "model", "pipeline")
+TORCH_ONLY = ("user_code", "layout", "mesh", "last_words", "launcher", "ops", "model", "pipeline")
 OUTSIDE = {"torch", "triton", "numpy"}
 RL_WORDS = ("reward", "advantage", "policy", "rollout", "grpo", "ppo", "dpo", "reinforce", "rlhf")
 

@@ -197,22 +197,12 @@ def test_an_objective_from_a_file(tmp_path: Path) -> None:
     ]:
         (loss,) = run(objective)
         torch.testing.assert_close(loss.values, factor * plain.values)
-    for where, error, sentence in [
-        (f"{path}:halve", AttributeError, "has no halve; did you mean half"),
-        (f"{path}:zzz", AttributeError, "it has .*Scaled, half, two, number"),
-        (f"{path}:number", TypeError, "number in .* is a int, which cannot be called"),
-        (f"{path}:two", TypeError, "missing a required argument: 'context'"),
-        (f"{tmp_path / 'owm.py'}:half", FileNotFoundError, "did you mean .*own.py"),
-        ("own:half", ValueError, "Write it as path/to/file.py:name"),
-        (f"{path}", ValueError, "names no objective"),
-    ]:
-        with pytest.raises(error, match=sentence):
-            load_objective(where)
+    with pytest.raises(ValueError, match="names no function of OutputInputs that returns a Loss"):
+        load_objective(str(path))
+    with pytest.raises(TypeError, match="missing a required argument: 'context'"):
+        load_objective(f"{path}:two")
     with pytest.raises(TypeError, match="unexpected keyword argument 'facter'"):
         load_objective(f"{path}:Scaled", {"facter": 3.0})
-    path.write_text("1 / 0")
-    with pytest.raises(ZeroDivisionError):
-        load_objective(f"{path}:half")
 
 
 def test_an_objective_is_a_function_of_the_seam() -> None:

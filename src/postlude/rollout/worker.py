@@ -1,63 +1,23 @@
 """One worker process of `workers.py`: gets a function, then lists of calls, and answers each call as it is done.
 
-It is run as a script, on the standard library alone, so that a worker starts at once and replaces a lost one cheaply.
+It needs the standard library alone, so that a worker starts at once and replaces a lost one cheaply.
 Calls come pickled. Answers go back as JSON, so that nothing a model wrote and a function evaluated can reach the
 trainer as more than text and numbers.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import json
 import pickle
 import signal
 import sys
-import traceback
-import zlib
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-LONGEST_ERROR = 500  # letters
+from postlude.user_code import describe, load_callable
+
 GRACE = 5.0  # seconds beyond the time limit after which a worker ends itself, if nobody was there to end it
-
-
-def load(where: str) -> Callable[..., Any]:
-    """Load path/to/file.py:name. The file is run, so name only files you trust."""
-    path, colon, name = where.rpartition(":")
-    if not colon or not path.endswith(".py") or not name.isidentifier():
-        raise ValueError(f'"{where}" names no function. Write it as path/to/file.py:name.')
-    module = _run(Path(path))
-    if not hasattr(module, name):
-        public = [each for each in vars(module) if not each.startswith("_")]
-        near = difflib.get_close_matches(name, public, 3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(public) or 'no public names'}."
-        raise AttributeError(f"{path} has no {name}; {hint}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise TypeError(f"{name} in {path} is a {type(found).__name__}, which cannot be called. Name a function.")
-    return found  # type: ignore[no-any-return]
-
-
-def _run(path: Path) -> Any:
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], 1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else f"the current directory is {Path.cwd()}."
-        raise FileNotFoundError(f"there is no file {path}; {hint}")
-    name = f"postlude_function_{zlib.crc32(str(path.resolve()).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # it ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ImportError(f"{path} cannot be run: {describe(error)}") from error
-    return module
 
 
 def prepare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,16 +53,6 @@ def plain(value: Any) -> Any:
     )
 
 
-def describe(error: BaseException) -> str:
-    """An exception in a line: what, and where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
-    if len(text) > LONGEST_ERROR:
-        text = f"{text[: LONGEST_ERROR - 3]}..."
-    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
-
-
 def _unpacked(start: Mapping[str, Any]) -> Callable[..., Any]:
     sys.path[:] = start["sys_path"]
     if start["pickled"] is not None:
@@ -111,7 +61,7 @@ def _unpacked(start: Mapping[str, Any]) -> Callable[..., Any]:
         except (ImportError, AttributeError):
             if start["where"] is None:
                 raise
-    return prepare(load(start["where"]))
+    return prepare(load_callable(start["where"]))
 
 
 def serve(calls: Connection, answers: Connection, timeout: float) -> None:
@@ -137,7 +87,7 @@ def serve(calls: Connection, answers: Connection, timeout: float) -> None:
             answers.send_bytes(json.dumps(reply).encode())
 
 
-if __name__ == "__main__":
-    serve(
-        Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False), float(sys.argv[3])
-    )
+def main() -> None:
+    """The worker's whole life: pipe ends and the time limit stand on its command line."""
+    calls, answers, timeout = sys.argv[-3:]
+    serve(Connection(int(calls), writable=False), Connection(int(answers), readable=False), float(timeout))

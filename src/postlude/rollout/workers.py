@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from postlude.rollout import worker
+from postlude.user_code import describe, load_callable
 
 Failure: TypeAlias = Literal["raised", "invalid", "timed_out", "died"]
 FAILURES: tuple[Failure, ...] = ("raised", "invalid", "timed_out", "died")
@@ -27,6 +28,7 @@ FAILURES: tuple[Failure, ...] = ("raised", "invalid", "timed_out", "died")
 LARGEST_PARCEL = 64  # calls sent at once
 START_LIMIT = 120.0  # seconds for a worker to load its function
 INSIDE = "POSTLUDE_WORKER"  # in the environment of a worker
+SCRIPT = "import sys; sys.path.insert(0, sys.argv[1]); from postlude.rollout.worker import main; main()"
 
 
 class WorkerError(RuntimeError):
@@ -63,7 +65,7 @@ class Workers:
         self._lock = threading.Lock()
         self._closed = False
         if count == 0:
-            self._here = worker.prepare(worker.load(function) if isinstance(function, str) else function)
+            self._here = worker.prepare(load_callable(function) if isinstance(function, str) else function)
             return
         if INSIDE in os.environ:
             raise WorkerError(
@@ -157,7 +159,8 @@ class _Process:
         answers_in, answers_out = os.pipe()
         self.calls = Connection(calls_out, readable=False)
         self.answers = Connection(answers_in, writable=False)
-        script = [sys.executable, "-P", str(Path(worker.__file__)), str(calls_in), str(answers_out), str(timeout)]
+        home = str(Path(worker.__file__).parents[2])
+        script = [sys.executable, "-P", "-c", SCRIPT, home, str(calls_in), str(answers_out), str(timeout)]
         try:
             self.process = subprocess.Popen(
                 script,
@@ -194,7 +197,7 @@ class _Process:
             parcel = pickle.dumps([pickle.dumps(tuple(calls[index])) for index in indices])
         except Exception as error:
             raise WorkerError(
-                f"the arguments of a call cannot be sent to a worker process ({worker.describe(error)}). "
+                f"the arguments of a call cannot be sent to a worker process ({describe(error)}). "
                 f"Keep examples to plain data, or use workers=0."
             ) from error
         self.at_work.extend(indices)
