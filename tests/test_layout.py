@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postlude import Layout, Stage
+from postlude.hf.load import adapt, read_config
 from postlude.mesh import Mesh
 
 AXES = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -81,3 +82,18 @@ def test_a_mesh_joins_each_set_of_ranks_once_and_none_that_it_does_not_need(
 ) -> None:
     """Everyone's group is there already, and a group is not free: on gloo it keeps three threads awake."""
     assert ranks(Layout.parse(layout).world_size, joined, layout)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "sentence"),
+    [
+        ("tiny-dense", "tp=3", r"8 heads and 4 key heads, which tp=3 ranks cannot share: .* Use tp=2 or 4\."),
+        ("tiny-dense", "tp=16", r"which tp=16 ranks cannot share: .* Use tp=8\."),
+        ("tiny-dense", "pp=3,vpp=2", r"its 4 layers cannot fill pp·vpp = 6 stages\. Use 4 stages or fewer"),
+        ("tiny-moe", "dp_shard=3,ep=3", r"8 experts, which ep=3 ranks cannot share evenly\. Use ep=2 or 4\."),
+    ],
+)
+def test_a_model_names_the_nearest_layout_that_divides_it(model: str, layout: str, sentence: str) -> None:
+    _, config = adapt(read_config(model))
+    with pytest.raises(ValueError, match=sentence):
+        config.fits(Layout.parse(layout))

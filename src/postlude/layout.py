@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 
@@ -109,3 +110,10 @@ class Layout:
             f"{axis.name}={getattr(self, axis.name)}" for axis in fields(self) if getattr(self, axis.name) > 1
         )
         return f"Layout({degrees})"
+
+
+def nearest(degree: int, fitting: Iterable[int]) -> str:
+    """Of the degrees that fit, those next to one that does not, as they are offered: "2 or 4"."""
+    known = sorted(set(fitting))
+    below, above = [each for each in known if each < degree][-1:], [each for each in known if each > degree][:1]
+    return " or ".join(map(str, below + above))

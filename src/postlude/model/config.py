@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from postlude.layout import Stage
+from postlude.layout import Layout, Stage
 from postlude.model.blocks.block import BlockConfig
 from postlude.model.pattern import Pattern
 
@@ -45,6 +45,12 @@ class ModelConfig:
                 f"the pattern {self.pattern} uses {', '.join(map(repr, missing))}, but `blocks` has configs for "
                 f"{', '.join(map(repr, self.blocks)) or 'nothing'} only. Add a config for each symbol."
             )
+
+    def fits(self, layout: Layout) -> None:
+        """Refuse a layout that cannot divide this model, in a sentence with the nearest that can."""
+        self.stage_layers(Stage(0, layout.stages))
+        for symbol in dict.fromkeys(self.pattern.blocks):
+            self.blocks[symbol].fits(layout, self.pattern.symbols[symbol])
 
     def stage_layers(self, stage: Stage) -> range:
         """Logical layers of one pipeline stage: where the pattern is cut, else balanced by cost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -80,12 +81,12 @@ def source_of(model: str) -> tuple[Source, float | None]:
 
 def fitting(config: ModelConfig) -> list[Layout]:
     """The layouts of the grid that this model can be divided by."""
-    experts = experts_in(config)
-    return [
-        layout
-        for layout in GRID
-        if (layout.ep == 1 or (experts and experts % layout.ep == 0)) and layout.stages <= len(config.pattern)
-    ]
+    experts, found = experts_in(config), []
+    for layout in GRID:
+        with suppress(ValueError):
+            config.fits(layout)
+            found += [layout] if experts or layout.ep == 1 else []
+    return found
 
 
 def batches(objective: str, vocab_size: int, seed: int) -> dict[str, Batch]:

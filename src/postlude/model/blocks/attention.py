@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from postlude.mesh import Axis, Mesh
+from postlude.layout import Layout, nearest
+from postlude.mesh import Mesh
 from postlude.model.blocks.block import NOMINAL_LENGTH, Block, BlockConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear
@@ -60,6 +61,19 @@ class AttentionConfig(BlockConfig):
         projections = 2 * hidden_size * self.head_dim * 2 * (self.heads + self.kv_heads)
         return projections + 4 * seen * self.heads * self.head_dim
 
+    def fits(self, layout: Layout, name: str) -> None:
+        """Each tensor-parallel rank has query heads of its own, and whole key heads or an even part of one."""
+        if not self._divided_by(layout.tp):
+            others = nearest(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
+            raise ValueError(
+                f"{name} has {self.heads} heads and {self.kv_heads} key heads, which tp={layout.tp} ranks cannot share: "
+                f"tp divides the heads, and either divides the key heads or is a multiple of them. Use tp={others}."
+            )
+
+    def _divided_by(self, tp: int) -> bool:
+        shares_keys = tp % self.kv_heads == 0 and self.kv_heads * self.head_dim % tp == 0
+        return self.heads % tp == 0 and (self.kv_heads % tp == 0 or shares_keys)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingAttentionConfig(AttentionConfig):
@@ -86,7 +100,6 @@ class Attention(Block):
     def __init__(self, config: AttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
         self.config = config
-        _check_heads(config, mesh.tp, name)
         query_size, key_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = ColumnLinear(model.hidden_size, query_size, bias=config.qkv_bias, tp=mesh.tp)
         self.k_proj = ColumnLinear(model.hidden_size, key_size, bias=config.qkv_bias, tp=mesh.tp)
@@ -140,15 +153,6 @@ class Attention(Block):
         both = gather_from_sequence(torch.stack((key, value), dim=1), cut.axis.group)[cut.key_rows]
         key, value = both.unbind(1)
         return attend(query, key, value, cut.queries, cut.keys, scores)
-
-
-def _check_heads(config: AttentionConfig, tp: Axis, name: str) -> None:
-    shares_keys = tp.size % config.kv_heads == 0 and config.kv_heads * config.head_dim % tp.size == 0
-    if config.heads % tp.size or (config.kv_heads % tp.size and not shares_keys):
-        raise ValueError(
-            f"{name} has {config.heads} heads and {config.kv_heads} key heads, which tp={tp.size} ranks cannot share: "
-            f"tp divides the heads, and either divides the key heads or is a multiple of them."
-        )
 
 
 class SlidingAttention(Attention):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from postlude.layout import Layout
 from postlude.mesh import Mesh
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import RMSNorm
@@ -30,6 +31,9 @@ class BlockConfig:
         """Forward FLOPs a token, roughly: pipeline stages are balanced by it."""
         raise NotImplementedError(f"{type(self).__name__} must estimate its cost in flops().")
 
+    def fits(self, layout: Layout, name: str) -> None:
+        """Refuse a layout that cannot divide this block, in a sentence with the nearest that can; `name` is said."""
+
 
 class Block(nn.Module):
     """hidden + post_norm(work(norm(hidden))): a block writes `work`, or its own `steps`.
@@ -41,6 +45,7 @@ class Block(nn.Module):
 
     def __init__(self, config: BlockConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__()
+        config.fits(mesh.layout, name)
         self.name = name  # global, such as "layers.17.moe"
         self.mesh = mesh
         pre, post = config.norm in ("pre", "both"), config.norm in ("post", "both")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from postlude.layout import Layout, nearest
 from postlude.mesh import Axis, Mesh
 from postlude.model.blocks.block import Block, BlockConfig
 from postlude.model.blocks.mlp import Activation, gated
@@ -82,6 +83,14 @@ class MoEConfig(BlockConfig):
         width = self.top_k * self.intermediate_size + self.shared_intermediate_size
         return 2 * hidden_size * (products * width + self.experts)
 
+    def fits(self, layout: Layout, name: str) -> None:
+        """Each expert-parallel rank holds as many experts."""
+        if self.experts % layout.ep:
+            others = nearest(layout.ep, (ep for ep in range(1, self.experts + 1) if self.experts % ep == 0))
+            raise ValueError(
+                f"{name} has {self.experts} experts, which ep={layout.ep} ranks cannot share evenly. Use ep={others}."
+            )
+
 
 class MoE(Block):
     """route -> dispatch -> experts -> combine -> merge.
@@ -96,11 +105,6 @@ class MoE(Block):
     def __init__(self, config: MoEConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
         self.config = config
-        if config.experts % mesh.ep.size:
-            raise ValueError(
-                f"{name} has {config.experts} experts, which ep={mesh.ep.size} ranks cannot share evenly; "
-                "use an ep that divides them."
-            )
         self.router = Linear(model.hidden_size, config.experts, tp=mesh.tp)
         self.experts = Experts(config, model.hidden_size, mesh.ep)
         if config.selection_bias:
