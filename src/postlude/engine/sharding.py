@@ -10,12 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from postlude.mesh import Mesh
 from postlude.model import LanguageModel
-from postlude.model.blocks.moe import Experts
 from postlude.model.parallel import held
 
 
 def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype) -> None:
-    """Shard a stage over the data-parallel ranks: experts over theirs, each logical layer, then the rest.
+    """Shard a stage over the data-parallel ranks: what blocks keep apart, each logical layer, then the rest.
 
     Gradients are summed, never divided: the one scale has divided already. Between the microbatches of a pipeline the
     weights stay whole and gradients wait for the last backward; without one, each microbatch's are summed at once, so
@@ -25,10 +24,10 @@ def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype) -> None:
     assert mesh.expert_shards is not None
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole_between = mesh.pp.size > 1
+    for block in model.blocks:
+        for module in block.apart():
+            fully_shard(module, mesh=mesh.expert_shards, mp_policy=policy, reshard_after_forward=not whole_between)
     for layer in model.layers.values():
-        for module in layer.modules():
-            if isinstance(module, Experts):
-                fully_shard(module, mesh=mesh.expert_shards, mp_policy=policy, reshard_after_forward=not whole_between)
         fully_shard(layer, mesh=mesh.shards, mp_policy=policy, reshard_after_forward=not whole_between)
     fully_shard(model, mesh=mesh.shards, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():

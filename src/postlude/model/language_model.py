@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from postlude.model.context import AttentionCache, ForwardContext
 from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
 from postlude.model.parallel import ColumnLinear, RMSNorm, ValueHead, VocabularyEmbedding, held, local, region
 from postlude.model.recompute import Recompute, check_recompute
-from postlude.model.stack import HybridStack
+from postlude.model.stack import HybridStack, LogicalLayer
 
 
 class LanguageModel(nn.Module):
@@ -53,6 +53,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.mesh = mesh or Mesh.alone()
         self.recompute = recompute
+        self.block_types = blocks
         check_recompute(recompute)
         tp = self.mesh.tp
         self.stage = stage or Stage()
@@ -73,6 +74,11 @@ class LanguageModel(nn.Module):
     def layout(self) -> Layout:
         """How the work is divided."""
         return self.mesh.layout
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of this stage, in order."""
+        return tuple(block for layer in self.layers.values() for block in cast(LogicalLayer, layer).blocks)
 
     def forward(
         self,
@@ -130,7 +136,7 @@ class LanguageModel(nn.Module):
         The CPU and a GPU draw different numbers.
         """
         std = self.config.initializer_range
-        owners = {f"{block.name}.": block for block in self.modules() if isinstance(block, Block)}
+        owners = {f"{block.name}.": block for block in self.blocks}
         for name, parameter in self.named_parameters():
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             owner = next((prefix for prefix in owners if name.startswith(prefix)), None)
@@ -145,8 +151,11 @@ class LanguageModel(nn.Module):
 
     def _check_storage(self) -> None:
         """A plain parameter would be trained apart on every tensor-parallel rank."""
+        if self.mesh.tp.size == 1:
+            return
+        apart = {id(each) for block in self.blocks for part in block.apart() for each in part.parameters()}
         for name, parameter in self.named_parameters():
-            if self.mesh.tp.size > 1 and not isinstance(parameter, DTensor) and ".experts." not in name:
+            if not isinstance(parameter, DTensor) and id(parameter) not in apart:
                 raise TypeError(
                     f"{name} is a plain parameter, which tp={self.mesh.tp.size} ranks would each change on their own; "
                     "make it with postlude.model.parallel.stored."

@@ -26,9 +26,14 @@ class LogicalLayer(nn.Module):
         for symbol, name in zip(layer.blocks, layer.names, strict=True):
             self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"layers.{layer.index}.{name}", mesh))
 
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks, in order."""
+        return tuple(cast(Block, self.get_submodule(name)) for name in self.block_names)
+
     def steps(self) -> tuple[Step, ...]:
         """The layer's whole work, in order."""
-        return tuple(step for name in self.block_names for step in cast(Block, self.get_submodule(name)).steps())
+        return tuple(step for block in self.blocks for step in block.steps())
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""

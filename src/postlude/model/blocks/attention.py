@@ -66,8 +66,9 @@ class AttentionConfig(BlockConfig):
         if not self._divided_by(layout.tp):
             others = nearest(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
             raise ValueError(
-                f"{name} has {self.heads} heads and {self.kv_heads} key heads, which tp={layout.tp} ranks cannot share: "
-                f"tp divides the heads, and either divides the key heads or is a multiple of them. Use tp={others}."
+                f"{name} has {self.heads} heads and {self.kv_heads} key heads, which tp={layout.tp} ranks cannot "
+                f"share: tp divides the heads, and either divides the key heads or is a multiple of them. Use "
+                f"tp={others}."
             )
 
     def _divided_by(self, tp: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -59,6 +59,13 @@ class Block(nn.Module):
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], after the pre-norm and before the post-norm and the residual."""
         raise NotImplementedError(f"{type(self).__name__} must define work() or steps().")
+
+    def apart(self) -> Iterable[nn.Module]:
+        """Parts that live on the experts' mesh and are sharded over its ranks by themselves: experts, where they are.
+
+        Their parameters differ from rank to rank already, so they need not be stored over the tensor-parallel ranks.
+        """
+        return ()
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
         """Give one parameter of this block (`name` is local) its first value."""

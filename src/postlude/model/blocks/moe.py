@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -121,6 +121,10 @@ class MoE(Block):
             exchange("combine", self.combine),
             compute("merge", self.merge),
         )
+
+    def apart(self) -> Iterable[nn.Module]:
+        """The experts."""
+        return (self.experts,)
 
     def route(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
         """Choose experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here."""
