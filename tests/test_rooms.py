@@ -14,6 +14,7 @@ ROOMS = (
     "user_code",
     "layout",
     "mesh",
+    "devices",
     "last_words",
     "launcher",
     "ops",
@@ -31,7 +32,7 @@ ROOMS = (
     "cli",
 )
 ALONE = {"integrations": {"ops"}}  # a room that may import less than everything above it
-TORCH_ONLY = ("user_code", "layout", "mesh", "last_words", "launcher", "ops", "model", "pipeline")
+TORCH_ONLY = ("user_code", "layout", "mesh", "devices", "last_words", "launcher", "ops", "model", "pipeline")
 OUTSIDE = {"torch", "triton", "numpy"}
 RL_WORDS = ("reward", "advantage", "policy", "rollout", "grpo", "ppo", "dpo", "reinforce", "rlhf")
 

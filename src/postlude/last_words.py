@@ -43,15 +43,6 @@ class RankError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Rank:
-    """This process among the others: number `index` of `size`, computing on `device`."""
-
-    index: int
-    size: int
-    device: torch.device
-
-
-@dataclass(frozen=True)
 class Word:
     """How a rank stands: here, failed (by its own error), stopped (waiting for another rank) or finished."""
 
@@ -78,18 +69,19 @@ class LastWords:
     answers in `at/R` where its rank is, and remembers all words in case the store goes with rank 0.
     """
 
-    def __init__(self, rank: Rank, timeout: float) -> None:
-        self.rank, self.timeout = rank, timeout
-        self.others = [other for other in range(rank.size) if other != rank.index]
+    def __init__(self, index: int, size: int, timeout: float) -> None:
+        self.index, self.size, self.timeout = index, size, timeout
+        self.others = [other for other in range(size) if other != index]
         self.agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then the launcher holds the store
-        self.hosts = rank.index == 0 and not self.agent
+        self.hosts = index == 0 and not self.agent
         self.heard: dict[int, Word] = {}
         self.failed = self.lost = self.leaving = False
         base = self._connect(self.hosts)
         attempt = f"postlude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        prefix = f"{attempt}/{base.add(f'{attempt}/uses/{rank.index}', 1)}"  # the same number on every rank
+        prefix = f"{attempt}/{base.add(f'{attempt}/uses/{index}', 1)}"  # the same number on every rank
         self.store = PrefixStore(f"{prefix}/words", base)
         self.group_store = PrefixStore(f"{prefix}/group", base)
+        self.place_store = PrefixStore(f"{prefix}/place", base)
         ear = PrefixStore(f"{prefix}/words", self._connect(False))  # a waiting store can do nothing else
         self.say(Word("here"))
         self.listener = threading.Thread(target=self._listen, args=(ear, threading.get_ident()), daemon=True)
@@ -97,7 +89,7 @@ class LastWords:
 
     def say(self, word: Word) -> None:
         """Leave this rank's word."""
-        self.store.set(f"word/{self.rank.index}", json.dumps(asdict(word)))
+        self.store.set(f"word/{self.index}", json.dumps(asdict(word)))
 
     def fail(self, error: BaseException) -> RankError | None:
         """Leave a last word about `error`. Where other ranks caused it, ask them, and return what names the cause."""
@@ -120,7 +112,7 @@ class LastWords:
         """Close this rank's part. The host of the store stays a little, so that the others can read it."""
         self.leaving = True
         for key in ("heard", "gone", "bell"):
-            self.store.set(f"{key}/{self.rank.index}", "")
+            self.store.set(f"{key}/{self.index}", "")
         self.listener.join(0.5)
         if self.hosts:
             _until(lambda: self._all("heard" if self.failed else "gone"))
@@ -136,20 +128,20 @@ class LastWords:
             if host:
                 raise
             raise RankError(
-                f"rank {self.rank.index} of {self.rank.size} found no store at {address}:{port} within "
+                f"rank {self.index} of {self.size} found no store at {address}:{port} within "
                 f"{self.timeout:g} s: rank 0, or the launcher, was not started or is gone."
             ) from error
 
     def _listen(self, store: Store, thread: int) -> None:
         with suppress(RuntimeError):  # the store is gone; a collective will notice
-            store.wait([f"bell/{self.rank.index}"], timedelta(days=365))
+            store.wait([f"bell/{self.index}"], timedelta(days=365))
             if not self.leaving:
-                store.set(f"at/{self.rank.index}", _whereabouts(sys._current_frames().get(thread)))
+                store.set(f"at/{self.index}", _whereabouts(sys._current_frames().get(thread)))
                 self.heard = self._words(store)
-                store.set(f"heard/{self.rank.index}", "")
+                store.set(f"heard/{self.index}", "")
 
     def _words(self, store: Store) -> dict[int, Word]:
-        said = [rank for rank in range(self.rank.size) if store.check([f"word/{rank}"])]
+        said = [rank for rank in range(self.size) if store.check([f"word/{rank}"])]
         return {rank: Word(**json.loads(store.get(f"word/{rank}"))) for rank in said}
 
     def _all(self, key: str) -> bool:
@@ -174,7 +166,7 @@ class LastWords:
         return self.store.check([f"at/{rank}"]) or self.store.check([f"gone/{rank}"])
 
     def _verdict(self, words: dict[int, Word], at: dict[int, str]) -> RankError:
-        size = self.rank.size
+        size = self.size
         if first := first_failure(words, size):
             return first
         blame: dict[str, list[int]] = {}
@@ -197,11 +189,11 @@ class LastWords:
         return RankError(f"all {size} ranks waited for one another; do they call the same collectives?")
 
     def _verdict_without_store(self) -> RankError:
-        if first := first_failure(self.heard, self.rank.size):
+        if first := first_failure(self.heard, self.size):
             return first
         if 0 in self.heard and self.heard[0].state == "finished":
-            return RankError(f"rank 0 of {self.rank.size} {FINISHED}.")
-        host = "the launcher" if self.agent else f"rank 0 of {self.rank.size}"
+            return RankError(f"rank 0 of {self.size} {FINISHED}.")
+        host = "the launcher" if self.agent else f"rank 0 of {self.size}"
         return RankError(f"{host} {SILENT}, and the last words with it.")
 
 

@@ -17,7 +17,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +30,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from postlude.last_words import LastWords, Rank, RankError, Word, bounded, first_failure
+from postlude.devices import Place, Seen, agree, check_device, group_device, places
+from postlude.last_words import LastWords, RankError, Word, bounded, first_failure
 
 LOUD = (
     "torch.distributed.elastic.agent.server.api",
@@ -39,7 +40,17 @@ LOUD = (
     "torch.multiprocessing.spawn",
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those the elastic agent takes for itself
+LOG = logging.getLogger("postlude")
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the others: number `index` of `size`, computing on `device`."""
+
+    index: int
+    size: int
+    device: torch.device
 
 
 def launch(
@@ -57,6 +68,7 @@ def launch(
     """
     if nproc < 1:
         raise ValueError(f"launch(nproc={nproc}): at least one rank is needed.")
+    check_device(device)
     with TemporaryDirectory(prefix="postlude-") as notes:
         config = LaunchConfig(
             min_nodes=1,
@@ -93,6 +105,7 @@ def on_ranks(
 
     In a process that a launcher started as a rank already, function(*args) of this rank, with those that run.
     """
+    check_device(device)
     if nproc != 1 and "RANK" not in os.environ:
         return launch(function, *args, nproc=nproc, timeout=timeout, device=device)[0]
     with _without_torchs_own_warnings(), ranks(timeout, device=device):
@@ -105,33 +118,33 @@ def ranks(
 ) -> Iterator[Rank]:
     """Make this process a rank for the length of the block.
 
-    Reads torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE); without them
-    it is the only rank. `backend` is nccl where every rank has a GPU of its own, gloo otherwise; `device` is the rank's
-    GPU or the CPU. A collective gives up after `timeout` seconds, and what then leaves the block is a `RankError` that
-    names the rank to blame. A process group that exists already is used and left alone, whatever the arguments.
+    Reads torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if set, LOCAL_RANK); without them it is
+    the only rank. `device` is by default a GPU that no other rank has where this process sees one, and the CPU where no
+    rank sees any; an `Engine` made inside computes there. `backend` is nccl where every rank has a GPU of its own and
+    gloo on the CPU; ranks that have to share a GPU speak through gloo, and the first of them says so. A collective
+    gives up after `timeout` seconds, and what then leaves the block is a `RankError` that names the rank to blame. A
+    process group that exists already is used and left alone, whatever the arguments.
     """
-    index, size = _numbers()
-    local = int(os.environ.get("LOCAL_RANK", index))
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # ranks on this machine
-    gpus = torch.cuda.device_count()
-    place = torch.device(device or ("cuda" if gpus else "cpu"))
-    joined = dist.is_initialized()
-    if str(place) == "cuda":
-        place = torch.device("cuda", torch.cuda.current_device() if joined else local % max(gpus, 1))
-    if joined:
-        yield Rank(dist.get_rank(), dist.get_world_size(), place)
+    if dist.is_initialized():
+        yield Rank(dist.get_rank(), dist.get_world_size(), group_device())
         return
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    rank = Rank(index, size, place)
-    words = LastWords(rank, timeout) if size > 1 else None
+    index, size = _numbers()
+    check_device(device)
+    words = LastWords(index, size, timeout) if size > 1 else None
     try:
+        place = _place(None if device is None else torch.device(device), index, size, words)
+        rank = Rank(index, size, place.device)
+        if place.gpu is not None:
+            torch.cuda.set_device(place.device)
+        backend = backend or place.backend
         dist.init_process_group(
-            backend or ("nccl" if place.type == "cuda" and neighbours <= gpus else "gloo"),
+            backend,
             store=words.group_store if words else HashStore(),
             rank=index,
             world_size=size,
             timeout=timedelta(seconds=timeout),
+            # NCCL's groups are of the current GPU anyway, and bound to it they would be joined in another way.
+            device_id=place.device if place.gpu is not None and backend == "gloo" else None,
         )
         yield rank
         if words:
@@ -147,6 +160,19 @@ def ranks(
     finally:
         if words and not words.lost:
             bounded(words.leave)
+
+
+def _place(device: torch.device | None, index: int, size: int, words: LastWords | None) -> Place:
+    """Where this rank computes, as all ranks agree."""
+    if device is not None and device.type == "cpu":
+        return Place()
+    seen = Seen.here(device)
+    place = agree(words.place_store, index, size, seen) if words else places([seen])[0]
+    if place.refusal:
+        raise ValueError(place.refusal)
+    if place.shared and index == 0:
+        LOG.warning("%s", place.shared)
+    return place
 
 
 def _numbers() -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from postlude.data import Batch, Microbatch, cut, pack, scatter
+from postlude.devices import group_device
 from postlude.engine import checkpoint, weights
 from postlude.engine.optimizer import AdamW, OptimizerConfig
 from postlude.engine.reference import Reference
@@ -66,9 +67,9 @@ class Engine:
     """A model spread over the ranks of a layout, with its optimizer. SPMD: every rank makes the same calls.
 
     The caller hands the same global batch to every rank; the engine packs it into microbatches of at most `budget`
-    tokens, deals them out, and puts results back in the caller's order. `device` is by default the rank's GPU where
-    ranks speak through NCCL, and the CPU elsewhere. With `critic` the model has a value head, from zero: it is trained,
-    clipped, saved and loaded like every other parameter, and is no part of weights that are streamed or exported.
+    tokens, deals them out, and puts results back in the caller's order. `device` is by default the rank's, as
+    `ranks` chose it. With `critic` the model has a value head, from zero: it is trained, clipped, saved and loaded like
+    every other parameter, and is no part of weights that are streamed or exported.
     """
 
     def __init__(
@@ -91,9 +92,7 @@ class Engine:
                 "an engine runs on ranks, and none are started: make it inside `with postlude.ranks():`, by itself, "
                 "under torchrun, or in a function given to `postlude.launch`."
             )
-        if device is None:
-            device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
-        self.device = torch.device(device)
+        self.device = group_device() if device is None else torch.device(device)
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
         self.budget = budget
         self.critic = critic

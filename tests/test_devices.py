@@ -1,0 +1,100 @@
+"""Every rank computes on a GPU of its own where there is one, however its launcher shows it, or it is said aloud."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from postlude import Engine
+from postlude.devices import Place, Seen, agree, check_device, default_device, group_device, places
+from postlude.launcher import launch, ranks
+
+ALL = ("a", "b", "c", "d")
+
+
+def told(seen: list[Seen]) -> list[Place]:
+    """Each rank's place, as the ranks agree on it through a store."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(len(seen)) as threads:
+        return list(threads.map(lambda rank: agree(store, rank, len(seen), seen[rank]), range(len(seen))))
+
+
+@pytest.mark.parametrize(
+    ("seen", "gpus"),
+    [
+        pytest.param([Seen("x", ALL, rank) for rank in range(4)], [0, 1, 2, 3], id="torchrun"),
+        pytest.param([Seen("x", ALL) for _ in range(4)], [0, 1, 2, 3], id="no LOCAL_RANK"),
+        pytest.param([Seen("x", (name,), rank) for rank, name in enumerate(ALL)], [0] * 4, id="each sees its own"),
+        pytest.param([Seen(host, (host + name,)) for host in "xy" for name in "ab"], [0] * 4, id="two machines"),
+        pytest.param([Seen(host, (host + "a", host + "b")) for host in "xxyy"], [0, 1, 0, 1], id="by place"),
+        pytest.param([Seen("x", ("a", "b"), 0), Seen("x", ("b", "a"), 1)], [0, 0], id="seen in another order"),
+        pytest.param([Seen("x", ALL, 2, fixed=True), Seen("x", ALL, 2)], [2, 0], id="the other one is taken"),
+    ],
+)
+def test_ranks_that_need_not_share_a_gpu_do_not_and_speak_through_nccl(seen: list[Seen], gpus: list[int]) -> None:
+    found = told(seen)
+    assert [place.gpu for place in found] == gpus
+    assert [str(place.device) for place in found] == [f"cuda:{gpu}" for gpu in gpus]
+    assert {(place.backend, place.shared, place.refusal) for place in found} == {("nccl", "", "")}
+
+
+def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
+    found = told([Seen("x", ("a", "b"), rank) for rank in range(3)] + [Seen("y", ("c",), 0)])
+    assert [str(place.device) for place in found] == ["cuda:0", "cuda:1", "cuda:0", "cuda:0"]
+    assert {place.backend for place in found} == {"gloo"}
+    assert {place.shared for place in found} == {
+        "ranks 0, 2 of 4 share a GPU, so all ranks speak through gloo, by way of host memory; start one rank a GPU to "
+        "speak through NCCL."
+    }
+
+
+def test_a_rank_without_a_gpu_among_others_is_named_on_all_of_them() -> None:
+    found = told([Seen("x", ("a",)), Seen("y", ()), Seen("z", ("b",))])
+    assert {place.refusal for place in found} == {
+        "rank 1 of 3 sees no GPU, but rank 0 does; give every rank one, or start all of them on the CPU (device cpu)."
+    }
+    assert places([Seen("x", ()), Seen("y", ())]) == [Place()] * 2
+    assert (Place().backend, Place().device) == ("gloo", torch.device("cpu"))
+
+
+def test_a_device_that_is_not_there_is_a_sentence_before_any_rank_starts() -> None:
+    count = torch.cuda.device_count()
+    with pytest.raises(
+        ValueError, match=rf"^device 'cuda:{count}' was asked for, but torch sees {count} GPUs here.*cpu"
+    ):
+        launch(print, nproc=2, device=f"cuda:{count}")
+    with pytest.raises(ValueError, match="device 'gpu' is none that torch knows; use cpu, cuda or cuda:0"):
+        check_device("gpu")
+    for fine in (None, "cpu", torch.device("cpu"), default_device()):
+        check_device(fine)
+
+
+def test_an_engine_computes_on_its_ranks_device() -> None:
+    with ranks(device="cpu") as rank:
+        engine = Engine("tiny-dense")
+        assert engine.device == rank.device == group_device() == torch.device("cpu")
+        assert {parameter.device.type for parameter in engine.parameters.values()} == {"cpu"}
+
+
+def where() -> tuple[str, str, str, str]:
+    engine = Engine("tiny-dense") if dist.get_world_size() == 1 else None
+    with ranks() as rank:
+        return dist.get_backend(), str(rank.device), str(engine.device if engine else group_device()), default_device()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_rank_a_gpu_speaks_through_nccl_and_more_through_gloo(capfd, caplog) -> None:
+    with ranks(), caplog.at_level(logging.WARNING):
+        assert where() == ("nccl", "cuda:0", "cuda:0", "cuda")
+    assert not caplog.records
+    count = torch.cuda.device_count()
+    found = launch(where, nproc=count + 1)
+    assert [each[:3] for each in found] == [
+        ("gloo", f"cuda:{rank % count}", f"cuda:{rank % count}") for rank in range(count + 1)
+    ]
+    assert capfd.readouterr().err.count("share a GPU, so all ranks speak through gloo") == 1
