@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from postlude.mesh import Mesh
 from postlude.model import LanguageModel
@@ -22,18 +24,38 @@ def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype) -> None:
     """
     assert mesh.shards is not None
     assert mesh.expert_shards is not None
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole_between = mesh.pp.size > 1
-    for block in model.blocks:
-        for module in block.apart():
-            fully_shard(module, mesh=mesh.expert_shards, mp_policy=policy, reshard_after_forward=not whole_between)
+    even = functools.partial(_evenly, ranks=mesh.expert_shards.shape[-1])
+    for part in model.apart():
+        fully_shard(
+            part.module,
+            mesh=mesh.expert_shards if part.experts else mesh.shards,
+            mp_policy=_precision(torch.float32 if part.fp32 else compute_dtype),
+            shard_placement_fn=even if part.experts else None,
+            reshard_after_forward=not whole_between,
+        )
     for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh.shards, mp_policy=policy, reshard_after_forward=not whole_between)
-    fully_shard(model, mesh=mesh.shards, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(
+            layer, mesh=mesh.shards, mp_policy=_precision(compute_dtype), reshard_after_forward=not whole_between
+        )
+    fully_shard(model, mesh=mesh.shards, mp_policy=_precision(compute_dtype), reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _evenly(parameter: nn.Parameter, ranks: int) -> Shard:
+    """The first dimension of what this rank holds that divides over `ranks`; the very first where none does.
+
+    A few experts over many ranks would leave some without any, and all would gather the room kept for them.
+    """
+    shape = held(parameter).shape
+    return Shard(next((dimension for dimension, size in enumerate(shape) if size % ranks == 0), 0))
 
 
 def before_backwards(model: LanguageModel, mesh: Mesh, *, last: bool) -> None:

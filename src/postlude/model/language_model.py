@@ -13,12 +13,21 @@ from torch.distributed.tensor import DTensor
 from postlude.data import Microbatch
 from postlude.layout import Layout, Stage
 from postlude.mesh import Mesh
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, Block, Part
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import AttentionCache, ForwardContext
 from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
-from postlude.model.parallel import ColumnLinear, RMSNorm, ValueHead, VocabularyEmbedding, held, local, region
+from postlude.model.parallel import (
+    ColumnLinear,
+    RMSNorm,
+    ValueHead,
+    VocabularyEmbedding,
+    held,
+    local,
+    made_in,
+    region,
+)
 from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.stack import HybridStack, LogicalLayer
 
@@ -30,6 +39,7 @@ class LanguageModel(nn.Module):
     each logical layer makes again in its backward instead of keeping it: nothing, all but the expensive results
     ("selective"), or everything ("full"). With `value_head` the last stage has a second head beside the first, of one
     number a token, which starts from zero; Hugging Face's model has no place for it, so an export leaves it out.
+    `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own.
 
     Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` it holds none until they are loaded.
     """
@@ -42,6 +52,7 @@ class LanguageModel(nn.Module):
         stage: Stage | None = None,
         recompute: Recompute = "none",
         value_head: bool = False,
+        dtype: torch.dtype | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
     ) -> None:
         super().__init__()
@@ -55,8 +66,15 @@ class LanguageModel(nn.Module):
         self.recompute = recompute
         self.block_types = blocks
         check_recompute(recompute)
-        tp = self.mesh.tp
         self.stage = stage or Stage()
+        with made_in(dtype):
+            self._make(blocks, value_head)
+        self._check_storage()
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            self.reset()
+
+    def _make(self, blocks: Mapping[str, type[Block]], value_head: bool) -> None:
+        config, tp = self.config, self.mesh.tp
         # A tied head needs the embedding where the head is; both stages then hold it under the one name.
         if self.stage.first or (self.stage.last and config.tied_head):
             self.embedding = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
@@ -66,9 +84,6 @@ class LanguageModel(nn.Module):
             if not config.tied_head:
                 self.head = ColumnLinear(config.hidden_size, config.vocab_size, tp=tp)
         self.value_head = ValueHead(config.hidden_size, tp=tp) if value_head and self.stage.last else None
-        self._check_storage()
-        if not any(parameter.is_meta for parameter in self.parameters()):
-            self.reset()
 
     @property
     def layout(self) -> Layout:
@@ -129,6 +144,11 @@ class LanguageModel(nn.Module):
             value_head=self.value_head,
         )
 
+    def apart(self) -> tuple[Part, ...]:
+        """What is sharded by itself, wherever it stands: what the blocks say, and the value head, which is fp32."""
+        found = [part for block in self.blocks for part in block.apart()]
+        return (*found, *([] if self.value_head is None else [Part(self.value_head, fp32=True)]))
+
     @torch.no_grad()
     def reset(self, seed: int = 0) -> None:
         """First values for every parameter, by the seed and its name: the same in every layout and in every dtype.
@@ -153,7 +173,7 @@ class LanguageModel(nn.Module):
         """A plain parameter would be trained apart on every tensor-parallel rank."""
         if self.mesh.tp.size == 1:
             return
-        apart = {id(each) for block in self.blocks for part in block.apart() for each in part.parameters()}
+        apart = {id(each) for part in self.apart() if part.experts for each in part.module.parameters()}
         for name, parameter in self.named_parameters():
             if not isinstance(parameter, DTensor) and id(parameter) not in apart:
                 raise TypeError(

@@ -8,6 +8,9 @@ parameters. So every parameter that ranks hold alike is used on different tokens
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,10 +20,13 @@ from postlude.mesh import ALONE, Axis
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
 
 
-def stored(*shape: int, axis: Axis, cut: int | None) -> nn.Parameter:
-    """An uninitialised parameter of this whole shape, cut along dimension `cut`; None gives every rank a copy."""
+def stored(*shape: int, axis: Axis, cut: int | None, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """An uninitialised parameter of this whole shape, cut along dimension `cut`; None gives every rank a copy.
+
+    One with a `dtype` of its own has it whatever the model's is. To be gathered in it too, its module is a `Part`.
+    """
     if axis.mesh is None:
-        return nn.Parameter(torch.empty(shape))
+        return nn.Parameter(torch.empty(shape, dtype=dtype))
     held = list(shape)
     if cut is not None:
         start, stop = axis.block(shape[cut])
@@ -29,9 +35,25 @@ def stored(*shape: int, axis: Axis, cut: int | None) -> nn.Parameter:
     placement = Replicate() if cut is None else Shard(cut)
     return nn.Parameter(
         DTensor.from_local(
-            torch.empty(held), axis.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+            torch.empty(held, dtype=dtype),
+            axis.mesh,
+            [placement],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
         )
     )
+
+
+@contextlib.contextmanager
+def made_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Parameters made inside that ask for no dtype of their own have this one; None leaves torch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -80,12 +102,27 @@ class Linear(nn.Module):
         return F.linear(hidden, local(self.weight), _local_or_none(self.bias))
 
 
+class WideLinear(nn.Module):
+    """Token by token in fp32, with a whole copy of the weight on every rank, stored in fp32 whatever the model's dtype.
+
+    Its owner declares it a `Part` with `fp32`, so that it is gathered in fp32 too.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.weight = stored(out_features, in_features, axis=tp, cut=None, dtype=torch.float32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, in] -> [T, out] fp32."""
+        return F.linear(hidden.float(), local(self.weight).float())
+
+
 class ValueHead(nn.Module):
-    """One number a token, hidden · weight in fp32, with a whole copy of the weight on every rank."""
+    """One number a token, hidden · weight in fp32, with a whole copy of the weight on every rank, stored in fp32."""
 
     def __init__(self, size: int, *, tp: Axis = ALONE) -> None:
         super().__init__()
-        self.weight = stored(size, axis=tp, cut=None)
+        self.weight = stored(size, axis=tp, cut=None, dtype=torch.float32)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, size] -> [T] fp32."""

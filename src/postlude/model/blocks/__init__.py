@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from postlude.model.blocks.attention import Attention, AttentionConfig, SlidingAttention, SlidingAttentionConfig
-from postlude.model.blocks.block import Block, BlockConfig
+from postlude.model.blocks.block import Block, BlockConfig, Part
 from postlude.model.blocks.mlp import MLP, MLPConfig
 from postlude.model.blocks.moe import MoE, MoEConfig
 
@@ -27,6 +27,7 @@ __all__ = [
     "MLPConfig",
     "MoE",
     "MoEConfig",
+    "Part",
     "SlidingAttention",
     "SlidingAttentionConfig",
 ]

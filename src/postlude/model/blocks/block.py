@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -35,6 +35,18 @@ class BlockConfig:
         """Refuse a layout that cannot divide this block, in a sentence with the nearest that can; `name` is said."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A module whose weights are sharded by themselves, and gathered when it is called, not with its layer's."""
+
+    module: nn.Module
+    experts: bool = False
+    """Its parameters are stored along `mesh.ep`: sharded over all ranks of a stage that hold the same of them, tensor-
+    and context-parallel ones included. Otherwise they are stored along `mesh.tp` and sharded as the layer is."""
+    fp32: bool = False
+    """It is gathered in fp32, whatever the model computes in. Store its parameters with dtype=torch.float32."""
+
+
 class Block(nn.Module):
     """hidden + post_norm(work(norm(hidden))): a block writes `work`, or its own `steps`.
 
@@ -60,11 +72,8 @@ class Block(nn.Module):
         """[T / tp, H] -> [T / tp, H], after the pre-norm and before the post-norm and the residual."""
         raise NotImplementedError(f"{type(self).__name__} must define work() or steps().")
 
-    def apart(self) -> Iterable[nn.Module]:
-        """Parts that live on the experts' mesh and are sharded over its ranks by themselves: experts, where they are.
-
-        Their parameters differ from rank to rank already, so they need not be stored over the tensor-parallel ranks.
-        """
+    def apart(self) -> tuple[Part, ...]:
+        """The modules of this block that are sharded by themselves: experts, and what stays in fp32."""
         return ()
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:

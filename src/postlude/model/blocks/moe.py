@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from postlude.layout import Layout, nearest
 from postlude.mesh import Axis, Mesh
-from postlude.model.blocks.block import Block, BlockConfig
+from postlude.model.blocks.block import Block, BlockConfig, Part
 from postlude.model.blocks.mlp import Activation, gated
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import Linear, local, stored
+from postlude.model.parallel import Linear, WideLinear, local, stored
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, compute, exchange
 from postlude.ops.experts import ExpertRoute, expert_order, grouped_linear, replicate_rows, restore_rows
@@ -105,7 +104,8 @@ class MoE(Block):
     def __init__(self, config: MoEConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
         self.config = config
-        self.router = Linear(model.hidden_size, config.experts, tp=mesh.tp)
+        router = WideLinear if config.router_fp32 else Linear
+        self.router = router(model.hidden_size, config.experts, tp=mesh.tp)
         self.experts = Experts(config, model.hidden_size, mesh.ep)
         if config.selection_bias:
             self.register_buffer("selection_bias", torch.zeros(config.experts, dtype=torch.float32))
@@ -122,9 +122,10 @@ class MoE(Block):
             compute("merge", self.merge),
         )
 
-    def apart(self) -> Iterable[nn.Module]:
-        """The experts."""
-        return (self.experts,)
+    def apart(self) -> tuple[Part, ...]:
+        """The experts, and a router that promises fp32."""
+        experts = Part(self.experts, experts=True)
+        return (Part(self.router, fp32=True), experts) if self.config.router_fp32 else (experts,)
 
     def route(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
         """Choose experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here."""
@@ -166,10 +167,7 @@ class MoE(Block):
 
     def score(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Router logits and scores over all experts, fp32 [T, experts]."""
-        if self.config.router_fp32:
-            logits = F.linear(tokens.float(), local(self.router.weight).float())
-        else:
-            logits = self.router(tokens).float()
+        logits = self.router(tokens).float()
         return logits, logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
 
     @torch.no_grad()
