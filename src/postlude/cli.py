@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
-import os
 import shutil
 import sys
 from collections import Counter
@@ -186,9 +185,7 @@ def recipe(options: argparse.Namespace, console: Console) -> None:
         return
     needed = config.layout.world_size if isinstance(config, Training) else 1
     size = needed if options.nproc is None else options.nproc
-    report = on_ranks(chosen.run, config, options.device, nproc=size, timeout=options.timeout, device=options.device)
-    if os.environ.get("RANK", "0") == "0":
-        console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+    on_ranks(chosen.run, config, options.device, nproc=size, timeout=options.timeout, device=options.device)
 
 
 def report(options: argparse.Namespace, console: Console) -> None:

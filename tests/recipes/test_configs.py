@@ -10,6 +10,8 @@ import pytest
 
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config import load
+from postlude.recipes.metrics import explain
+from postlude.recipes.verdict import read_verdict
 from tests.conftest import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -52,3 +54,9 @@ def test_small_configs_run_and_learn(ranks: Ranks, tmp_path: Path) -> None:
     assert found["tiny-dpo"][-1]["eval/loss"] < found["tiny-dpo"][0]["eval/loss"]
     assert found["tiny-distill"][-1]["eval/loss"] < found["tiny-distill"][0]["eval/loss"]
     assert {"eval/pass@1", "eval/pass@4"} <= found["tiny-eval"][0].keys()
+    for name, rows in found.items():
+        unexplained = {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
+        assert not unexplained, f"docs/metrics.md has every metric of {name}"
+        verdict = read_verdict(tmp_path / name)
+        assert verdict.score is not None, f"{name} has a held-out score"
+        assert verdict.score.moved == (name != "tiny-eval"), f"{name} was measured before and after"

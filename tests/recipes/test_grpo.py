@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from postlude.recipes.config import ConfigError, load, undocumented
+from postlude.recipes.ending import Ending, read_ending
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
+from postlude.recipes.metrics import explain
 from postlude.recipes.rollouts import SHOWN
 from postlude.recipes.trainer import train
+from postlude.recipes.verdict import read_verdict
 from tests.conftest import Ranks
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
@@ -65,6 +68,37 @@ def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
     assert (tmp_path / "run" / "samples.jsonl").read_text().count("\n") == 3 * SHOWN
+    unexplained = {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
+    assert not unexplained, "docs/metrics.md has every metric"
+    verdict = read_verdict(tmp_path / "run")
+    assert verdict.score is not None
+    assert (verdict.score.first, verdict.score.last) == (rows[1]["eval/reward_mean"], rows[-1]["eval/reward_mean"])
+    assert verdict.ending == Ending("finished", 5)
+    assert verdict.model is not None
+
+
+def fails_once(group: Any, directory: str) -> tuple[str, list[str], Ending | None]:
+    """A run whose reward gives out in its fourth step, and the same command again."""
+    config = config_of(Path(directory))
+
+    class Failing(GRPOTrainer):
+        def learn_answers(self, answered: Any) -> dict[str, Any]:
+            if self.step == 3:
+                raise ValueError("nothing can be learned.")
+            return super().learn_answers(answered)
+
+    with suppress(ValueError):
+        train(Failing(config, "cpu"))
+    bad, page = read_verdict(config.run).bad, (config.run / "report.html").read_text()
+    run(config)
+    return bad, page.split(bad)[:1], read_ending(config.run)
+
+
+def test_a_run_that_fails_says_so_in_its_report(ranks: Ranks, tmp_path: Path) -> None:
+    ((bad, before, ending),) = ranks(1, fails_once, str(tmp_path))
+    assert bad == "The run failed after step 3: nothing can be learned."
+    assert "<h2>" not in before[0], "it comes before everything else"
+    assert ending == Ending("finished", 5), "going on takes it back"
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from postlude.recipes import sinks
-from postlude.recipes.live import LiveView, duration, short, sparkline
+from postlude.recipes.live import LiveView, sparkline
+from postlude.recipes.numbers import duration, short
 from postlude.recipes.run import Onlooker, RunDirectory, Sample, open_run, read_metrics, read_samples
 from tests.conftest import Ranks
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from postlude.recipes.metrics import TIME
+
 
 class Clock:
     """Counts the seconds of a step's phases. What is done within another phase counts to that one alone."""
@@ -29,6 +31,6 @@ class Clock:
 
     def take(self) -> dict[str, float]:
         """The seconds so far, named as metrics; and start over."""
-        found = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        found = {f"{TIME}{phase}": seconds for phase, seconds in self.seconds.items()}
         self.seconds = {}
         return found

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.recipes import schema
 from postlude.recipes.clock import Clock
+from postlude.recipes.conclusion import conclude
+from postlude.recipes.ending import Ending
 from postlude.recipes.live import LiveView
-from postlude.recipes.report import write_report
 from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
 from postlude.recipes.run import open_run
 from postlude.recipes.settings import DTYPES, Answers, EnvironmentSettings, Gym, Model, at_least, room_for_prompts
-from postlude.recipes.trainer import REPORT
+from postlude.recipes.verdict import EVALUATED, REPORT
 from postlude.rollout.gathered import SharedGenerator
 
 PAGE = 256  # tasks answered at a time
@@ -69,8 +70,7 @@ def run(config: EvalConfig, device: str = "cpu") -> Path:
                 answers += rollouts.answer(tasks[first : first + PAGE], config.samples, step=0, first=first)
                 live.update(min(first + PAGE, count), summary(answers))
         directory.sample(0, shown(answers, tokenizer))
-        directory.log(0, scores(answers, config.samples) | summary(answers) | clock.take(), phase="eval")
-    if dist.get_rank() == 0:
-        write_report([config.run], config.run / REPORT)
+        directory.log(0, scores(answers, config.samples) | summary(answers) | clock.take(), phase=EVALUATED)
+    conclude(config.run, Ending("finished", 0))
     dist.barrier()
     return config.run / REPORT

@@ -17,6 +17,7 @@ from postlude.engine import AdamW
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
+from postlude.recipes.metrics import LOSS, SKIPPED
 from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
 from postlude.recipes.run import step_of
 from postlude.recipes.schema import Kind
@@ -235,7 +236,7 @@ class GRPOTrainer(Trainer):
     def learn_answers(self, answered: Sequence[Answered]) -> dict[str, Any]:
         """The optimizer steps on one rollout."""
         if not answered:
-            return {"loss": 0.0}
+            return {LOSS: 0.0}
         columns = self._columns(answered)
         groups = list(dict.fromkeys(each.group for each in answered))
         parts = [groups[part :: self.config.minibatches] for part in range(self.config.minibatches)]
@@ -250,7 +251,7 @@ class GRPOTrainer(Trainer):
         found = {name: mean(result[name] for result in results) for name in results[0]}
         if self.config.starts_from_rollout:  # the first minibatch is learned by the very weights that sampled it
             found |= {"rollout_kl": results[0]["kl_old"], "rollout_gap_max": None}
-        return found | {"tokens": sum(result["tokens"] for result in results)}
+        return found | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
 
     def _begin(self) -> None:
         """The first step of GRPO: its own optimizer, and the weights so far as the reference."""

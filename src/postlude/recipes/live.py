@@ -17,19 +17,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from postlude.recipes.metrics import LENGTH, LOSS, REWARD, SPEED, TIME
+from postlude.recipes.numbers import duration, short
 from postlude.recipes.run import flatten, is_first_rank
 
 SHOWN = (  # label, and the first of these metrics that a step has
-    ("reward", ("reward_mean", "accuracy")),
-    ("length", ("length_mean",)),
+    ("reward", (REWARD, "accuracy")),
+    ("length", (LENGTH,)),
     ("kl", ("kl_reference", "kl_old", "kl_forward")),
     ("entropy", ("entropy",)),
-    ("loss", ("loss",)),
+    ("loss", (LOSS,)),
     ("grad norm", ("grad_norm",)),
     ("lr", ("lr",)),
-    ("tokens/s", ("tokens_per_second",)),
+    ("tokens/s", (SPEED,)),
 )
-TIME = "time/"  # seconds of a phase: time/rollout, time/train, …
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 REFRESHES = 4  # a second; the panel is drawn by a thread of its own, at this pace however fast steps are
@@ -172,29 +173,6 @@ def phase_bar(seconds: Mapping[str, float], width: int) -> Text:
             bar.append("━" * round(width * value / whole), style=colour)
         legend.append("■ ", style=colour).append(f"{phase} {duration(value)}  ", style="dim")
     return bar + legend
-
-
-def short(value: float) -> str:
-    """A number in few characters."""
-    size = abs(value)
-    if not math.isfinite(value) or value == 0:
-        return f"{value:g}"
-    if size >= 10_000:
-        return f"{value:,.0f}" if size < 1e7 else f"{value:.2e}"
-    if size < 1e-3:
-        return f"{value:.1e}"
-    return f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a reader says them: 0.42 s, 12 s, 3:05, 2:10:00."""
-    if not math.isfinite(seconds):
-        return "–"
-    if seconds < 60:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _shown(flat: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -13,12 +13,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from postlude.recipes.live import duration, short
+from postlude.recipes.numbers import short
 from postlude.recipes.report_charts import as_json, colour, curve, distribution, phases
 from postlude.recipes.report_data import TIME, RunData, read_runs
 from postlude.recipes.sinks import write_whole
+from postlude.recipes.verdict import facts, held_out_table, read_verdict
 
 NAME = "report.html"
 CURVES = {
@@ -95,28 +94,22 @@ def _cards(runs: Sequence[RunData]) -> str:
 def _facts(run: RunData) -> str:
     if not run.series:
         return f"<p>{escape(run.name)} has no metrics yet: no step has been logged.</p>"
-    last = max(series.steps[-1] for series in run.series.values())
-    facts = [("Step", f"{last:,.0f}", ", ".join(run.phases))]
-    for key, label in (("reward_mean", "Reward"), ("loss", "Loss"), ("length_mean", "Length")):
-        if key in run.series:
-            series = run.series[key]
-            facts.append((label, short(series.end()), f"from {short(series.start())}"))
-    evaluation = run.series.get("eval/accuracy")
-    if evaluation is not None and len(evaluation.finite.values):
-        best = int(evaluation.finite.values.argmax())
-        facts.append(
-            ("Best evaluation", short(evaluation.finite.values[best]), f"at step {evaluation.finite.steps[best]:,.0f}")
-        )
-    if "tokens_per_second" in run.series:
-        facts.append(("Tokens/s", short(run.series["tokens_per_second"].end(1.0)), "mean"))
-    spent = sum(float(run.series[key].finite.values.sum()) for key in run.series if key.startswith(TIME))
-    if spent:
-        facts.append(("Time", duration(spent), "in all phases"))
-    odd = sum(int((~np.isfinite(series.values)).sum()) for series in run.series.values())
-    rows = [f"<div><dt>{a}</dt><dd>{escape(b)}<small>{escape(c)}</small></dd></div>" for a, b, c in facts]
-    if odd:
-        rows.append(f'<div><dt>Not finite</dt><dd class="warn">{odd}<small>values; × in the curves</small></dd></div>')
-    return f"<dl>{''.join(rows)}</dl>"
+    verdict = read_verdict(run.path)
+    bad = f'<p class="warn"><b>{escape(verdict.bad)}</b></p>' if verdict.bad else ""
+    rows = [
+        f"<div><dt>{escape(fact.label)}</dt><dd{' class=warn' if fact.warn else ''}>{escape(fact.text)}"
+        f"<small>{escape(fact.note)}</small></dd></div>"
+        for fact in facts(verdict)
+    ]
+    return f"{bad}<dl>{''.join(rows)}</dl>{_held_out(held_out_table(verdict))}"
+
+
+def _held_out(rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:])
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _legend(runs: Sequence[RunData]) -> str:

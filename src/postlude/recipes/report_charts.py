@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from postlude.recipes.live import duration, short
+from postlude.recipes.numbers import duration, short
 from postlude.recipes.report_data import TIME, Floats, RunData, Series, smooth, thin
 
 WIDTH, HEIGHT = 380, 200

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from postlude.data.chat import ChatTokenizer, Encoder, TooLong
 from postlude.recipes.clock import Clock
+from postlude.recipes.metrics import EVAL, FAILED, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
 from postlude.recipes.run import Sample
 from postlude.recipes.settings import Answers, Evaluation
 from postlude.rollout.environments import Environment, Episode, Transcript, Turn, is_chat
@@ -46,7 +47,7 @@ class Answered:
     def parts(self) -> dict[str, float]:
         """What the reward is made of, and whether it could not be given."""
         assert self.score is not None  # it is over
-        return dict(self.score.parts) | ({"failed": 1.0} if self.score.error else {})
+        return dict(self.score.parts) | ({FAILED.removeprefix(PARTS): 1.0} if self.score.error else {})
 
     @property
     def cut_off(self) -> bool:
@@ -157,24 +158,24 @@ def summary(answers: Sequence[Answered]) -> dict[str, Any]:
     rewards = [each.reward for each in answers]
     middle = mean(rewards)
     return {
-        "reward_mean": middle,
+        REWARD: middle,
         "reward_std": mean((reward - middle) ** 2 for reward in rewards) ** 0.5,
-        "length_mean": mean(each.length for each in answers),
+        LENGTH: mean(each.length for each in answers),
         "cut_off": mean(each.cut_off for each in answers),
         "turns_mean": mean(len(each.completions) for each in answers),
-        "rewards": rewards,
-        "lengths": [each.length for each in answers],
-    } | _means("reward/", [each.parts for each in answers])
+        REWARDS: rewards,
+        LENGTHS: [each.length for each in answers],
+    } | _means(PARTS, [each.parts for each in answers])
 
 
 def scores(answers: Sequence[Answered], samples: int) -> dict[str, float]:
     """Of held-out tasks: the mean reward, and pass@k by answers with a reward of at least 1, for powers of two k."""
     right = Counter(each.group for each in answers if each.reward >= 1.0)
     wrong = [samples - right[group] for group in dict.fromkeys(each.group for each in answers)]
-    found = {"eval/reward_mean": mean(each.reward for each in answers), "eval/length": mean(_lengths(answers))}
+    found = {f"{EVAL}{REWARD}": mean(each.reward for each in answers), f"{EVAL}{LENGTH}": mean(_lengths(answers))}
     k = 1
     while k <= samples:
-        found[f"eval/pass@{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in wrong)
+        found[f"{PASS}{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in wrong)
         k *= 2
     return found
 

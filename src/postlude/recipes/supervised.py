@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from postlude.data import Batch
 from postlude.objectives import Objective
 from postlude.recipes.examples import Course, Indexed
+from postlude.recipes.metrics import EVAL, LOSS
 from postlude.recipes.settings import HeldOut, Training, at_least
 from postlude.recipes.trainer import Trainer
 
@@ -69,7 +70,7 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         """The objective on rows that are never trained on."""
         batch, _ = self.batch_of(self.course.held_out, held_out=True)
         result = self.engine.measure(batch, self.objective)
-        return {"eval/loss": result.loss} | {f"eval/{name}": value for name, value in result.metrics.items()}
+        return {f"{EVAL}{LOSS}": result.loss} | {f"{EVAL}{name}": value for name, value in result.metrics.items()}
 
     def state(self) -> dict[str, Any]:
         """Where the run through the rows stands."""

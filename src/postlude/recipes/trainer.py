@@ -21,13 +21,15 @@ from postlude.hf.load import load_tokenizer
 from postlude.objectives import Objective
 from postlude.recipes import schema
 from postlude.recipes.clock import Clock
+from postlude.recipes.conclusion import conclude
+from postlude.recipes.ending import Ending, Outcome, forget_ending
 from postlude.recipes.live import LiveView
-from postlude.recipes.report import write_report
-from postlude.recipes.run import RunDirectory, open_run
+from postlude.recipes.metrics import LOSS, SKIPPED, SPEED
+from postlude.recipes.run import RunDirectory, is_first_rank, open_run
 from postlude.recipes.settings import DTYPES, Training
+from postlude.recipes.verdict import MODEL, REPORT
 
 MAY_CHANGE = ("run", "layout", "budget", "recompute", "save_every", "keep", "wandb", "steps", "max_skipped", "export")
-REPORT, MODEL = "report.html", "model"  # what a finished run has besides
 
 
 class Trainer(ABC):
@@ -102,7 +104,7 @@ class Trainer(ABC):
         metrics = self.train_step()
         self.step += 1
         if "tokens" in metrics:
-            metrics["tokens_per_second"] = metrics["tokens"] / sum(self.timed.seconds.values())
+            metrics[SPEED] = metrics["tokens"] / sum(self.timed.seconds.values())
         metrics |= self._evaluated()
         metrics |= self.timed.take()
         self.run.log(self.step, metrics, phase=phase)
@@ -125,16 +127,15 @@ class Trainer(ABC):
                 f"max_skipped is {self.settings.max_skipped}. The last checkpoint is good: lower optimizer.lr, or look "
                 "at the samples of the last steps."
             )
-        found = {"loss": result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
-        return found | {"skipped": float(moved.skipped), "tokens": result.tokens}
+        found = {LOSS: result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
+        return found | {SKIPPED: float(moved.skipped), "tokens": result.tokens}
 
     def finish(self) -> Path:
         """Write the report, and the model as a Hugging Face directory; returns the report's path."""
         self.engine.finish_saving()
         if self.settings.export:
             self.engine.export_hf(self.run.path / MODEL, tokenizer=self.tokenizer)
-        if dist.get_rank() == 0:
-            write_report([self.settings.run], self.settings.run / REPORT)
+        conclude(self.settings.run, Ending("finished", self.step))
         dist.barrier()
         return self.settings.run / REPORT
 
@@ -149,11 +150,26 @@ class Trainer(ABC):
 def train(trainer: Trainer) -> Path:
     """Run or continue until the last step. Returns the report's path."""
     with closing(trainer):
-        trainer.resume()
-        title = f"{trainer.name} {trainer.settings.model}"
-        with LiveView(trainer.last, title=title, start=trainer.step) as live:
-            while trainer.step < trainer.last:
-                live.doing(trainer.phase)
-                metrics = trainer.advance()
-                live.update(trainer.step, metrics)
-        return trainer.finish()
+        if is_first_rank():
+            forget_ending(trainer.run.path)
+        try:
+            trainer.resume()
+            title = f"{trainer.name} {trainer.settings.model}"
+            with LiveView(trainer.last, title=title, start=trainer.step) as live:
+                while trainer.step < trainer.last:
+                    live.doing(trainer.phase)
+                    metrics = trainer.advance()
+                    live.update(trainer.step, metrics)
+            return trainer.finish()
+        except BaseException as error:
+            if trainer.step:  # there is something to conclude
+                outcome: Outcome = "failed" if isinstance(error, Exception) else "interrupted"
+                _conclude_badly(trainer, Ending(outcome, trainer.step, str(error)), error)
+            raise
+
+
+def _conclude_badly(trainer: Trainer, ending: Ending, error: BaseException) -> None:
+    try:
+        conclude(trainer.settings.run, ending)
+    except Exception as second:  # the first is the one to be told
+        error.add_note(f"Nor could the report be written: {second}")

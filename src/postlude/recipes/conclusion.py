@@ -1,0 +1,46 @@
+"""The end of a run: what is written of it, and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from postlude.recipes.ending import Ending, write_ending
+from postlude.recipes.report import write_report
+from postlude.recipes.run import is_first_rank
+from postlude.recipes.verdict import EVALUATED, REPORT, Verdict, facts, held_out_table, read_verdict
+
+
+def conclude(run: Path, ending: Ending) -> None:
+    """Write how the run ended and its report, and say the verdict. Of a rank that is not the first: nothing."""
+    if is_first_rank():
+        write_ending(run, ending)
+        write_report([run], run / REPORT)
+        tell(read_verdict(run), Console())
+
+
+def tell(verdict: Verdict, console: Console) -> None:
+    """Print a verdict: what went wrong first, then a line a fact, then where the model and the report are."""
+    console.print()
+    if verdict.bad:
+        console.print(Text(verdict.bad, style="bold red"), soft_wrap=True)
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(style="dim", no_wrap=True)
+    lines.add_column(no_wrap=True)
+    lines.add_column(style="dim")
+    for fact in facts(verdict):
+        lines.add_row(fact.label.lower(), Text(fact.text, style="bold red" if fact.warn else "bold"), Text(fact.note))
+    console.print(lines)
+    table = held_out_table(verdict)
+    if table and (EVALUATED in verdict.phases or len(table[0]) > 4):  # pass@k beside what was said above
+        head, *rows = table
+        shown = Table(*head, title="held out", title_justify="left", title_style="dim")
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+    for label, path in (("model", verdict.model), ("report", verdict.report)):
+        if path is not None:
+            console.print(f"{label}: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,43 @@
+"""How a run ended, in its directory: `ending.json`. A run that goes on has none, nor has one that was killed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from postlude.recipes.sinks import write_whole
+
+ENDING = "ending.json"
+Outcome = Literal["finished", "interrupted", "failed"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of a run, the last step it logged, and the sentence it ended with where it ended badly."""
+
+    outcome: Outcome
+    step: int
+    sentence: str = ""
+
+
+def write_ending(run: Path, ending: Ending) -> None:
+    """Say how a run ended."""
+    write_whole(run / ENDING, json.dumps(asdict(ending), ensure_ascii=False).encode(errors="backslashreplace"))
+
+
+def read_ending(run: Path) -> Ending | None:
+    """How a run ended; None while it goes on, or if nothing could be said of it any more."""
+    path = run / ENDING
+    try:
+        return Ending(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} does not say how a run ended ({error}); take it away.") from error
+
+
+def forget_ending(run: Path) -> None:
+    """A run that goes on has not ended."""
+    (run / ENDING).unlink(missing_ok=True)

@@ -1,0 +1,252 @@
+"""The names of what a run measures, and what each means: the one place that who logs and who reads look at.
+
+`python -m postlude.recipes.metrics` writes docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+REWARD, LOSS, LENGTH = "reward_mean", "loss", "length_mean"
+SKIPPED, MEMORY, SPEED = "skipped", "gpu_memory_gib", "tokens_per_second"
+REWARDS, LENGTHS = "rewards", "lengths"  # lists: one number an answer
+EVAL = "eval/"  # of what is held out
+PASS = f"{EVAL}pass@"
+TIME = "time/"  # seconds of a step by what was done in them
+PARTS = "reward/"  # what rewards are made of
+FAILED = f"{PARTS}failed"
+SCORES = (f"{EVAL}{REWARD}", f"{EVAL}accuracy", f"{EVAL}{LOSS}")
+"""What a run is judged by: the first of these that it has."""
+FALLING = (LOSS, f"{EVAL}{LOSS}")  # better when smaller
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a number means to who reads it."""
+
+    title: str
+    meaning: str
+    range: str
+    watch: str
+    """What a reader looks for in it."""
+
+
+GROUPS: Mapping[str, Mapping[str, Metric]] = {
+    "Held out": {
+        f"{EVAL}{REWARD}": Metric(
+            "Held-out reward",
+            "mean reward on tasks that are never trained on (GRPO, eval)",
+            "as the reward",
+            "the score: it should rise, and the training reward should not run away from it",
+        ),
+        f"{PASS}k": Metric(
+            "pass@k",
+            "share of held-out tasks that at least one of k answers solves, with a reward of 1 or more",
+            "0 to 1",
+            "pass@1 nearing pass@k: the model is surer, not abler",
+        ),
+        f"{EVAL}{LENGTH}": Metric(
+            "Held-out length", "tokens of an answer to a held-out task", "≥ 0", "see `length_mean`"
+        ),
+        f"{EVAL}NAME": Metric(
+            "Held out: NAME",
+            "NAME, below, on rows that are never trained on (SFT, DPO, distillation)",
+            "as NAME",
+            "`eval/loss` rising while `loss` falls: the rows are being learned by heart",
+        ),
+    },
+    "Every step": {
+        LOSS: Metric(
+            "Loss",
+            "what is minimised, a mean over what the objective names",
+            "any",
+            "falls in SFT, DPO and distillation; a policy gradient's says little. Never compare it across phases",
+        ),
+        "grad_norm": Metric(
+            "Gradient norm",
+            "length of the whole gradient, before clipping",
+            "≥ 0",
+            "calm; a spike that the loss follows asks for a lower rate, inf or nan is a skipped step",
+        ),
+        "lr": Metric("Learning rate", "the optimizer's, by its schedule", "≥ 0", "as you set it"),
+        SKIPPED: Metric(
+            "Skipped steps",
+            "optimizer steps left out as the gradient was not finite",
+            "0, 1, … up to the step's minibatches",
+            "0; the run stops after `max_skipped` in a row",
+        ),
+        "tokens": Metric("Tokens", "tokens the step trained on, prompts included", "≥ 0", "the size of a step"),
+        SPEED: Metric("Tokens per second", "those over the whole step's time, rollouts included", "≥ 0", "steady"),
+        MEMORY: Metric(
+            "GPU memory, GiB",
+            "the most that was allocated on a rank's GPU in the step, over all ranks; only on a GPU",
+            "≥ 0",
+            "room to the card's end; a steady rise is a leak",
+        ),
+        "epoch": Metric(
+            "Epoch", "how often each row has been seen (SFT, DPO, distillation)", "≥ 0", "where the run is"
+        ),
+        f"{TIME}PHASE": Metric(
+            "Seconds",
+            "seconds of the step spent in PHASE: `rollout` (sampling), `reward` (judging), `score` (old and reference "
+            "log-probs), `reference`, `teacher`, `train`, `evaluation`",
+            "≥ 0",
+            "what to make faster first",
+        ),
+    },
+    "Answers": {
+        REWARD: Metric(
+            "Reward", "mean over the step's answers, before any penalty for length", "as the reward", "it should rise"
+        ),
+        "reward_std": Metric(
+            "Reward, deviation",
+            "standard deviation of the rewards",
+            "≥ 0",
+            "at 0 all answers earn alike: nothing to learn",
+        ),
+        REWARDS: Metric("Rewards", "each answer's reward, a list", "as the reward", "its spread, in the report"),
+        LENGTH: Metric(
+            "Length", "sampled tokens of an answer, over all its turns", "≥ 0", "growth without reward is rambling"
+        ),
+        LENGTHS: Metric("Lengths", "each answer's length, a list", "≥ 0", "its spread, in the report"),
+        "cut_off": Metric(
+            "Cut off",
+            "share of answers that reached `max_new_tokens`",
+            "0 to 1",
+            "near 0; else raise `answers.max_new_tokens`, or see `overlong`",
+        ),
+        "turns_mean": Metric("Turns", "turns of an answer", "≥ 1", "1 unless the environment is a conversation"),
+        "groups_learned": Metric(
+            "Groups learned from",
+            "share of `prompts` whose group was learned from, after dynamic sampling and masking",
+            "0 to 1",
+            "low: tasks are too easy or too hard",
+        ),
+        FAILED: Metric(
+            "Reward failures",
+            "share of answers whose reward function raised, hung or returned nonsense",
+            "0 to 1",
+            "0; the first failure of each kind is told in the log",
+        ),
+        f"{PARTS}no_room": Metric(
+            "No room", "share of conversations that outgrew the budget", "0 to 1", "near 0; else raise `budget`"
+        ),
+        f"{PARTS}NAME": Metric(
+            "Reward, NAME", "mean of the part NAME that the reward function gave", "as the part", "which part is gained"
+        ),
+    },
+    "Policy gradient": {
+        "entropy": Metric(
+            "Entropy",
+            "mean entropy of the policy where it sampled, in nats",
+            "0 to ln(vocabulary)",
+            "a slow fall; a fast one to 0 is collapse: no answer differs from another any more",
+        ),
+        "ratio": Metric("Ratio to the old policy", "mean of p / p_old of the sampled tokens", "> 0", "near 1"),
+        "ratio_max": Metric("Largest ratio", "the largest of them", "> 0", "below about 10; else lower the rate"),
+        "kl_old": Metric("KL to the old policy", "KL(old ‖ policy), estimated", "≥ 0", "small: below about 0.1"),
+        "kl_reference": Metric(
+            "KL to the reference",
+            "how far the policy is from the model that GRPO started from; with `objective.kl`",
+            "≥ 0",
+            "rises and levels off",
+        ),
+        "clipped_low": Metric(
+            "Clipped below", "share of tokens that no longer teach: too unlikely already", "0 to 1", "below 0.2"
+        ),
+        "clipped_high": Metric("Clipped above", "the same, too likely already", "0 to 1", "below 0.2"),
+        "clipped_dual": Metric("Clipped twice", "share of tokens at the dual clip", "0 to 1", "near 0"),
+        "rollout_kl": Metric(
+            "Rollout mismatch",
+            "KL(sampler ‖ trainer) of the same weights",
+            "≥ 0",
+            "below about 1e-3; more says that the sampler computes something else",
+        ),
+        "rollout_gap_max": Metric(
+            "Rollout mismatch, largest", "largest gap of a log-prob between the two", "≥ 0", "a few tenths in bf16"
+        ),
+        "correction": Metric("Correction", "mean weight that the rollout correction gives a token", "≥ 0", "near 1"),
+        "corrected": Metric("Corrected", "share of tokens whose weight it bounded or dropped", "0 to 1", "near 0"),
+    },
+    "Supervised, preference, distillation, value": {
+        "nll": Metric("Negative log-likelihood", "of the learned tokens, in nats a token", "≥ 0", "falls"),
+        "lse": Metric("Log-sum-exp", "of the logits, where there is a z-loss", "any", "stays bounded"),
+        "accuracy": Metric(
+            "Accuracy", "share of pairs whose preferred answer is ranked higher (DPO)", "0 to 1", "from 0.5 up"
+        ),
+        "margin": Metric("Margin", "`chosen_reward` less `rejected_reward`", "any", "rises"),
+        "chosen_reward": Metric(
+            "Reward of the chosen",
+            "β times the log-prob of the preferred answers, less the reference's where there is one",
+            "any",
+            "should not fall far: both falling is a model that forgets",
+        ),
+        "rejected_reward": Metric("Reward of the rejected", "the same of the others", "any", "falls"),
+        "kl_forward": Metric("KL, forward", "KL(teacher ‖ student) over the teacher's top tokens", "≥ 0", "falls"),
+        "kl_reverse": Metric("KL, reverse", "KL(student ‖ teacher) over the same", "≥ 0", "falls"),
+        "teacher_mass": Metric(
+            "Teacher's mass", "probability that the teacher's top tokens hold", "0 to 1", "near 1; else raise `top_k`"
+        ),
+        "student_mass": Metric(
+            "Student's mass", "probability that the student gives those tokens", "0 to 1", "nears the teacher's"
+        ),
+        "value": Metric("Value", "mean of the critic's values", "as the return", "follows the return"),
+        "value_error": Metric("Value error", "mean squared error of the values", "≥ 0", "falls"),
+        "value_clipped": Metric("Values clipped", "share of values held to the old ones", "0 to 1", "below 0.2"),
+    },
+}
+METRICS: Mapping[str, Metric] = {name: metric for group in GROUPS.values() for name, metric in group.items()}
+
+
+def explain(name: str) -> Metric | None:
+    """What a metric means; None for one that only its objective knows."""
+    if name in METRICS:
+        return METRICS[name]
+    if name.startswith(PASS):
+        k = name.removeprefix(PASS)
+        pass_at = METRICS[f"{PASS}k"]
+        return Metric(
+            f"pass@{k}", pass_at.meaning.replace("of k answers", f"of {k} answers"), pass_at.range, pass_at.watch
+        )
+    if name.startswith(PARTS):
+        return _named(METRICS[f"{PARTS}NAME"], name.removeprefix(PARTS))
+    if name.startswith(TIME):
+        return METRICS[f"{TIME}PHASE"]
+    if name.startswith(EVAL):
+        inner = explain(name.removeprefix(EVAL))
+        return inner and Metric(
+            f"Held-out {inner.title[0].lower()}{inner.title[1:]}",
+            f"{inner.meaning}; on what is held out",
+            inner.range,
+            inner.watch,
+        )
+    return None
+
+
+def title(name: str) -> str:
+    """What a chart of it is called."""
+    found = explain(name)
+    return found.title if found else name.replace("_", " ").replace("/", ", ")
+
+
+def glossary() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics: what a run measures",
+        "",
+        "Every number that `metrics.jsonl`, TensorBoard and the report can hold, by its name. An objective of your own",
+        "adds the metrics it names. This page is written by `python -m postlude.recipes.metrics > docs/metrics.md`.",
+    ]
+    for group, metrics in GROUPS.items():
+        lines += ["", f"## {group}", "", "| name | what it is | range | what to look for |", "|---|---|---|---|"]
+        lines += [f"| `{name}` | {each.meaning} | {each.range} | {each.watch} |" for name, each in metrics.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _named(metric: Metric, name: str) -> Metric:
+    return Metric(*(text.replace("NAME", name) for text in (metric.title, metric.meaning, metric.range, metric.watch)))
+
+
+if __name__ == "__main__":
+    print(glossary(), end="")
