@@ -114,8 +114,10 @@ def load(engine: Engine, directory: str | os.PathLike[str]) -> dict[str, Any]:
     with _optimizer_at(engine, state["step"] - state["optimizer_start"]):
         wanted = tensors_to_save(engine)
         _check_tensors(source, wanted, reader)
-    with _telling(f"{source} could not be read", "The engine may hold parts of it; load again."):
+    telling = _telling(f"{source} could not be read", "The engine may hold parts of it; load again.")
+    with engine.condition.writing("load"), telling:
         state_dict_loader.load(wanted, storage_reader=reader)
+    engine.condition.mended(weights=True)
     engine.zero_grad()
     engine.step, engine.skipped = state["step"], state["skipped"]
     engine.optimizer_start = state["optimizer_start"]

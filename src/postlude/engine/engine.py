@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from postlude.data import Batch, Microbatch, cut, pack, scatter
 from postlude.devices import group_device
 from postlude.engine import checkpoint, weights
+from postlude.engine.condition import Condition
 from postlude.engine.optimizer import AdamW, OptimizerConfig
 from postlude.engine.reference import Reference
 from postlude.engine.scale import Scale, Tally
-from postlude.engine.sharding import before_backwards, copies, reshard, shard, sum_tied
+from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_tied
 from postlude.hf.export import describe, write_hf
 from postlude.hf.load import Source, adapt, fresh_or_filled, read_config
 from postlude.layout import Layout, Stage
@@ -101,30 +102,44 @@ class Engine:
         self.family, self.config = adapt(hf)
         on_gpu = self.device.type == "cuda"
         self.compute_dtype = compute_dtype or (torch.bfloat16 if on_gpu else torch.float32)
-        self.stages = self._build(source, recompute, seed)
+        self.recompute = recompute
+        self.stages = self._build(source, seed)
         self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype)
+        self.condition = Condition()
         self.step = 0
         self.skipped = 0
         self.set_optimizer(optimizer or AdamW())
         self._saving: checkpoint.Saving | None = None
         self._saving_group: dist.ProcessGroup | None = None
 
-    def _build(self, source: Source, recompute: Recompute, seed: int) -> dict[int, LanguageModel]:
+    def _build(self, source: Source, seed: int) -> dict[int, LanguageModel]:
         layout, stages = self.mesh.layout, {}
         for index in range(self.mesh.pp.rank, layout.stages, layout.pp):
-            with torch.device("meta"):
-                stage = LanguageModel(
-                    self.config,
-                    mesh=self.mesh,
-                    stage=Stage(index, layout.stages),
-                    recompute=recompute,
-                    value_head=self.critic,
-                )
-            shard(stage, self.mesh, self.compute_dtype)
+            stage = self._without_tensors(index)
             stage.to_empty(device=self.device)
             fresh_or_filled(stage, source, self.family, seed)
             stages[index] = stage
         return stages
+
+    def _without_tensors(self, index: int) -> LanguageModel:
+        """One stage, sharded, all on the meta device."""
+        with torch.device("meta"):
+            stage = LanguageModel(
+                self.config,
+                mesh=self.mesh,
+                stage=Stage(index, self.layout.stages),
+                recompute=self.recompute,
+                value_head=self.critic,
+            )
+        shard(stage, self.mesh, self.compute_dtype)
+        return stage
+
+    def _renew(self) -> None:
+        """Put new stages around the same parameters: an exception leaves FSDP's own in the middle of a pass."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what is under way on other streams still uses the old ones
+        self.stages = {index: renewed(old, self._without_tensors(index)) for index, old in self.stages.items()}
+        self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype)
 
     @property
     def layout(self) -> Layout:
@@ -153,33 +168,38 @@ class Engine:
 
         `counts` are the denominators of a step that this batch is only part of, by the names its losses are over;
         "all_tokens", every token of the step, is what routers' side losses are a mean over.
+
+        If it fails on one rank, the gradients of the step are lost: `zero_grad`, and run its batches again. If it fails
+        on one of several, so does every later call: the others may be anywhere.
         """
         whole, own = self._deal(batch)
         if counts is not None and "all_tokens" in counts:
             own = [replace(each, batch_tokens=int(counts["all_tokens"])) for each in own]
         scale = Scale(whole, counts, sharers=self.mesh.cp.size)
         tally = Tally(scale)
-        for stage in self.stages.values():
-            stage.train()
-            before_backwards(stage, self.mesh, last=False)
-        if self._is_second_copy("embedding.weight") and "embedding.weight" in self.parameters:
-            self.parameters["embedding.weight"].grad = None  # the first stage holds what was summed before
-        self.executor.run(
-            own,
-            output_processor=lambda inputs, _: _connected(tally.evaluate(objective, inputs), inputs),
-            loss=lambda value: value,
-            before_last_backward=lambda stage: before_backwards(stage, self.mesh, last=True),
-        )
-        self._finish_gradients()
-        metrics = tally.reduce(self._speaks)
+        with self.condition.passing("forward_backward", self._renew, gradients=True):
+            for stage in self.stages.values():
+                stage.train()
+                before_backwards(stage, self.mesh, last=False)
+            if self._is_second_copy("embedding.weight") and "embedding.weight" in self.parameters:
+                self.parameters["embedding.weight"].grad = None  # the first stage holds what was summed before
+            self.executor.run(
+                own,
+                output_processor=lambda inputs, _: _connected(tally.evaluate(objective, inputs), inputs),
+                loss=lambda value: value,
+                before_last_backward=lambda stage: before_backwards(stage, self.mesh, last=True),
+            )
+            self._finish_gradients()
+            metrics = tally.reduce(self._speaks)
         return Result(metrics.pop("loss"), metrics, len(whole), whole[0].batch_tokens)
 
     def measure(self, batch: Batch, objective: Objective) -> Result:
         """What `forward_backward` would find, without a backward: no gradient is made or changed."""
         whole, own = self._deal(batch)
         tally = Tally(Scale(whole, None, sharers=self.mesh.cp.size))
-        self._forward(own, lambda inputs: tally.evaluate(objective, inputs))
-        metrics = tally.reduce(self._speaks)
+        with self.condition.passing("measure", self._renew):
+            self._forward(own, lambda inputs: tally.evaluate(objective, inputs))
+            metrics = tally.reduce(self._speaks)
         return Result(metrics.pop("loss"), metrics, len(whole), whole[0].batch_tokens)
 
     def optimizer_step(self) -> StepResult:
@@ -197,8 +217,9 @@ class Engine:
                         held(parameter.grad).mul_(limit / norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
-            self._update_selection_biases()
+            with self.condition.writing("optimizer_step"):
+                self.optimizer.step()
+                self._update_selection_biases()
             self.step += 1
         else:
             self.skipped += 1
@@ -213,6 +234,8 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget the gradients, and what routers have counted for the same step."""
+        self.condition.check()
+        self.condition.mended()
         self.optimizer.zero_grad(set_to_none=True)
         for stage in self.stages.values():
             for block in stage.modules():
@@ -222,6 +245,7 @@ class Engine:
     @torch.no_grad()
     def grad_norm(self) -> float:
         """The norm of the whole gradient, over every rank."""
+        self.condition.check(gradients=True)
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and not self._is_second_copy(name):
@@ -238,18 +262,19 @@ class Engine:
         belongs to the token it predicts; without, to the token whose position it stands at.
         """
         whole, own = self._deal(batch)
-        found = self._forward(own, lambda inputs: dict(processor(inputs)))
-        shapes = {name: (value.dtype, tuple(value.shape[1:])) for result in found for name, value in result.items()}
-        everyone: list[Any] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, shapes)
-        results = {}
-        for name, (dtype, trailing) in next(filter(None, everyone), {}).items():
-            flat = torch.zeros((whole[0].batch_tokens, *trailing), dtype=dtype, device=self.device)
-            if self._speaks:
-                for microbatch, values in zip(own, found, strict=True):
-                    scatter(microbatch, values[name].detach(), flat, shifted=shifted)
-            dist.all_reduce(flat)
-            results[name] = list(flat.cpu().split(batch.lengths))
+        with self.condition.passing("evaluation", self._renew):
+            found = self._forward(own, lambda inputs: dict(processor(inputs)))
+            shapes = {name: (value.dtype, tuple(value.shape[1:])) for result in found for name, value in result.items()}
+            everyone: list[Any] = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everyone, shapes)
+            results = {}
+            for name, (dtype, trailing) in next(filter(None, everyone), {}).items():
+                flat = torch.zeros((whole[0].batch_tokens, *trailing), dtype=dtype, device=self.device)
+                if self._speaks:
+                    for microbatch, values in zip(own, found, strict=True):
+                        scatter(microbatch, values[name].detach(), flat, shifted=shifted)
+                dist.all_reduce(flat)
+                results[name] = list(flat.cpu().split(batch.lengths))
         return results
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
@@ -285,6 +310,7 @@ class Engine:
 
     def reference(self, *, offload: bool = False) -> Reference:
         """A frozen copy of the weights as they are now, with `logprobs` and `topk` of its own."""
+        self.condition.check()
         return Reference(self, offload=offload)
 
     def stream_weights(
@@ -295,6 +321,7 @@ class Engine:
         They come in buckets of at most `bucket_bytes` (or one tensor), in `dtype`, by default the compute dtype. Every
         rank has to take them all.
         """
+        self.condition.check()
         dtype = dtype or self.compute_dtype
         buckets = weights.plan_buckets(self._pieces, bucket_bytes, dtype)
         return weights.stream(buckets, self.tensors, self.mesh, dtype)
@@ -309,6 +336,7 @@ class Engine:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The whole gradient, tensor by tensor, as `stream_weights` names and orders them; fp32. Not the critic's."""
+        self.condition.check(gradients=True)
         own = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
         buckets = weights.plan_buckets(self._pieces, 1 << 30, torch.float32)
         return weights.stream(buckets, own, self.mesh, torch.float32)
@@ -344,6 +372,7 @@ class Engine:
 
         Without `wait` it is copied at once and written in the background; `finish_saving` tells how that went.
         """
+        self.condition.check()
         self.finish_saving()
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
@@ -359,6 +388,7 @@ class Engine:
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore the training state that an engine in any layout saved. Returns its `extra`."""
+        self.condition.check(load=True)
         return checkpoint.load(self, directory)
 
     def _forward(self, own: list[Microbatch], processor: Callable[[OutputInputs], Any]) -> list[Any]:
@@ -372,6 +402,7 @@ class Engine:
 
     def _deal(self, batch: Batch) -> tuple[list[Microbatch], list[Microbatch]]:
         """All microbatches of the batch, and this rank's part of its own ones."""
+        self.condition.check()
         whole = pack(
             batch.sequences,
             budget=self.budget,

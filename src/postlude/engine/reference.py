@@ -39,17 +39,28 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the engine has the frozen weights."""
+        """Within, the engine has the frozen weights; after it, its own, however it ended."""
         self._exchange()
         try:
             yield
         finally:
             self._exchange()
 
-    @torch.no_grad()
     def _exchange(self) -> None:
-        for name, tensor in self.engine.tensors.items():
-            part, kept = held(tensor), self.kept[name]
-            now = part.clone()
-            part.copy_(kept)
-            kept.copy_(now)
+        exchanged: list[tuple[Tensor, Tensor]] = []
+        try:
+            for name, tensor in self.engine.tensors.items():
+                pair = held(tensor), self.kept[name]
+                _swap(*pair)
+                exchanged.append(pair)
+        except BaseException:  # such as a device without room for the largest tensor twice
+            for pair in exchanged:
+                _swap(*pair)
+            raise
+
+
+@torch.no_grad()
+def _swap(one: Tensor, other: Tensor) -> None:
+    before = one.clone()
+    one.copy_(other)
+    other.copy_(before)

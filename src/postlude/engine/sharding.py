@@ -74,6 +74,19 @@ def reshard(model: LanguageModel) -> None:
             module.reshard()
 
 
+def renewed(old: LanguageModel, new: LanguageModel) -> LanguageModel:
+    """Move the parameters, with their gradients, and the buffers of a stage into a new one built alike.
+
+    The new one has never run. Of the old one nothing is asked but its state, which FSDP gives out sharded whatever it
+    was in the middle of.
+    """
+    new.load_state_dict(old.state_dict(keep_vars=True), assign=True)
+    for before, after in zip(old.modules(), new.modules(), strict=True):
+        for name, buffer in before.named_buffers(recurse=False):
+            setattr(after, name, buffer)  # also those that no state holds
+    return new
+
+
 def sum_tied(gradient: Tensor, mesh: Mesh) -> None:
     """Sum a tied embedding's gradient over the two ends of the pipeline, which both hold it."""
     if mesh.ends.group is not None:
