@@ -72,9 +72,11 @@ def joined(group: Any, layout: str) -> list[list[int]]:
     ("layout", "expected"),
     [
         ("dp_shard=2", []),
-        ("tp=2", [[0]]),
-        ("cp=2,tp=2", [[0, 2], [1, 3], [0, 1], [2, 3]]),
-        ("pp=2", [[0], [0], [0, 1], [0, 1]]),
+        ("dp_shard=2,ep=2", [[0, 1], [0]]),
+        ("tp=2", [[0, 1], [0]]),
+        ("cp=2", [[0, 1]]),
+        ("cp=2,tp=2", [[0, 2], [1, 3], [0, 1], [2, 3], [0, 2], [1, 3]]),
+        ("pp=2", [[0], [0, 1], [0, 1]]),
     ],
 )
 def test_a_mesh_joins_each_set_of_ranks_once_and_none_that_it_does_not_need(
@@ -82,6 +84,40 @@ def test_a_mesh_joins_each_set_of_ranks_once_and_none_that_it_does_not_need(
 ) -> None:
     """Everyone's group is there already, and a group is not free: on gloo it keeps three threads awake."""
     assert ranks(Layout.parse(layout).world_size, joined, layout)[0] == expected
+
+
+def shared(group: Any, layout: str) -> list[str]:
+    """What would wait for what: axes that move tokens and are in one group with another, or with weights."""
+    mesh = Mesh(Layout.parse(layout))
+    groups = [(name, getattr(mesh, name).group) for name in ("cp", "tp", "ep")]
+    groups += [("F or B", channel) for channel in mesh.channels.values()]
+    for shards in (mesh.shards, mesh.expert_shards):
+        groups += [("weights", each) for each in shards.get_all_groups()]
+    return [
+        f"{one} and {other}"
+        for place, (one, mine) in enumerate(groups)
+        for other, theirs in groups[place + 1 :]
+        if mine is not None and mine is theirs and one != "weights"
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard=2,ep=2",
+        "cp=2",
+        "cp=2,ep=2",
+        "tp=2",
+        "tp=2,ep=2",
+        "pp=2",
+        pytest.param("dp_shard=2,tp=2,ep=2", marks=pytest.mark.slow),
+        pytest.param("dp_replicate=2,tp=2,ep=2", marks=pytest.mark.slow),
+        pytest.param("pp=2,dp_shard=2,ep=2", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_and_each_way_that_tokens_go_have_groups_of_their_own(ranks: Any, layout: str) -> None:
+    """Though they join the same ranks: in one group, a gather of weights would wait for an exchange of tokens."""
+    assert ranks(Layout.parse(layout).world_size, shared, layout)[0] == []
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,17 @@ class Mesh:
         dense = ranks.view(pp, replicate, shard * cp, tp)
         batches = ranks.view(pp, replicate * shard, cp, tp)
         experts = ranks.view(pp, replicate, shard * cp * tp // ep, ep)
-        known: _Known = {}
-        self.pp, self.dp, self.cp = _axis(dense, 0, known), _axis(batches, 1, known), _axis(batches, 2, known)
-        self.shards, self.tp = _stored_on(dense, self.pp.rank, device_type, known)
-        # With groups of their own (unless all ranks are in one): tokens do not queue behind gathers of weights.
-        self.expert_shards, self.ep = _stored_on(experts, self.pp.rank, device_type, {})
+        # A group does one thing at a time, so what overlaps in a step has groups of its own, though ranks be the same:
+        # gathers of weights, tokens that are shared, tokens that go to experts. Between steps there is no hurry, and
+        # what speaks only then shares the weights' groups, as everyone's group, which is there already, also does.
+        weights: _Known = {(tuple(range(world)),): dist.group.WORLD}
+        tokens: _Known = {}
+        self.pp, self.dp = _axis(dense, 0, weights), _axis(batches, 1, weights)
+        self.cp, tp_axis, ep_axis = _axis(batches, 2, tokens), _axis(dense, 3, tokens), _axis(experts, 3, {})
+        self.shards, self.tp = _stored_on(dense, self.pp.rank, device_type, weights, tp_axis)
+        self.expert_shards, self.ep = _stored_on(experts, self.pp.rank, device_type, weights, ep_axis)
         if pp > 1:
-            self.ends = _axis(dense[[0, -1]], 0, known)
+            self.ends = _axis(dense[[0, -1]], 0, weights)
             self.channels = self._channels(dense.flatten(1).T.tolist())
 
     @classmethod
@@ -107,23 +111,23 @@ _Known = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
 """This rank's group, by the ranks that it and its like on other ranks join."""
 
 
-def _stored_on(grid: Tensor, stage: int, device_type: str, known: _Known) -> tuple[DeviceMesh, Axis]:
-    """`grid` [pp, replicate, shard, inner] of ranks -> the mesh that shards are spread over, and the inner axis.
+def _stored_on(grid: Tensor, stage: int, device_type: str, known: _Known, inner: Axis) -> tuple[DeviceMesh, Axis]:
+    """`grid` [pp, replicate, shard, inner] of ranks -> the mesh that shards are spread over, and `inner` with its own.
 
     Both are parts of one mesh, as FSDP wants it. Axes of one rank are left out of it, but for the shards'.
     """
-    names = {1: "replicate", 2: "shard", 3: "inner"}
-    kept = [dimension for dimension, name in names.items() if grid.shape[dimension] > 1 or name == "shard"]
-    groups = [_group(grid, dimension, known) for dimension in kept]
+    groups = {"replicate": _group(grid, 1, known) if grid.shape[1] > 1 else None}
+    groups |= {"shard": _group(grid, 2, known), "inner": inner.group}
+    kept = {name: group for name, group in groups.items() if group is not None}
+    sizes = dict(zip(groups, grid.shape[1:], strict=True))
     mesh = DeviceMesh.from_group(
-        [group for group in groups if group is not None],  # the grid holds every rank, so none is missing
+        list(kept.values()),
         device_type,
-        mesh=grid[stage].reshape([grid.shape[dimension] for dimension in kept]),
-        mesh_dim_names=tuple(names[dimension] for dimension in kept),
+        mesh=grid[stage].reshape([sizes[name] for name in kept]),
+        mesh_dim_names=tuple(kept),
     )
-    shards = mesh["replicate", "shard"] if 1 in kept else mesh["shard"]
-    inner = _axis(grid, 3, known)
-    return shards, replace(inner, mesh=mesh["inner"]) if 3 in kept else inner
+    shards = mesh["replicate", "shard"] if "replicate" in kept else mesh["shard"]
+    return shards, replace(inner, mesh=mesh["inner"]) if "inner" in kept else inner
 
 
 def _axis(grid: Tensor, dimension: int, known: _Known) -> Axis:
@@ -148,8 +152,6 @@ def _group(grid: Tensor, dimension: int, known: _Known) -> dist.ProcessGroup | N
 
 def _join(rows: list[list[int]]) -> dist.ProcessGroup | None:
     rank = dist.get_rank()
-    if len(rows[0]) == dist.get_world_size():
-        return dist.group.WORLD
     if len(rows[0]) == 1:
         alone: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
         return alone
