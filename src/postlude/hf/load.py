@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,9 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from postlude.hf import FAMILIES, Family
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
-from postlude.hf.families import FAMILIES
-from postlude.hf.family import OURS_ALONE, Family
+from postlude.hf.family import OURS_ALONE
 from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
@@ -139,6 +139,28 @@ def fill(model: LanguageModel, tensors: TensorSource, family: Family) -> None:
                 part[expert - where[0].start].copy_(_take(tensors, theirs, target.shape[1:])[where[1:]])
 
 
+def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> int | None:
+    """Make sure, by the files' headers alone, that every tensor is there in the shape that the config asks for.
+
+    Returns how many there are; None where weights are drawn afresh, or are in a GGUF file, which has no such header.
+    """
+    if isinstance(source, PretrainedConfig) or source in BUILTIN or not (path := _existing(source)).is_dir():
+        return None
+    family, config = adapt(read_config(source), families)
+    tensors, experts = SafetensorsSource(path), experts_in(config)
+    with torch.device("meta"):
+        whole = LanguageModel(config)
+    wanted = {
+        theirs: target.shape if expert is None else target.shape[1:]
+        for name, target in whole.state_dict().items()
+        for expert, theirs in family.pieces(name, experts)
+    }
+    _account(set(wanted), set(tensors.names()), whole)
+    for name, shape in wanted.items():
+        _compare(name, tensors.shape(name), shape)
+    return len(wanted)
+
+
 def experts_in(config: ModelConfig) -> int:
     """How many experts a MoE block of this model stacks; 0 where it has none."""
     return max((block.experts for block in config.blocks.values() if isinstance(block, MoEConfig)), default=0)
@@ -160,9 +182,13 @@ def _account(wanted: set[str], available: set[str], model: LanguageModel) -> Non
 
 def _take(tensors: TensorSource, name: str, shape: torch.Size) -> Tensor:
     tensor = tensors.take(name)
-    if tensor.shape != shape:
-        raise ValueError(f"{name} is {tuple(tensor.shape)} in the source, but the config asks for {tuple(shape)}.")
+    _compare(name, tensor.shape, shape)
     return tensor
+
+
+def _compare(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(found) != tuple(wanted):
+        raise ValueError(f"{name} is {tuple(found)} in the source, but the config asks for {tuple(wanted)}.")
 
 
 def _tensors(source: Source) -> TensorSource | None:

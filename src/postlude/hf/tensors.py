@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -43,14 +44,24 @@ class SafetensorsSource:
 
     def take(self, name: str) -> Tensor:
         """One tensor, on the CPU."""
+        with self._reading(name) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The sizes of one tensor, by the header of its file."""
+        with self._reading(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[safe_open]:
         path = self._file_of[name]
         if path not in self._open:
             self._open[path] = _open(path)
         try:
-            tensor: Tensor = self._open[path].get_tensor(name)
+            yield self._open[path]
         except SafetensorError as error:
             raise ValueError(f"{path} does not hold {name}, as its index says ({error}); fetch both again.") from error
-        return tensor
 
 
 class ModuleSource:

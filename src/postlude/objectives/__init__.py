@@ -1,7 +1,4 @@
-"""What to minimise: functions of the output seam that return a `Loss`. They know tokens, no ranks and no scale.
-
-Their settings are what configs are made of, so the room is entered without torch: what makes tensors imports it there.
-"""
+"""What to minimise: functions of the output seam that return a `Loss`. They know tokens, no ranks and no scale."""
 
 from postlude.objectives.correction import RolloutCorrection
 from postlude.objectives.custom import load_objective

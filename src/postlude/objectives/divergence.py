@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
-from postlude.checks import above, one_of
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from postlude.objectives.checks import above, one_of
 
 Estimator = Literal["k1", "k2", "k3"]
 Gradient = Literal["expectation", "importance", "estimator"]

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from postlude.recipes.configs import DistillConfig, DPOConfig, EvalConfig, GRPOConfig, SFTConfig
+from postlude.recipes import distill, dpo, evaluation, grpo, sft
+from postlude.recipes.preflight import Check, Subject
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A config, the file beside this one that has `run(config, device)`, and what it does."""
+    """A config, what must hold before it is run, and what runs it.
+
+    `checks` are looked at in the command's own process; `run(config, device)` on every rank returns the report's path.
+    """
 
     config: type
-    module: str
+    checks: Callable[[Subject], list[Check]]
+    run: Callable[[Any, str], Path]
     help: str
-
-    def run(self, config: Any, device: str) -> Path:
-        """Run it on every rank. Returns the report's path. What that needs is imported here, torch with it."""
-        return cast(Path, importlib.import_module(f"postlude.recipes.{self.module}").run(config, device))
 
 
 RECIPES = {
-    "sft": Recipe(SFTConfig, "sft", "learn the answers in a dataset"),
-    "dpo": Recipe(DPOConfig, "dpo", "learn from pairs of answers, one preferred: DPO, IPO, SimPO"),
-    "grpo": Recipe(GRPOConfig, "grpo", "train on rewards: sample groups of answers, learn from the better ones"),
-    "distill": Recipe(DistillConfig, "distill", "take on a teacher's distribution"),
-    "eval": Recipe(EvalConfig, "evaluation", "answer tasks and score the answers"),
+    "sft": Recipe(sft.SFTConfig, sft.checks, sft.run, "learn the answers in a dataset"),
+    "dpo": Recipe(dpo.DPOConfig, dpo.checks, dpo.run, "learn from pairs of answers, one preferred: DPO, IPO, SimPO"),
+    "grpo": Recipe(
+        grpo.GRPOConfig, grpo.checks, grpo.run, "train on rewards: learn from the better of sampled answers"
+    ),
+    "distill": Recipe(distill.DistillConfig, distill.checks, distill.run, "take on a teacher's distribution"),
+    "eval": Recipe(evaluation.EvalConfig, evaluation.checks, evaluation.run, "answer tasks and score the answers"),
 }

@@ -3,22 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from postlude.data import Batch
 from postlude.data.chat import Encoded
 from postlude.engine import Engine
-from postlude.recipes.configs import MASK, DistillConfig, OwnAnswers
+from postlude.objectives import Distill
 from postlude.recipes.examples import Examples, Indexed
+from postlude.recipes.preflight import Check, Subject, check_teacher, of_environment, of_rows, of_teacher, of_training
 from postlude.recipes.rollouts import Rollouts, shown, summary
-from postlude.recipes.settings import ObjectiveFile, built
-from postlude.recipes.supervised import SupervisedTrainer
+from postlude.recipes.schema import Kind
+from postlude.recipes.settings import (
+    Answers,
+    EnvironmentSettings,
+    Gym,
+    ObjectiveFile,
+    at_least,
+    built,
+    room_for_prompts,
+)
+from postlude.recipes.supervised import Supervised, SupervisedTrainer
 from postlude.recipes.trainer import train
 from postlude.rollout.environments import Transcript
 from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.tasks import Task
+
+MASK = "response_mask"
+DistillObjective: TypeAlias = Annotated[Distill, Kind("distill")] | Annotated[ObjectiveFile, Kind("file")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnAnswers:
+    """The student's own answers to tasks, on which the teacher then corrects it."""
+
+    environment: EnvironmentSettings = field(default_factory=lambda: Gym(task="chain_sum"))
+    """Where tasks come from. Rewards are reported, not learned from."""
+    answers: Answers = field(default_factory=Answers)
+    """How answers are drawn."""
+    samples: int = 1
+    """Answers to each prompt."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(Supervised):
+    """Everything that decides a run of distillation."""
+
+    teacher: str
+    """A Hugging Face directory, a GGUF file, or a built-in model, with the tokens of the student."""
+    data: Annotated[Examples, Kind("examples")] | Annotated[OwnAnswers, Kind("own_answers")] = field(
+        default_factory=OwnAnswers
+    )
+    """What is learned on: written answers, or the student's own."""
+    top_k: int = 64
+    """How many of the teacher's likeliest tokens are compared at every position."""
+    objective: DistillObjective = field(default_factory=lambda: Distill(over=MASK))
+    """What is minimised. One of yours finds the columns "response_mask", "teacher_ids" and "teacher_logprobs"."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "top_k")
+        if isinstance(self.data, OwnAnswers):
+            room_for_prompts(self.data.answers, self.budget)
 
 
 class DistillTrainer(SupervisedTrainer[Encoded | Task]):
@@ -40,13 +90,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             seed=config.seed,
             mesh=self.engine.mesh,
         )
-        ours, theirs = self.engine.config.vocab_size, self.teacher.config.vocab_size
-        if ours != theirs:
-            raise ValueError(
-                f"the student has {ours} tokens and the teacher {theirs}. Distil between models of one tokenizer."
-            )
-        if config.top_k > theirs:
-            raise ValueError(f"top_k is {config.top_k}, but the teacher has {theirs} tokens.")
+        check_teacher(config.model, self.engine.config, config.teacher, self.teacher.config, config.top_k)
 
     def read(self) -> Indexed[Encoded | Task]:
         """Written answers, or tasks for the student to answer."""
@@ -88,6 +132,19 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             logprobs, ids = self.teacher.topk(batch, self.config.top_k, temperature=self.temperature)
         columns = {**batch.columns, "teacher_logprobs": logprobs, "teacher_ids": ids}
         return replace(batch, columns=columns), found
+
+
+def checks(subject: Subject) -> list[Check]:
+    """What must hold before a run begins."""
+    config: DistillConfig = subject.config
+    subject.others.append(config.teacher)
+    data = config.data
+    learned_on = (
+        of_rows(subject, data)
+        if isinstance(data, Examples)
+        else of_environment(subject, data.environment, data.answers)
+    )
+    return [*of_training(subject), *of_teacher(subject, config.teacher, config.top_k), *learned_on]
 
 
 def run(config: DistillConfig, device: str = "cpu") -> Path:

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from postlude.data import Batch
 from postlude.data.chat import Encoded, preference_batch
 from postlude.engine.reference import Reference
-from postlude.recipes.configs import DPOConfig
-from postlude.recipes.examples import Encodings
+from postlude.objectives import Preference
+from postlude.recipes.examples import Encodings, Pairs
+from postlude.recipes.preflight import Check, Subject, of_rows, of_training
+from postlude.recipes.schema import Kind
 from postlude.recipes.settings import ObjectiveFile, built
-from postlude.recipes.supervised import SupervisedTrainer
+from postlude.recipes.supervised import Supervised, SupervisedTrainer
 from postlude.recipes.trainer import train
+
+PairObjective: TypeAlias = Annotated[Preference, Kind("preference")] | Annotated[ObjectiveFile, Kind("file")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(Supervised):
+    """Everything that decides a run of DPO, IPO or SimPO."""
+
+    data: Pairs
+    """The pairs to learn from."""
+    objective: PairObjective = field(default_factory=Preference)
+    """What is minimised. One of yours finds the columns "response_mask" and "reference_logprobs", and the two of a pair
+    side by side."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the objective looks at the model that the run started from."""
+        return isinstance(self.objective, ObjectiveFile) or self.objective.reference
 
 
 class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
@@ -24,11 +44,8 @@ class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
 
     def __init__(self, config: DPOConfig, device: str) -> None:
         self.config = config
-        chosen = config.objective
-        super().__init__(config, device, built(chosen))
-        self.reference: Reference | None = None
-        if isinstance(chosen, ObjectiveFile) or chosen.reference:
-            self.reference = self.engine.reference()
+        super().__init__(config, device, built(config.objective))
+        self.reference: Reference | None = self.engine.reference() if config.has_reference else None
 
     def read(self) -> Encodings[tuple[Encoded, Encoded]]:
         """The pairs to learn from."""
@@ -44,6 +61,12 @@ class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
         with self.timed("reference"):
             logprobs = self.reference.logprobs(batch).logprob
         return replace(batch, columns={**batch.columns, "reference_logprobs": logprobs}), {}
+
+
+def checks(subject: Subject) -> list[Check]:
+    """What must hold before a run begins."""
+    subject.others += [subject.config.model] if subject.config.has_reference else []
+    return [*of_training(subject), *of_rows(subject, subject.config.data)]
 
 
 def run(config: DPOConfig, device: str = "cpu") -> Path:

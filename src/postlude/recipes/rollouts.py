@@ -91,7 +91,7 @@ class Rollouts:
         self, tasks: Sequence[Task], samples: int, sampling: Sampling, step: int, kind: int, first: int
     ) -> list[Answered]:
         with self.timed("rollout"):
-            prompts = [self._encoded(task) for task in tasks]
+            prompts = [encode_prompt(self.encoder, task, self.budget, self.answers) for task in tasks]
             seeds = [_seed(self.seed, step, kind, first + place) for place in range(len(tasks))]
             drawn = self.engine.generate(prompts, [replace(sampling, seed=seed) for seed in seeds], samples)
         attempts = [
@@ -121,15 +121,6 @@ class Rollouts:
                     said = {place: completion for place, (completion,) in zip(going, more, strict=True)}
         return attempts
 
-    def _encoded(self, task: Task) -> list[int]:
-        try:
-            return self.encoder.prompt(task.prompt, task.name)
-        except TooLong as error:
-            raise ValueError(
-                f"the prompt of {error.row} has {error.length} tokens, but budget={self.budget} with answers of up to "
-                f"{self.answers.max_new_tokens} leaves {self.encoder.max_length}. Raise budget, or leave the row out."
-            ) from error
-
     def _over(self, attempt: Answered, turn: Turn) -> bool:
         """Hear what came of an attempt's last completion; whether that ends it."""
         attempt.score = turn.score
@@ -151,6 +142,17 @@ class Rollouts:
         dist.all_gather_object(everyone, dict(zip(places, turns, strict=True)))
         found = {place: turn for share in everyone for place, turn in share.items()}
         return {place: found[place] for place in said}
+
+
+def encode_prompt(encoder: Encoder, task: Task, budget: int, answers: Answers) -> list[int]:
+    """A task's prompt as tokens, after which an answer of full length has a place within the budget."""
+    try:
+        return encoder.prompt(task.prompt, task.name)
+    except TooLong as error:
+        raise ValueError(
+            f"the prompt of {error.row} has {error.length} tokens, but budget={budget} with answers of up to "
+            f"{answers.max_new_tokens} leaves {encoder.max_length}. Raise budget, or leave the row out."
+        ) from error
 
 
 def summary(answers: Sequence[Answered]) -> dict[str, Any]:

@@ -67,6 +67,10 @@ class Environment(Protocol):
         """Give each episode its newest completion, and say what comes of it."""
         ...
 
+    def attempt(self, task: Task, completion: str) -> None:
+        """Judge one completion on trial, before a run begins. A judge that cannot is a ValueError."""
+        ...
+
     def close(self) -> None:
         """Give back what it holds."""
         ...
@@ -90,6 +94,15 @@ class SingleTurn:
             for episode, completion in zip(episodes, completions, strict=True)
         ]
         return _ended(episodes, [Turn(score) for score in self.pool.score_all(samples)])
+
+    def attempt(self, task: Task, completion: str) -> None:
+        """Score one completion on trial."""
+        found = _tried(self.pool, task, (task.prompt, completion, task.example), completion)
+        if not isinstance(found, Score):
+            raise ValueError(
+                f"the reward returned {_short(found)} for {task.name} on trial, but a reward is a number or a dict of "
+                "numbers."
+            )
 
     def close(self) -> None:
         """End the workers of the pool."""
@@ -139,6 +152,10 @@ class MultiTurn:
                 turns.append(Turn(observation=reply))
         return _ended(episodes, turns)
 
+    def attempt(self, task: Task, completion: str) -> None:
+        """Hear one completion on trial."""
+        _tried(self.pool, task, (task.prompt, [completion], task.example), completion)
+
     def close(self) -> None:
         """End the workers."""
         self.pool.close()
@@ -187,6 +204,21 @@ def _record(episodes: Sequence[Episode], completions: Sequence[str]) -> None:
         if episode.score is not None:
             raise ValueError(f"the episode of task {episode.task.name!r} is over. Reset the task for another attempt.")
         episode.completions.append(completion)
+
+
+def _tried(pool: RewardPool, task: Task, call: tuple[Any, ...], completion: str) -> Score | str | list[Message]:
+    try:
+        return pool.attempt(call)
+    except ValueError as error:
+        raise ValueError(
+            f"{str(error).rstrip('.')}. That was a trial on {task.name} with the completion "
+            f"{_short(completion)}: a judge that fails there would fail all through the run. Mend it."
+        ) from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _ended(episodes: Sequence[Episode], turns: list[Turn]) -> list[Turn]:

@@ -71,10 +71,22 @@ class RewardPool:
         """Call a function that may also return text or messages, which are given back as they are."""
         replies: list[Score | str | list[Message]] = []
         for outcome in self._workers.call_all(calls):
-            value = outcome.value
-            messages = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
-            replies.append(value if isinstance(value, str) or messages else self._score(outcome))
+            replies.append(outcome.value if _is_reply(outcome.value) else self._score(outcome))
         return replies
+
+    def attempt(self, call: tuple[Any, ...]) -> Score | str | list[Message]:
+        """Call the function once, outside all counts. A failure is a ValueError that says what went wrong."""
+        (outcome,) = self._workers.call_all([call])
+        if outcome.failure is not None:
+            spoken = outcome.failure in ("timed_out", "died")  # then the sentence begins with its name
+            raise ValueError(outcome.error if spoken else f"{self._workers.name} failed: {outcome.error}")
+        if _is_reply(outcome.value):
+            reply: str | list[Message] = outcome.value
+            return reply
+        try:
+            return read_score(outcome.value)
+        except ValueError as fault:
+            raise ValueError(f"{self._workers.name} {fault}") from fault
 
     def report(self) -> dict[str, float]:
         """For the metrics: how many were scored, and how many failed in each way, since the pool was made."""
@@ -107,6 +119,13 @@ class RewardPool:
         if self.failures[failure] == 1:
             log.warning("%s The sample gets reward %g; such failures are counted.", error, self.failed_reward)
         return Score(self.failed_reward, {}, error)
+
+
+def _is_reply(value: Any) -> bool:
+    """Whether it is text or messages, for the model to read."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+    )
 
 
 def read_score(value: Any) -> Score:

@@ -31,8 +31,8 @@ INSIDE = "POSTLUDE_WORKER"  # in the environment of a worker
 SCRIPT = "import sys; sys.path.insert(0, sys.argv[1]); from postlude.rollout.worker import main; main()"
 
 
-class WorkerError(RuntimeError):
-    """The function cannot be called at all."""
+class WorkerError(ValueError):
+    """The function cannot be called at all: what was named, or handed to it, cannot be meant."""
 
 
 @dataclass(frozen=True)

@@ -61,14 +61,18 @@ class AttentionConfig(BlockConfig):
         projections = 2 * hidden_size * self.head_dim * 2 * (self.heads + self.kv_heads)
         return projections + 4 * seen * self.heads * self.head_dim
 
+    def kept(self, hidden_size: int) -> float:
+        """The norm's input and output, queries, keys and values before and after they are turned, and the heads."""
+        return 3 * hidden_size + self.head_dim * (3 * self.heads + 4 * self.kv_heads)
+
     def fits(self, layout: Layout, name: str) -> None:
         """Each tensor-parallel rank has query heads of its own, and whole key heads or an even part of one."""
         if not self._divided_by(layout.tp):
             others = nearest(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
             raise ValueError(
                 f"{name} has {self.heads} heads and {self.kv_heads} key heads, which tp={layout.tp} ranks cannot "
-                f"share: tp divides the heads, and either divides the key heads or is a multiple of them. Use "
-                f"tp={others}."
+                f"share: tp divides the heads, and either divides the key heads or is a multiple of them. "
+                f"Use tp={others}."
             )
 
     def _divided_by(self, tp: int) -> bool:

@@ -31,6 +31,10 @@ class BlockConfig:
         """Forward FLOPs a token, roughly: pipeline stages are balanced by it."""
         raise NotImplementedError(f"{type(self).__name__} must estimate its cost in flops().")
 
+    def kept(self, hidden_size: int) -> float:
+        """Numbers a token leaves for the backward, roughly: memory is estimated by it."""
+        return 4 * hidden_size
+
     def fits(self, layout: Layout, name: str) -> None:
         """Refuse a layout that cannot divide this block, in a sentence with the nearest that can; `name` is said."""
 

@@ -33,6 +33,10 @@ class MLPConfig(BlockConfig):
         """Two or three products."""
         return 2 * hidden_size * self.intermediate_size * (3 if self.gated else 2)
 
+    def kept(self, hidden_size: int) -> float:
+        """The norm's input and output, and every feature before and after the activation."""
+        return 3 * hidden_size + self.intermediate_size * (4 if self.gated else 2)
+
 
 class MLP(Block):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""

@@ -82,6 +82,12 @@ class MoEConfig(BlockConfig):
         width = self.top_k * self.intermediate_size + self.shared_intermediate_size
         return 2 * hidden_size * (products * width + self.experts)
 
+    def kept(self, hidden_size: int) -> float:
+        """Each chosen expert's tokens and features, the shared one's, and the router's scores."""
+        wide = 4 if self.gated else 2
+        chosen = self.top_k * (2 * hidden_size + wide * self.intermediate_size)
+        return 3 * hidden_size + chosen + wide * self.shared_intermediate_size + 2 * self.experts
+
     def fits(self, layout: Layout, name: str) -> None:
         """Each expert-parallel rank holds as many experts."""
         if self.experts % layout.ep:

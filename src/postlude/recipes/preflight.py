@@ -1,0 +1,339 @@
+"""Preflight: what can be known before a rank is started or a run's directory is touched is looked at here.
+
+A recipe composes its `checks` of those in this file. Each looks at one thing and says in a line what it found, or in a
+sentence what is wrong. All are looked at, so that one start tells of every mistake; a check that rests on another is
+left out where that one failed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from postlude.data.chat import Encoder
+from postlude.engine import AdamW
+from postlude.hf.family import Family
+from postlude.hf.load import adapt, check_weights, experts_in, load_tokenizer, read_config
+from postlude.model import ModelConfig
+from postlude.recipes.examples import Examples, Pairs
+from postlude.recipes.memory import Memory, estimate, parameters_in
+from postlude.recipes.rollouts import encode_prompt
+from postlude.recipes.settings import (
+    DTYPES,
+    Answers,
+    EnvironmentSettings,
+    ObjectiveFile,
+    Prompts,
+    Training,
+    built,
+)
+from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
+
+MISTAKES = (ValueError, TypeError, OSError, ImportError, ArithmeticError)
+"""What a check raises of what a user wrote. Anything else is a fault of ours, and shown as one."""
+SAVED = 3  # numbers a parameter has in a checkpoint: itself and, at most, two of the optimizer's
+
+
+class PreflightError(ValueError):
+    """A run that cannot be: every reason that was found, a line each."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to look at. `look` says what it found, or raises a sentence. It rests on the checks in `after`."""
+
+    name: str
+    look: Callable[[], str]
+    after: tuple[str, ...] = ()
+
+
+def preflight(checks: Sequence[Check]) -> dict[str, str]:
+    """Look at everything. Returns a line for each check, or raises every mistake there is."""
+    found: dict[str, str] = {}
+    mistakes: list[str] = []
+    for check in checks:
+        if all(name in found for name in check.after):
+            try:
+                found[check.name] = check.look()
+            except MISTAKES as error:
+                mistakes.append(str(error))
+    if mistakes:
+        raise PreflightError("\n".join(dict.fromkeys(mistakes)))
+    return found
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a recipe is to be started: on which kind of device, on how many ranks."""
+
+    device: str = "cpu"
+    ranks: int = 1
+
+
+@dataclass
+class Subject:
+    """A config about to be run, and what its checks share."""
+
+    config: Any
+    start: Start
+    others: list[str] = field(default_factory=list)
+    """Models that are held beside the trained one: a reference, a teacher."""
+
+    @cached_property
+    def model(self) -> tuple[Family, ModelConfig]:
+        """The model's family and config."""
+        return adapt(read_config(self.config.model))
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return load_tokenizer(self.config.model)
+
+    @cached_property
+    def memory(self) -> list[Memory]:
+        """What a rank of each pipeline stage will need."""
+        config: Training = self.config
+        optimizer = config.optimizer
+        moments = 2 if isinstance(optimizer, AdamW) else int(optimizer.momentum > 0)
+        on_gpu = self.start.device == "cuda"
+        dtype = DTYPES[config.dtype] if config.dtype else torch.bfloat16 if on_gpu else torch.float32
+        return estimate(
+            self.model[1],
+            config.layout,
+            budget=config.budget,
+            compute_bytes=dtype.itemsize,
+            moments=moments,
+            recompute=config.recompute,
+            frozen=sum(parameters_in(adapt(read_config(name))[1]) for name in self.others),
+            device=self.start.device,
+        )
+
+
+def of_model(subject: Subject) -> Iterator[Check]:
+    """What every recipe needs: a device, a place to write to, a model that can be read."""
+    yield Check("device", lambda: _device(subject.start.device))
+    yield Check("run", lambda: _writable(subject.config.run))
+    yield Check("model", lambda: _model(subject))
+    yield Check("weights", lambda: _weights(subject.config.model), after=("model",))
+    yield Check("tokenizer", lambda: _tokenizer(subject), after=("model",))
+
+
+def of_training(subject: Subject) -> Iterator[Check]:
+    """What every recipe that trains needs besides: a layout that divides the model, room in memory and on disk."""
+    yield from of_model(subject)
+    yield Check("layout", lambda: _layout(subject), after=("model",))
+    yield Check("memory", lambda: _memory(subject), after=("device", "layout"))
+    yield Check("disk", lambda: _disk(subject), after=("model", "run"))
+    yield Check("objective", lambda: _objective(subject.config.objective))
+
+
+def of_environment(
+    subject: Subject,
+    settings: EnvironmentSettings,
+    answers: Answers,
+    *,
+    example: Callable[[Task], Any] | None = None,
+    held_out: int = 0,
+) -> Iterator[Check]:
+    """Tasks that can be asked and a judge that can be called. `example` makes of a task one to learn by heart."""
+
+    def look() -> str:
+        # One judge, in a process of its own whatever the config says: there it can be timed out.
+        with closing(replace(settings, workers=1).build(subject.config.seed)) as environment:
+            if held_out:
+                hold_out(environment.tasks, held_out)
+            made = not isinstance(settings, Prompts)  # tasks that are made: the first of them speak for all
+            _tasks(subject, environment.tasks, PAGE if made else len(environment.tasks), answers, example)
+            first = environment.tasks[0]
+            said = first.example.get("answer")
+            environment.attempt(first, said if isinstance(said, str) else "")
+            return f"{len(environment.tasks)} tasks, and a judge that answers"
+
+    yield Check("tasks", look, after=("tokenizer",))
+
+
+def of_rows(subject: Subject, data: Examples | Pairs) -> Iterator[Check]:
+    """Rows that can all be read and encoded, and are within the budget."""
+
+    def look() -> str:
+        rows = data.read(subject.tokenizer, subject.config.budget)
+        held_out = subject.config.held_out.rows
+        if held_out >= len(rows):
+            raise ValueError(
+                f"held_out.rows is {held_out}, but {data.path} has {len(rows)} rows. Leave at least one to learn from."
+            )
+        return f"{len(rows)} rows"
+
+    yield Check("data", look, after=("tokenizer",))
+
+
+def of_teacher(subject: Subject, teacher: str, top_k: int) -> Iterator[Check]:
+    """A teacher that can be read and knows the student's tokens."""
+
+    def look() -> str:
+        _, theirs = adapt(read_config(teacher))
+        check_teacher(subject.config.model, subject.model[1], teacher, theirs, top_k)
+        theirs.fits(subject.config.layout)
+        return f"{teacher}, {parameters_in(theirs):,} parameters"
+
+    yield Check("teacher", look, after=("model", "layout"))
+    yield Check("teacher's weights", lambda: _weights(teacher), after=("teacher",))
+
+
+def check_teacher(model: str, ours: ModelConfig, teacher: str, theirs: ModelConfig, top_k: int) -> None:
+    """Refuse a teacher of other tokens, or fewer than are to be compared."""
+    if ours.vocab_size != theirs.vocab_size:
+        raise ValueError(
+            f"the student {model} has {ours.vocab_size} tokens and the teacher {teacher} {theirs.vocab_size}. Distil "
+            "between models of one tokenizer."
+        )
+    if top_k > theirs.vocab_size:
+        raise ValueError(f"top_k is {top_k}, but the teacher {teacher} has {theirs.vocab_size} tokens. Lower top_k.")
+
+
+def within_vocabulary(tokens: int, subject: Subject) -> None:
+    """Refuse a tokenizer that gives a token, the largest of which is `tokens`, that the model has no place for."""
+    size = subject.model[1].vocab_size
+    if tokens >= size:
+        raise ValueError(
+            f"the tokenizer of {subject.config.model} gives token {tokens}, but the model's vocabulary ends at "
+            f"{size - 1}. The two do not belong together: put the model's own tokenizer beside it."
+        )
+
+
+def print_findings(subject: Subject, found: Mapping[str, str], console: Console) -> None:
+    """A line for each check, and a table of the memory that a rank of each pipeline stage needs."""
+    for name, line in found.items():
+        console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
+    if "memory" not in found:
+        return
+    table = Table("memory a rank", *(f"stage {rank}" for rank in range(len(subject.memory))))
+    for part in fields(Memory):
+        table.add_row(part.name, *(shown(getattr(each, part.name)) for each in subject.memory))
+    table.add_row("all", *(shown(each.total) for each in subject.memory))
+    console.print(table)
+
+
+def _device(device: str) -> str:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device is cuda, but torch {torch.__version__} sees no GPU on this machine. Use --device cpu, or "
+            "install a torch with CUDA and look at nvidia-smi."
+        )
+    return f"{torch.cuda.device_count()} GPU(s)" if device == "cuda" else device
+
+
+def _writable(run: Path) -> str:
+    path = run.expanduser().absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"run is {run}, but {there} is a file. Give --run another directory.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"run is {run}, but {there} cannot be written to. Give --run another directory.")
+    return str(path)
+
+
+def _model(subject: Subject) -> str:
+    config = subject.model[1]
+    return f"{subject.config.model}, {config.pattern}, {parameters_in(config):,} parameters"
+
+
+def _weights(model: str) -> str:
+    count = check_weights(model)
+    return "fresh" if count is None else f"{count} tensors"
+
+
+def _tokenizer(subject: Subject) -> str:
+    tokenizer = subject.tokenizer
+    if tokenizer.eos_token_id is not None:
+        within_vocabulary(tokenizer.eos_token_id, subject)
+    return f"{len(tokenizer)} tokens"
+
+
+def _layout(subject: Subject) -> str:
+    config, layout = subject.model[1], subject.config.layout
+    if layout.world_size != subject.start.ranks:
+        raise ValueError(
+            f"{layout} runs on {_ranks(layout.world_size)}, but {subject.start.ranks} are to be started. Start "
+            f"{layout.world_size}, or choose degrees whose product pp·dp_replicate·dp_shard·cp·tp is "
+            f"{subject.start.ranks}."
+        )
+    config.fits(layout)
+    if layout.ep > 1 and not experts_in(config):
+        raise ValueError(f"ep is {layout.ep}, but {subject.config.model} has no experts to spread. Use ep=1.")
+    return f"{layout} on {_ranks(layout.world_size)}"
+
+
+def _memory(subject: Subject) -> str:
+    most = max(subject.memory, key=lambda each: each.lasting)
+    neighbours = min(subject.start.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", subject.start.ranks)))
+    room = _room(subject.start.device, neighbours)
+    if most.lasting > room:
+        raise ValueError(
+            f"a rank needs {shown(most.lasting)} for weights, gradients and the optimizer's numbers, but has "
+            f"{shown(room)} of memory. Raise layout.dp_shard, tp or pp: {subject.config.layout} is asked for."
+        )
+    return f"about {shown(max(each.total for each in subject.memory))} a rank of {shown(room)}"
+
+
+def _room(device: str, neighbours: int) -> int:
+    """Bytes that one of the ranks of this machine has."""
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        least = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus))
+        return least // -(-neighbours // gpus)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // neighbours
+
+
+def _disk(subject: Subject) -> str:
+    path = subject.config.run.expanduser().absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    free, needed = shutil.disk_usage(there).free, parameters_in(subject.model[1]) * SAVED * 4
+    if needed > free:
+        raise OSError(
+            f"a checkpoint takes about {shown(needed)}, but {there} has {shown(free)} left. Make room, or give --run a "
+            "directory on another disk."
+        )
+    return f"{shown(free)} left, about {shown(needed)} a checkpoint"
+
+
+def _objective(objective: Any) -> str:
+    made = built(objective)
+    return objective.file if isinstance(objective, ObjectiveFile) else type(made).__name__
+
+
+def _tasks(subject: Subject, tasks: Tasks, count: int, answers: Answers, example: Callable[[Task], Any] | None) -> None:
+    """Encode the prompts of the first `count` tasks, and their examples."""
+    budget = subject.config.budget
+    encoder = Encoder(tokenizer=subject.tokenizer, max_length=budget - answers.max_new_tokens)
+    largest = 0
+    for index in range(min(len(tasks), count)):
+        task = tasks[index]
+        largest = max(largest, *encode_prompt(encoder, task, budget, answers))
+        if example is not None:
+            example(task)
+    within_vocabulary(largest, subject)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def shown(count: float) -> str:
+    """Bytes, in the unit they are said in."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,78 @@
+"""Preflight: everything that can be known is looked at before a rank starts or a directory is touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from postlude.cli import main
+from postlude.engine import AdamW, Engine
+from postlude.hf.load import adapt, read_config
+from postlude.layout import Layout
+from postlude.model.parallel import held
+from postlude.recipes.memory import estimate
+from postlude.recipes.preflight import Check, PreflightError, preflight
+from tests.conftest import Ranks
+
+ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(6)]
+
+
+def dataset(directory: Path, rows: Any = ROWS) -> Path:
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def refuse(sentence: str) -> str:
+    raise ValueError(sentence)
+
+
+def test_every_mistake_is_told_at_once_but_none_that_follows_from_another() -> None:
+    checks = [
+        Check("one", lambda: "fine"),
+        Check("two", lambda: refuse("the second is wrong.")),
+        Check("three", lambda: refuse("never looked at."), after=("one", "two")),
+        Check("four", lambda: refuse("the fourth is wrong.")),
+    ]
+    with pytest.raises(PreflightError) as raised:
+        preflight(checks)
+    assert str(raised.value) == "the second is wrong.\nthe fourth is wrong."
+    assert preflight(checks[:1]) == {"one": "fine"}
+
+
+def test_a_fault_of_ours_is_not_dressed_as_a_users_mistake() -> None:
+    with pytest.raises(KeyError):
+        preflight([Check("ours", lambda: {}["missing"])])
+
+
+def test_a_dry_run_says_what_a_rank_needs_and_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = dataset(tmp_path)
+    arguments = [f"--data.path={data}", f"--run={tmp_path}/run", "--layout=pp=2,tp=2", "--dry-run"]
+    assert main(["sft", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "data: 6 rows" in printed
+    assert "layout: Layout(pp=2, tp=2) on 4 ranks" in printed
+    for part in ("parameters", "gradients", "optimizer", "activations", "head"):
+        assert part in printed
+    assert list(tmp_path.iterdir()) == [data]
+
+
+def held_bytes(_: Any, model: str, layout: str) -> tuple[int, int]:
+    engine = Engine(model, layout=Layout.parse(layout), optimizer=AdamW(lr=1e-3))
+    return dist.get_rank(), sum(4 * held(parameter).numel() for parameter in engine.parameters.values())
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2,ep=2", "cp=2", "dp_replicate=2"])
+def test_the_memory_foretold_is_what_an_engine_holds(ranks: Ranks, layout: str) -> None:
+    parsed = Layout.parse(layout)
+    config = adapt(read_config("tiny-moe"))[1]
+    foretold = estimate(config, parsed, budget=64, compute_bytes=4, moments=2)
+    for rank, size in ranks(2, held_bytes, "tiny-moe", layout):
+        expected = foretold[rank if parsed.pp == 2 else 0].parameters
+        assert size == pytest.approx(expected, rel=0.02)  # every tensor-parallel rank has all of the small vectors
