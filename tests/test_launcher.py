@@ -111,7 +111,7 @@ def start_plain(how: str, who: int, where: Path, size: int = 3) -> list[subproce
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    common |= {"PYTHONPATH": str(Path(__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    common |= {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", PLAIN, how, str(who), str(where)]
     return [
         subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)

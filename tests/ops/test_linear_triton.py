@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -14,7 +15,8 @@ from postlude.ops.linear_logprobs import linear_logprobs
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, dense
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+VERSIONS = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
 
 
 def run_checks(**environment: str) -> None:
@@ -25,6 +27,9 @@ def run_checks(**environment: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4), reason="Triton's interpreter before 3.7 needs numpy before 2.4"
+)
 def test_kernels_in_the_interpreter() -> None:
     run_checks(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
 

@@ -338,6 +338,7 @@ def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
 @pytest.mark.slow
 def test_against_transformers_serve(tmp_path: Path) -> None:
     """Its greedy answers are the native generator's, on the same weights."""
+    pytest.importorskip("fastapi", reason="transformers[serving] is not installed")
     tokenizer = load_tokenizer("tiny-dense")
     model = parrot(tokenizer)
     directory = export_hf(model, tmp_path / "model")
