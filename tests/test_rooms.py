@@ -12,7 +12,9 @@ import postlude
 ROOT = Path(postlude.__file__).parent
 ROOMS = (
     "user_code",
+    "checks",
     "layout",
+    "optimizer",
     "mesh",
     "devices",
     "last_words",
@@ -29,10 +31,23 @@ ROOMS = (
     "recipes",
     "verify",
     "plan",
+    "commands",
     "cli",
 )
 ALONE = {"integrations": {"ops"}}  # a room that may import less than everything above it
-TORCH_ONLY = ("user_code", "layout", "mesh", "devices", "last_words", "launcher", "ops", "model", "pipeline")
+TORCH_ONLY = (
+    "user_code",
+    "checks",
+    "layout",
+    "optimizer",
+    "mesh",
+    "devices",
+    "last_words",
+    "launcher",
+    "ops",
+    "model",
+    "pipeline",
+)
 OUTSIDE = {"torch", "triton", "numpy"}
 RL_WORDS = ("reward", "advantage", "policy", "rollout", "grpo", "ppo", "dpo", "reinforce", "rlhf")
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from postlude.data import pack
 from postlude.data.chat import Encoded, Encoder, TooLong, preference_batch, sft_batch
-from postlude.hf.tokenizer import CHAT_TEMPLATE, END, byte_tokenizer
+from postlude.hf.builtin import END
+from postlude.hf.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 
 USER, HELLO = {"role": "user", "content": "Hé?"}, {"role": "assistant", "content": "Hello."}
 MORE, BYE = {"role": "user", "content": "Go on\n"}, {"role": "assistant", "content": "Bye\n"}

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 from postlude import Layout, export_hf
 from postlude.engine.weights import plan_buckets, plan_pieces
 from postlude.hf.load import adapt, load_model
-from postlude.verify import GRID
+from postlude.verify.choices import GRID
 from tests.engine.training import batch, build, config, policy, same, train, weights
 from tests.equality import assert_equal, difference
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude import load_model, pack, unpack
-from postlude.hf import FAMILIES
+from postlude.hf.families import FAMILIES
 from postlude.hf.load import experts_in
 from postlude.hf.tensors import as_stored
 from tests.equality import assert_equal

@@ -7,7 +7,8 @@ import torch
 
 from postlude import Layout
 from postlude.launcher import launch
-from postlude.verify import Case, compare_all
+from postlude.verify.cases import Case
+from postlude.verify.compare import compare_all
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,8 +22,8 @@ from postlude.model import context as context_module
 from postlude.model import parallel
 from postlude.ops import collectives
 from postlude.pipeline import executor
-from postlude.verify import Case, Report
-from postlude.verify.compare import in_layout, on_one_rank, report
+from postlude.verify.cases import Case
+from postlude.verify.compare import Report, in_layout, on_one_rank, report
 from tests.meshes import mesh
 
 Fault = Callable[[], AbstractContextManager[Any]]

@@ -8,7 +8,9 @@ import pytest
 from transformers import MistralConfig, Olmo3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from postlude import Layout
-from postlude.verify import GRID, Case, Report, compare
+from postlude.verify.cases import Case
+from postlude.verify.choices import GRID
+from postlude.verify.compare import Report, compare
 from tests.meshes import mesh
 
 

@@ -1,8 +1,30 @@
-"""From sequences to packed microbatches and back."""
+"""From sequences to packed microbatches and back.
 
-from postlude.data.batch import Batch
-from postlude.data.context_parallel import cut
-from postlude.data.microbatch import IGNORE, ContextCut, Microbatch
-from postlude.data.packing import pack, plan_bins, scatter, unpack
+Tensors are made by `batch`, `microbatch` and `packing`; `chat` and `datasets` come before them and need no torch. So
+that those can be imported alone, each name here is imported when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from postlude.data.batch import Batch
+    from postlude.data.context_parallel import cut
+    from postlude.data.microbatch import IGNORE, ContextCut, Microbatch
+    from postlude.data.packing import pack, plan_bins, scatter, unpack
 
 __all__ = ["IGNORE", "Batch", "ContextCut", "Microbatch", "cut", "pack", "plan_bins", "scatter", "unpack"]
+
+_HOMES = {
+    "batch": ("Batch",),
+    "context_parallel": ("cut",),
+    "microbatch": ("IGNORE", "ContextCut", "Microbatch"),
+    "packing": ("pack", "plan_bins", "scatter", "unpack"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}.")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from postlude.data.batch import Batch
+if TYPE_CHECKING:
+    from postlude.data.batch import Batch
 
 Message: TypeAlias = Mapping[str, Any]
 """{"role": "user", "content": "..."}"""
@@ -279,11 +280,15 @@ class Encoder:
 
 def sft_batch(examples: Sequence[Encoded]) -> Batch:
     """A batch for `SFT(over="loss_mask")`."""
+    from postlude.data.batch import Batch
+
     return Batch([each.tokens for each in examples], {"loss_mask": [each.mask for each in examples]})
 
 
 def preference_batch(pairs: Sequence[tuple[Encoded, Encoded]]) -> Batch:
     """A batch for `Preference`: the two of a pair side by side, kept together, their answers in "response_mask"."""
+    from postlude.data.batch import Batch
+
     sides = [side for pair in pairs for side in pair]
     groups = [index // 2 for index in range(len(sides))]
     return Batch([side.tokens for side in sides], {"response_mask": [side.mask for side in sides]}, groups)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
 
@@ -209,6 +207,8 @@ class Sampler:
     def _permutation(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.size))
+        import numpy as np
+
         # Of numpy's generators this one is frozen: the same order in every version, so a run resumes anywhere.
         generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, self.epoch])))
         order: list[int] = generator.permutation(self.size).tolist()

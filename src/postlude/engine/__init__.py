@@ -1,6 +1,6 @@
 """Engine: a model in any layout, and what a training loop asks of it. Start at `engine.py`."""
 
 from postlude.engine.engine import Engine, Result, StepResult, TokenScores
-from postlude.engine.optimizer import SGD, AdamW, Schedule
+from postlude.optimizer import SGD, AdamW, Schedule
 
 __all__ = ["SGD", "AdamW", "Engine", "Result", "Schedule", "StepResult", "TokenScores"]

@@ -19,7 +19,6 @@ from postlude.data import Batch, Microbatch, cut, pack, scatter
 from postlude.devices import group_device
 from postlude.engine import checkpoint, weights
 from postlude.engine.condition import Condition
-from postlude.engine.optimizer import AdamW, OptimizerConfig
 from postlude.engine.reference import Reference
 from postlude.engine.scale import Scale, Tally
 from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_tied
@@ -33,6 +32,7 @@ from postlude.model.output import NO_VALUE_HEAD
 from postlude.model.parallel import held
 from postlude.model.recompute import Recompute
 from postlude.objectives import Objective
+from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.pipeline import Executor
 
 

@@ -1,18 +1,1 @@
-"""Hugging Face in and out, one small adapter file a family. A new family is a file here and a line in this table."""
-
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from postlude.hf.family import Family
-from postlude.hf.llama import LLAMA
-from postlude.hf.mistral import MISTRAL
-from postlude.hf.olmo3 import OLMO3
-from postlude.hf.qwen2 import QWEN2
-from postlude.hf.qwen3 import QWEN3
-from postlude.hf.qwen3_moe import QWEN3_MOE
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.model_type: family for family in (LLAMA, MISTRAL, OLMO3, QWEN2, QWEN3, QWEN3_MOE)}
-)
-
-__all__ = ["FAMILIES", "Family"]
+"""Hugging Face in and out, one small adapter file a family. Start at `families.py`, the table of them."""

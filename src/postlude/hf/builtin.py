@@ -6,14 +6,21 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-from postlude.hf.tokenizer import BYTE_VOCABULARY, END
+SPECIAL = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>", *(f"<|reserved_{i}|>" for i in range(4)))
+"""What follows the 256 bytes in the vocabulary."""
+PAD, END = 256, 257
+BYTE_VOCABULARY = 256 + len(SPECIAL)
 
 
 def tiny_dense() -> PretrainedConfig:
     """Four Llama layers over bytes, 0.8 M parameters."""
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         vocab_size=BYTE_VOCABULARY,
         hidden_size=128,
@@ -31,6 +38,8 @@ def tiny_dense() -> PretrainedConfig:
 
 def tiny_moe() -> PretrainedConfig:
     """Four Qwen3-MoE layers over bytes, 8 experts of which a token sees 2."""
+    from transformers import Qwen3MoeConfig
+
     return Qwen3MoeConfig(
         vocab_size=BYTE_VOCABULARY,
         hidden_size=128,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any, Literal
 
 from postlude.model import ModelConfig, Pattern
 from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig, SlidingAttentionConfig
 from postlude.model.blocks.mlp import Activation
 from postlude.ops.rotary import RotaryConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ATTENTION_NAMES = {
     "attention.norm": "input_layernorm",

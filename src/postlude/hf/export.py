@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from postlude.hf import FAMILIES, Family
+from postlude.hf.families import FAMILIES
+from postlude.hf.family import Family
 from postlude.hf.load import experts_in
 from postlude.hf.tensors import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig

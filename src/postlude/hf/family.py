@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from postlude.model import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 OURS_ALONE = ("value_head.weight",)  # their models have no such tensor

@@ -18,9 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from postlude.hf import FAMILIES, Family
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
-from postlude.hf.family import OURS_ALONE
+from postlude.hf.families import FAMILIES
+from postlude.hf.family import OURS_ALONE, Family
 from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage

@@ -1,10 +1,15 @@
 """Mistral: Llama with a sliding window in every layer, or in none."""
 
-from transformers import PretrainedConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, decoder_config
 from postlude.hf.family import Family
 from postlude.model import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:

@@ -1,10 +1,15 @@
 """OLMo 3: norms after attention and MLP, queries and keys normalised whole, three sliding layers in four."""
 
-from transformers import PretrainedConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, decoder_config
 from postlude.hf.family import Family
 from postlude.model import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:

@@ -1,11 +1,16 @@
 """Qwen3-MoE: Qwen3 with experts in all layers but those the config keeps dense."""
 
-from transformers import PretrainedConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, activation, decoder_config
 from postlude.hf.family import EXPERT, Family
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockConfig, MoEConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MOE_NAMES = {
     "moe.norm": "post_attention_layernorm",

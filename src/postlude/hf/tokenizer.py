@@ -5,9 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-SPECIAL = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>", *(f"<|reserved_{i}|>" for i in range(4)))
-PAD, END = 256, 257
-BYTE_VOCABULARY = 256 + len(SPECIAL)
+from postlude.hf.builtin import SPECIAL
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

@@ -1,4 +1,7 @@
-"""What to minimise: functions of the output seam that return a `Loss`. They know tokens, no ranks and no scale."""
+"""What to minimise: functions of the output seam that return a `Loss`. They know tokens, no ranks and no scale.
+
+Their settings are what configs are made of, so the room is entered without torch: what makes tensors imports it there.
+"""
 
 from postlude.objectives.correction import RolloutCorrection
 from postlude.objectives.custom import load_objective

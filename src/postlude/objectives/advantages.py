@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.objectives.checks import at_least
+from postlude.checks import at_least
 
 Numbers = Sequence[Any] | Tensor
 

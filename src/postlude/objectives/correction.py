@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from postlude.data import Microbatch
-from postlude.objectives.checks import interval, one_of
+from postlude.checks import one_of
+from postlude.objectives.checks import interval
 from postlude.objectives.divergence import bounded
 from postlude.objectives.weights import sequence_mean, spread
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from postlude.data import Microbatch
 
 Level = Literal["token", "sequence"]
 Bounds = tuple[float, float]
@@ -55,10 +57,9 @@ class RolloutCorrection:
         for name in ("truncate", "mask", "sequence_mask"):
             interval(name, getattr(self, name))
 
-    @torch.no_grad()
     def __call__(self, microbatch: Microbatch, old: Tensor, rollout: Tensor, kept: Tensor) -> Corrected:
         """Weigh the tokens [T] of a microbatch, given both log-probs of each. `kept` [T]: those that are learned."""
-        gap = (old - rollout).where(kept, 0.0)
+        gap = (old - rollout).detach().where(kept, 0.0)
         logs = gap if self.level == "token" else spread(microbatch, microbatch.sequence_sum(gap))
         raw = bounded(logs).exp()
         weights = raw if self.truncate is None else raw.clamp(*self.truncate)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from postlude.model import OutputInputs
-from postlude.objectives.checks import above, at_least, one_of, per_token
+from postlude.checks import above, at_least, one_of
+from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from postlude.model import OutputInputs
 
 TEACHER_IDS = "teacher_ids"
 """[length, k] per sequence: the ids the teacher finds likeliest in place of each token, as `engine.topk` gives them."""
@@ -96,6 +98,8 @@ class Distill:
 
     def logs(self, logprobs: Tensor) -> Tensor:
         """Log-probs [T, k] of k tokens -> those that are compared: [T, k], or [T, k + 1] with a bucket."""
+        import torch
+
         if self.outside == "renormalise":
             return logprobs.log_softmax(-1)
         if self.outside == "ignore":

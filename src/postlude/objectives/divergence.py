@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from torch import Tensor
+from postlude.checks import above, one_of
 
-from postlude.objectives.checks import above, one_of
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 Gradient = Literal["expectation", "importance", "estimator"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from postlude.model import OutputInputs
+    from postlude.model import OutputInputs
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
@@ -77,4 +78,4 @@ class Loss:
         return (replace(self, more=()), *self.more)
 
 
-Objective: TypeAlias = Callable[[OutputInputs], Loss]
+Objective: TypeAlias = Callable[["OutputInputs"], Loss]

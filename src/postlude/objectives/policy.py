@@ -14,19 +14,21 @@ Columns, each one number a token:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from postlude.data import IGNORE, Microbatch
-from postlude.model import OutputInputs
-from postlude.objectives.checks import above, at_least, one_of, per_token
+from postlude.checks import above, at_least, one_of
+from postlude.objectives.checks import per_token
 from postlude.objectives.correction import Corrected, RolloutCorrection
 from postlude.objectives.divergence import ReferenceKL, bounded, estimate
 from postlude.objectives.loss import Loss, Metric, largest, mean
 from postlude.objectives.weights import learned, sequence_mean, spread
-from postlude.ops.linear_logprobs import TokenStats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from postlude.data import Microbatch
+    from postlude.model import OutputInputs
+    from postlude.ops.linear_logprobs import TokenStats
 
 ADVANTAGES, OLD, ROLLOUT = "advantages", "old_logprobs", "rollout_logprobs"
 REFERENCE, POSITIVE = "reference_logprobs", "positive"
@@ -119,6 +121,8 @@ class PolicyGradient:
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
+        from postlude.data import IGNORE
+
         microbatch, head = inputs.microbatch, inputs.head
         targets, weights = learned(microbatch, self.over)
         kept = targets != IGNORE
@@ -188,28 +192,28 @@ class PolicyGradient:
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         if self.surrogate == "cispo":
             return -advantages * clipped.detach() * logprob
-        losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+        losses = (-advantages * ratio).maximum(-advantages * clipped)
         if self.dual_clip is not None:
-            losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * self.dual_clip), losses)
+            losses = losses.minimum(-advantages * self.dual_clip).where(advantages < 0, losses)
         return losses
 
-    @torch.no_grad()
     def metrics(
         self, microbatch: Microbatch, stats: TokenStats, columns: Columns, corrected: Corrected | None
     ) -> dict[str, Metric]:
         """What to watch: ratios and what was clipped, divergences, entropy, and how far rollout and training differ."""
-        logprob, advantages, over = stats.logprob, columns.advantages, self.over
+        assert stats.entropy is not None  # asked for
+        logprob, entropy = stats.logprob.detach(), stats.entropy.detach()
+        advantages, over = columns.advantages, self.over
         old = logprob if columns.old is None else columns.old
-        ratio = self.log_ratios(logprob, columns).exp()
+        ratio = self.log_ratios(logprob, columns).detach().exp()
         low, high = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
         if self.surrogate == "clip":  # elsewhere the maximum is the unclipped one
             low, high = low & (advantages < 0), high & (advantages > 0)
-        assert stats.entropy is not None  # asked for
         found = {
             "ratio": mean(ratio, over),
             "ratio_max": largest(ratio, over),
             "kl_old": mean(estimate(old, logprob), over),  # KL(old ‖ policy): the old policy is what was sampled
-            "entropy": mean(stats.entropy, over),
+            "entropy": mean(entropy, over),
         }
         if self.surrogate != "reinforce":
             found |= {"clipped_low": mean(low.float(), over), "clipped_high": mean(high.float(), over)}

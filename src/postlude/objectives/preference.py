@@ -7,17 +7,18 @@ must be in one microbatch, since the loss is of both together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from postlude.data import IGNORE, Microbatch
-from postlude.model import OutputInputs
-from postlude.objectives.checks import above, at_least, one_of, per_token
+from postlude.checks import above, at_least, one_of
+from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned, sequence_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from postlude.data import Microbatch
+    from postlude.model import OutputInputs
 
 REFERENCE = "reference_logprobs"
 """Log-prob of each token under the model the training started from. Not read without `reference`."""
@@ -75,6 +76,8 @@ class Preference:
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
+        from postlude.data import IGNORE
+
         microbatch = inputs.microbatch
         check_pairs(microbatch)
         targets, _ = learned(microbatch, self.mask)
@@ -100,11 +103,13 @@ class Preference:
 
     def loss(self, difference: Tensor) -> Tensor:
         """The loss of each pair, given how much more the chosen answer has gained, Δ_c - Δ_r."""
+        from torch.nn.functional import logsigmoid
+
         if self.form == "ipo":
             return (difference - 0.5 / self.beta).square()
         margins = self.beta * difference - self.margin
         wrong = self.label_smoothing
-        return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins)
+        return -(1 - wrong) * logsigmoid(margins) - wrong * logsigmoid(-margins)
 
 
 def check_pairs(microbatch: Microbatch) -> None:
@@ -128,4 +133,4 @@ def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _both(values: Tensor) -> Tensor:
     """A pair's value for each of its two sequences, so that a mean over sequences is one over pairs."""
-    return torch.repeat_interleave(values, 2)
+    return values.repeat_interleave(2)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from postlude.model import OutputInputs
-from postlude.objectives.checks import at_least, per_token
+from postlude.checks import at_least
+from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from postlude.model import OutputInputs
 
 
 @dataclass(frozen=True, kw_only=True)

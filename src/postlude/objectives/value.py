@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from postlude.model import OutputInputs
-from postlude.objectives.checks import above, per_token
+from postlude.checks import above
+from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
+
+if TYPE_CHECKING:
+    from postlude.model import OutputInputs
 
 RETURNS = "returns"
 """What was earned from each token on."""
@@ -50,5 +52,5 @@ class ValueLoss:
             old = inputs.microbatch.column(OLD_VALUES).float()
             held = (old + (values - old).clamp(-self.clip, self.clip) - returns).square()
             metrics["value_clipped"] = mean((held > errors).float(), self.over)
-            errors = torch.maximum(errors, held)
+            errors = errors.maximum(held)
         return Loss(0.5 * errors, self.over, metrics)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch import Tensor
+from postlude.checks import one_of
 
-from postlude.data import IGNORE, Microbatch
-from postlude.objectives.checks import one_of
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from postlude.data import Microbatch
 
 Mean = Literal["tokens", "sequences", "groups"]
 
@@ -32,6 +33,8 @@ def weights(
     The first token of a sequence is predicted by nothing, so its mask is taken as 0. A sequence, or a group, with
     nothing to learn weighs nothing and is not counted. `groups` names the prompt of each sequence, for "groups".
     """
+    import torch
+
     one_of("mean", mean, get_args(Mean))
     read = [torch.as_tensor(mask).to(torch.float32, copy=True) for mask in masks]
     for mask in read:
@@ -57,6 +60,8 @@ def learned(microbatch: Microbatch, over: str) -> tuple[Tensor, Tensor]:
 
     Targets are `IGNORE` where the weight is zero, so that nothing is projected that nothing is learned from.
     """
+    from postlude.data import IGNORE
+
     if over == "tokens":
         return microbatch.targets, (microbatch.targets != IGNORE).float()
     values = microbatch.column(over).float()

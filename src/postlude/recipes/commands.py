@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
-from postlude.recipes import distill, dpo, evaluation, grpo, sft
-from postlude.recipes.preflight import Check, Subject
+from postlude.recipes.configs import DistillConfig, DPOConfig, EvalConfig, GRPOConfig, SFTConfig
+
+if TYPE_CHECKING:
+    from postlude.recipes.preflight import Check, Subject
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A config, what must hold before it is run, and what runs it.
+    """A config, the file beside this one that has `checks(subject)` and `run(config, device)`, and what it does.
 
-    `checks` are looked at in the command's own process; `run(config, device)` on every rank returns the report's path.
+    That file is imported when it is needed, and torch with it.
     """
 
     config: type
-    checks: Callable[[Subject], list[Check]]
-    run: Callable[[Any, str], Path]
+    module: str
     help: str
+
+    def run(self, config: Any, device: str) -> Path:
+        """Run it on every rank. Returns the report's path."""
+        return cast(Path, self._file.run(config, device))
+
+    def checks(self, subject: Subject) -> list[Check]:
+        """What must hold before it is run: looked at in the command's own process."""
+        return cast("list[Check]", self._file.checks(subject))
+
+    @property
+    def _file(self) -> ModuleType:
+        return importlib.import_module(f"postlude.recipes.{self.module}")
 
 
 RECIPES = {
-    "sft": Recipe(sft.SFTConfig, sft.checks, sft.run, "learn the answers in a dataset"),
-    "dpo": Recipe(dpo.DPOConfig, dpo.checks, dpo.run, "learn from pairs of answers, one preferred: DPO, IPO, SimPO"),
-    "grpo": Recipe(
-        grpo.GRPOConfig, grpo.checks, grpo.run, "train on rewards: learn from the better of sampled answers"
-    ),
-    "distill": Recipe(distill.DistillConfig, distill.checks, distill.run, "take on a teacher's distribution"),
-    "eval": Recipe(evaluation.EvalConfig, evaluation.checks, evaluation.run, "answer tasks and score the answers"),
+    "sft": Recipe(SFTConfig, "sft", "learn the answers in a dataset"),
+    "dpo": Recipe(DPOConfig, "dpo", "learn from pairs of answers, one preferred: DPO, IPO, SimPO"),
+    "grpo": Recipe(GRPOConfig, "grpo", "train on rewards: learn from the better of sampled answers"),
+    "distill": Recipe(DistillConfig, "distill", "take on a teacher's distribution"),
+    "eval": Recipe(EvalConfig, "evaluation", "answer tasks and score the answers"),
 }

@@ -3,72 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 from postlude.data import Batch
 from postlude.data.chat import Encoded
 from postlude.engine import Engine
-from postlude.objectives import Distill
+from postlude.recipes.configs import MASK, DistillConfig, OwnAnswers
 from postlude.recipes.examples import Examples, Indexed
 from postlude.recipes.preflight import Check, Subject, check_teacher, of_environment, of_rows, of_teacher, of_training
 from postlude.recipes.rollouts import Rollouts, shown, summary
-from postlude.recipes.schema import Kind
-from postlude.recipes.settings import (
-    Answers,
-    EnvironmentSettings,
-    Gym,
-    ObjectiveFile,
-    at_least,
-    built,
-    room_for_prompts,
-)
-from postlude.recipes.supervised import Supervised, SupervisedTrainer
+from postlude.recipes.settings import ObjectiveFile, built
+from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
 from postlude.rollout.environments import Transcript
 from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.tasks import Task
-
-MASK = "response_mask"
-DistillObjective: TypeAlias = Annotated[Distill, Kind("distill")] | Annotated[ObjectiveFile, Kind("file")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnAnswers:
-    """The student's own answers to tasks, on which the teacher then corrects it."""
-
-    environment: EnvironmentSettings = field(default_factory=lambda: Gym(task="chain_sum"))
-    """Where tasks come from. Rewards are reported, not learned from."""
-    answers: Answers = field(default_factory=Answers)
-    """How answers are drawn."""
-    samples: int = 1
-    """Answers to each prompt."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "samples")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillConfig(Supervised):
-    """Everything that decides a run of distillation."""
-
-    teacher: str
-    """A Hugging Face directory, a GGUF file, or a built-in model, with the tokens of the student."""
-    data: Annotated[Examples, Kind("examples")] | Annotated[OwnAnswers, Kind("own_answers")] = field(
-        default_factory=OwnAnswers
-    )
-    """What is learned on: written answers, or the student's own."""
-    top_k: int = 64
-    """How many of the teacher's likeliest tokens are compared at every position."""
-    objective: DistillObjective = field(default_factory=lambda: Distill(over=MASK))
-    """What is minimised. One of yours finds the columns "response_mask", "teacher_ids" and "teacher_logprobs"."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "top_k")
-        if isinstance(self.data, OwnAnswers):
-            room_for_prompts(self.data.answers, self.budget)
 
 
 class DistillTrainer(SupervisedTrainer[Encoded | Task]):

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 from postlude.data import Batch
 from postlude.data.chat import Encoded, preference_batch
 from postlude.engine.reference import Reference
-from postlude.objectives import Preference
-from postlude.recipes.examples import Encodings, Pairs
+from postlude.recipes.configs import DPOConfig
+from postlude.recipes.examples import Encodings
 from postlude.recipes.preflight import Check, Subject, of_rows, of_training
-from postlude.recipes.schema import Kind
-from postlude.recipes.settings import ObjectiveFile, built
-from postlude.recipes.supervised import Supervised, SupervisedTrainer
+from postlude.recipes.settings import built
+from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
-
-PairObjective: TypeAlias = Annotated[Preference, Kind("preference")] | Annotated[ObjectiveFile, Kind("file")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPOConfig(Supervised):
-    """Everything that decides a run of DPO, IPO or SimPO."""
-
-    data: Pairs
-    """The pairs to learn from."""
-    objective: PairObjective = field(default_factory=Preference)
-    """What is minimised. One of yours finds the columns "response_mask" and "reference_logprobs", and the two of a pair
-    side by side."""
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the objective looks at the model that the run started from."""
-        return isinstance(self.objective, ObjectiveFile) or self.objective.reference
 
 
 class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):

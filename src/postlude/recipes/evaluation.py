@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,34 +12,16 @@ from postlude.hf.load import load_model, load_tokenizer
 from postlude.recipes import schema
 from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
+from postlude.recipes.configs import EvalConfig
 from postlude.recipes.ending import Ending
 from postlude.recipes.live import LiveView
 from postlude.recipes.preflight import Check, Subject, of_environment, of_model
 from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
 from postlude.recipes.run import open_run
-from postlude.recipes.settings import DTYPES, Answers, EnvironmentSettings, Gym, Model, at_least, room_for_prompts
 from postlude.recipes.verdict import EVALUATED, REPORT
 from postlude.rollout.gathered import SharedGenerator
 
 PAGE = 256  # tasks answered at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig(Model):
-    """Everything that decides an evaluation. Every rank has the whole model and answers its share."""
-
-    environment: EnvironmentSettings = field(default_factory=lambda: Gym(task="chain_sum"))
-    """Where tasks and rewards come from."""
-    tasks: int = 256
-    """How many tasks are answered: the last of the environment, as training holds them out."""
-    samples: int = 1
-    """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
-    answers: Answers = field(default_factory=lambda: Answers(temperature=0.0))
-    """How answers are drawn."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "tasks", "samples")
-        room_for_prompts(self.answers, self.budget)
 
 
 def checks(subject: Subject) -> list[Check]:
@@ -56,7 +37,9 @@ def run(config: EvalConfig, device: str = "cpu") -> Path:
     directory.resume_at(-1)
     tokenizer = load_tokenizer(config.model)
     default = torch.bfloat16 if device == "cuda" else torch.float32
-    model = load_model(config.model, dtype=DTYPES[config.dtype] if config.dtype else default, device=device).eval()
+    model = load_model(
+        config.model, dtype=getattr(torch, config.dtype) if config.dtype else default, device=device
+    ).eval()
     clock = Clock()
     with closing(directory), closing(config.environment.build(config.seed)) as environment:
         rollouts = Rollouts(

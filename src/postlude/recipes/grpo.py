@@ -4,131 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
 from postlude.data import Batch
 from postlude.data.chat import ChatTokenizer, Encoded, Encoder, TooLong
 from postlude.data.datasets import Sampler
-from postlude.engine import AdamW
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
+from postlude.recipes.configs import GRPOConfig
 from postlude.recipes.metrics import LOSS, SKIPPED
 from postlude.recipes.preflight import Check, Subject, of_environment, of_training
 from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
 from postlude.recipes.run import step_of
-from postlude.recipes.schema import Kind
-from postlude.recipes.settings import (
-    Answers,
-    EnvironmentSettings,
-    Evaluation,
-    Gym,
-    ObjectiveFile,
-    OptimizerSettings,
-    Training,
-    at_least,
-    built,
-    room_for_prompts,
-)
+from postlude.recipes.settings import built
 from postlude.recipes.trainer import Trainer, train
 from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.tasks import Task, Tasks, hold_out
 
-PolicyObjective: TypeAlias = Annotated[PolicyGradient, Kind("policy")] | Annotated[ObjectiveFile, Kind("file")]
 REFERENCE = "reference"  # in the run's directory: the weights that a penalty is measured from
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmStart:
-    """Supervised steps on the tasks' own answers, before the first rollout."""
-
-    steps: int = 0
-    """How many; 0 leaves it out."""
-    examples: int = 64
-    """Examples a step."""
-    optimizer: OptimizerSettings = field(default_factory=lambda: AdamW(lr=2e-3))
-    """How weights are moved in them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPOConfig(Training):
-    """Everything that decides a GRPO run."""
-
-    environment: EnvironmentSettings = field(default_factory=lambda: Gym(task="chain_sum"))
-    """Where tasks and rewards come from."""
-    steps: int = 200
-    """Steps of GRPO, after those of the warm start."""
-    prompts: int = 32
-    """Prompts a step."""
-    samples: int = 8
-    """Answers to each prompt: a group."""
-    answers: Answers = field(default_factory=Answers)
-    """How answers are drawn."""
-    objective: PolicyObjective = field(default_factory=lambda: PolicyGradient(clip_high=0.28))
-    """What is minimised. Columns that it, or one of yours, finds: to be a mean over, "response_mask" of sampled
-    tokens, "sequence_mean" of answers, "group_mean" of prompts; "advantages", "old_logprobs", "rollout_logprobs";
-    "positive", 1 for answers with a reward of 1; and "reference_logprobs" where it asks for them."""
-    reference: bool = False
-    """Whether an objective of yours reads what the model after the warm start says; the one here knows itself."""
-    advantages: Literal["grpo", "grpo_loo", "dr_grpo", "rloo"] = "grpo"
-    """How rewards become advantages within a group: with the mean of all or of the others, divided by the deviation
-    or not."""
-    minibatches: int = 1
-    """Optimizer steps a rollout; each takes an equal share of the prompts."""
-    old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Whether the ratio starts from what the sampler said or from what the trainer computes."""
-    dynamic_sampling: int = 0
-    """How many more rounds of prompts to draw in place of groups whose rewards are all alike (DAPO)."""
-    overlong: Literal["learn", "mask"] = "learn"
-    """Whether answers cut off at max_new_tokens are learned from or left out."""
-    overlong_penalty: float = 0.0
-    """Taken from the reward of an answer that was cut off."""
-    warm_start: WarmStart = field(default_factory=WarmStart)
-    """Supervised steps before the first rollout."""
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    """How progress is measured on held-out tasks."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "steps", "prompts", "minibatches")
-        at_least(self, 0, "dynamic_sampling", "overlong_penalty")
-        room_for_prompts(self.answers, self.budget)
-        if self.samples < 2:
-            raise ValueError(f"samples is {self.samples}, but a group needs at least 2 answers to compare.")
-        if self.answers.temperature <= 0:
-            raise ValueError("answers.temperature is 0, but a group of equal answers has nothing to compare.")
-        if isinstance(self.objective, PolicyGradient):
-            if self.reference:
-                raise ValueError("reference is for an objective of yours; set objective.kl instead.")
-            if self.objective.temperature not in (1.0, self.answers.temperature):
-                raise ValueError(
-                    f"objective.temperature is {self.objective.temperature:g}, but answers are drawn at "
-                    f"{self.answers.temperature:g}. Leave it out: it is taken from there."
-                )
-            if self.objective.correction is not None and self.starts_from_rollout:
-                raise ValueError(
-                    "objective.correction weighs the trainer's log-probs against the sampler's, but old_logprobs takes "
-                    "the sampler's for both. Set old_logprobs to recompute."
-                )
-        if self.prompts % self.minibatches:
-            raise ValueError(f"minibatches is {self.minibatches}, which does not divide prompts={self.prompts}.")
-
-    @property
-    def starts_from_rollout(self) -> bool:
-        """Whether ratios are taken to what the sampler said, so that the first of them show how far it is off."""
-        objective = self.objective
-        own = isinstance(objective, PolicyGradient) and objective.ratio != "on_policy"
-        return own and self.old_logprobs == "rollout"
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the objective looks at the model that GRPO started from."""
-        return self.reference if isinstance(self.objective, ObjectiveFile) else self.objective.kl is not None
 
 
 class GRPOTrainer(Trainer):

@@ -30,7 +30,6 @@ from postlude.recipes.examples import Examples, Pairs
 from postlude.recipes.memory import Memory, estimate, parameters_in
 from postlude.recipes.rollouts import encode_prompt
 from postlude.recipes.settings import (
-    DTYPES,
     Answers,
     EnvironmentSettings,
     ObjectiveFile,
@@ -107,7 +106,7 @@ class Subject:
         optimizer = config.optimizer
         moments = 2 if isinstance(optimizer, AdamW) else int(optimizer.momentum > 0)
         on_gpu = self.start.device == "cuda"
-        dtype = DTYPES[config.dtype] if config.dtype else torch.bfloat16 if on_gpu else torch.float32
+        dtype = getattr(torch, config.dtype or ("bfloat16" if on_gpu else "float32"))
         return estimate(
             self.model[1],
             config.layout,

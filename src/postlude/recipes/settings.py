@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-import torch
-
 from postlude.data.datasets import read_rows
-from postlude.engine import SGD, AdamW
 from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
+from postlude.optimizer import SGD, AdamW
 from postlude.recipes.schema import Kind
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn
 from postlude.rollout.rewards import RewardPool
@@ -19,7 +17,7 @@ from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
 from postlude.rollout.verifiers import MathReward
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Recompute = Literal["none", "selective", "full"]
 OptimizerSettings: TypeAlias = Annotated[AdamW, Kind("adamw")] | Annotated[SGD, Kind("sgd")]
 
 
@@ -259,7 +257,7 @@ class Training(Model):
     """How the model is divided, such as pp=2,tp=2."""
     optimizer: OptimizerSettings = field(default_factory=AdamW)
     """How weights are moved."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """What is computed again in the backward instead of kept."""
     save_every: int = 50
     """Steps between checkpoints; 0 saves the last one alone."""

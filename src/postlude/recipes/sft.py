@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 from postlude.data import Batch
 from postlude.data.chat import Encoded, sft_batch
-from postlude.objectives import SFT
-from postlude.recipes.examples import Encodings, Examples
+from postlude.recipes.configs import SFTConfig
+from postlude.recipes.examples import Encodings
 from postlude.recipes.preflight import Check, Subject, of_rows, of_training
-from postlude.recipes.schema import Kind
-from postlude.recipes.settings import ObjectiveFile, built
-from postlude.recipes.supervised import Supervised, SupervisedTrainer
+from postlude.recipes.settings import built
+from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
-
-SFTObjective: TypeAlias = Annotated[SFT, Kind("sft")] | Annotated[ObjectiveFile, Kind("file")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig(Supervised):
-    """Everything that decides an SFT run."""
-
-    data: Examples
-    """The rows to learn from."""
-    objective: SFTObjective = field(default_factory=lambda: SFT(over="loss_mask"))
-    """What is minimised. One of yours finds the column "loss_mask": 1 for tokens to learn."""
 
 
 class SFTTrainer(SupervisedTrainer[Encoded]):

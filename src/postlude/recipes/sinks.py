@@ -95,7 +95,7 @@ class TensorBoard:
     def __init__(self, directory: Path, *, first_step: int | None) -> None:
         self._writer: Any = None
         try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  slow, and it may not be there
+            from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             warnings.warn(
                 "No TensorBoard files are written: the package is missing (pip install tensorboard). "

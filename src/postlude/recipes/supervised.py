@@ -4,40 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from postlude.data import Batch
 from postlude.objectives import Objective
+from postlude.recipes.configs import Supervised
 from postlude.recipes.examples import Course, Indexed
 from postlude.recipes.metrics import EVAL, LOSS
-from postlude.recipes.settings import HeldOut, Training, at_least
 from postlude.recipes.trainer import Trainer
 
 Row = TypeVar("Row")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Supervised(Training):
-    """What is common to recipes that learn from rows."""
-
-    batch: int = 32
-    """Rows a step."""
-    epochs: float = 1.0
-    """How often each row is learned. Not used where steps are given."""
-    steps: int | None = None
-    """How many steps; none takes as many as the epochs need."""
-    held_out: HeldOut = field(default_factory=HeldOut)
-    """Rows to measure progress on."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "batch")
-        if self.steps is not None:
-            at_least(self, 1, "steps")
-        if self.epochs <= 0:
-            raise ValueError(f"epochs is {self.epochs:g}, but must be above 0.")
 
 
 class SupervisedTrainer(Trainer, Generic[Row]):

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from postlude.data import Batch
 from postlude.engine import Engine
-from postlude.engine.optimizer import OptimizerConfig
 from postlude.hf.load import load_tokenizer
 from postlude.objectives import Objective
+from postlude.optimizer import OptimizerConfig
 from postlude.recipes import schema
 from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
@@ -26,7 +26,7 @@ from postlude.recipes.ending import Ending, Outcome, forget_ending
 from postlude.recipes.live import LiveView
 from postlude.recipes.metrics import LOSS, SKIPPED, SPEED
 from postlude.recipes.run import RunDirectory, is_first_rank, open_run
-from postlude.recipes.settings import DTYPES, Training
+from postlude.recipes.settings import Training
 from postlude.recipes.verdict import MODEL, REPORT
 
 MAY_CHANGE = ("run", "layout", "budget", "recompute", "save_every", "keep", "wandb", "steps", "max_skipped", "export")
@@ -56,7 +56,7 @@ class Trainer(ABC):
             layout=config.layout,
             optimizer=optimizer or config.optimizer,
             budget=config.budget,
-            compute_dtype=None if config.dtype is None else DTYPES[config.dtype],
+            compute_dtype=None if config.dtype is None else getattr(torch, config.dtype),
             device=device,
             recompute=config.recompute,
             seed=config.seed,

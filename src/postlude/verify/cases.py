@@ -1,12 +1,10 @@
-"""What is compared: layouts, objectives, and batches that are hard to divide."""
+"""What is compared: a model in a layout, on batches that are hard to divide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,37 +15,10 @@ from postlude.hf.load import Source, experts_in, read_config
 from postlude.layout import Layout
 from postlude.model import ModelConfig
 from postlude.model.recompute import Recompute
-from postlude.objectives import SFT, Objective, PolicyGradient, Preference, ReferenceKL
+from postlude.verify.choices import GRID
 
 BUDGET = 32
 FRESH_RANGE = 0.1  # fresh weights this wide give outputs that tell tokens apart
-
-# Every axis alone and in company. A model without experts leaves out those that need them.
-GRID = tuple(
-    Layout.parse(text)
-    for text in (
-        "tp=2",
-        "tp=4",
-        "pp=2",
-        "pp=4",
-        "pp=2,vpp=2",
-        "cp=2",
-        "cp=4",
-        "dp_shard=2,ep=2",
-        "dp_shard=4,ep=4",
-        "dp_shard=2",
-        "dp_shard=4",
-        "dp_replicate=2,dp_shard=2",
-        "tp=2,pp=2",
-        "tp=2,cp=2",
-        "pp=2,cp=2",
-        "cp=2,ep=2",
-        "pp=2,dp_shard=2,ep=2",
-        "tp=2,ep=2",
-        "tp=2,pp=2,cp=2",
-        "pp=2,vpp=2,cp=2,dp_shard=2",
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -119,20 +90,3 @@ def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int, pairs: bool) ->
         },
         groups=[index // 2 for index in range(len(lengths))] if pairs else None,
     )
-
-
-OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
-    {
-        "sft": SFT(over="response_mask"),
-        "grpo": PolicyGradient(clip_high=0.28, kl=ReferenceKL(coefficient=0.1), entropy=0.05),
-        "gspo": PolicyGradient(ratio="sequence", length=8.0),
-        "dpo": Preference(beta=0.1, nll=0.2),
-    }
-)
-
-
-def objective_named(name: str) -> Objective:
-    """One of `OBJECTIVES`."""
-    if name not in OBJECTIVES:
-        raise ValueError(f"objective {name!r} is unknown; there are {', '.join(OBJECTIVES)}.")
-    return OBJECTIVES[name]

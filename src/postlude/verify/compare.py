@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,8 @@ from postlude.layout import Layout
 from postlude.mesh import Mesh
 from postlude.model import LanguageModel, OutputInputs
 from postlude.ops.linear_logprobs import TokenStats
-from postlude.verify.cases import BUDGET, Case, batches, objective_named
-
-# Of the largest value. Half precision rounds each rank's part by itself, so layouts differ by a few of its steps.
-TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
-    {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-)
+from postlude.verify.cases import BUDGET, Case, batches
+from postlude.verify.choices import TOLERANCES, objective_named
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Report:
     def passes(self, tolerance: float | None = None) -> bool:
         """Whether everything is within the tolerance, by default that of the dtype."""
         if tolerance is None:
-            tolerance = TOLERANCES[self.case.compute_dtype]
+            tolerance = TOLERANCES[str(self.case.compute_dtype).removeprefix("torch.")]
         return all(off <= tolerance for off in (self.loss, self.logprob, self.entropy, *self.gradients.values()))
 
 

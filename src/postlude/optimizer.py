@@ -1,15 +1,20 @@
-"""AdamW, SGD and the learning-rate schedule, as values; and the optimizer they make over a model's parameters."""
+"""AdamW, SGD and the learning-rate schedule, as values; and the optimizer they make over a model's parameters.
+
+The values need no torch: configs are made of them. What is built of them imports it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from postlude.checks import above, at_least, one_of, share
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Shape = Literal["constant", "linear", "cosine"]
 
@@ -31,12 +36,12 @@ class Schedule:
     """What it goes down to, as a share of lr."""
 
     def __post_init__(self) -> None:
-        if self.shape not in get_args(Shape):
-            raise ValueError(f"schedule {self.shape!r} is unknown; use {', '.join(get_args(Shape))}.")
-        if self.warmup < 0 or not 0.0 <= self.floor <= 1.0:
-            raise ValueError(
-                f"warmup={self.warmup}, floor={self.floor}: warmup is at least 0, and floor within 0 to 1."
-            )
+        one_of("the shape of a schedule", self.shape, get_args(Shape))
+        at_least("warmup", self.warmup, 0)
+        if self.steps is not None:
+            at_least("steps", self.steps, 1)
+        if not 0.0 <= self.floor <= 1.0:
+            raise ValueError(f"floor is {self.floor:g}, but a share of the learning rate lies between 0 and 1.")
         if self.shape != "constant" and (self.steps is None or self.steps <= self.warmup):
             raise ValueError(
                 f"a {self.shape} schedule with warmup={self.warmup} needs more `steps` than that, but has {self.steps}."
@@ -70,8 +75,16 @@ class AdamW:
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over steps."""
 
+    def __post_init__(self) -> None:
+        _check(self)
+        for place, beta in enumerate(self.betas):
+            share(f"betas[{place}]", beta)
+        above("eps", self.eps, 0.0)
+
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over these parameters."""
+        import torch
+
         groups = _groups(parameters, self.weight_decay)
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
@@ -91,8 +104,14 @@ class SGD:
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over steps."""
 
+    def __post_init__(self) -> None:
+        _check(self)
+        share("momentum", self.momentum)
+
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over these parameters."""
+        import torch
+
         groups = _groups(parameters, self.weight_decay)
         # Not fused: DTensors have no fused step of it.
         return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, foreach=True)
@@ -101,8 +120,18 @@ class SGD:
 OptimizerConfig = AdamW | SGD
 
 
+def _check(optimizer: OptimizerConfig) -> None:
+    """Refuse what no optimizer can mean."""
+    at_least("lr", optimizer.lr, 0.0)
+    at_least("weight_decay", optimizer.weight_decay, 0.0)
+    if optimizer.max_grad_norm is not None:
+        above("max_grad_norm", optimizer.max_grad_norm, 0.0)
+
+
 def _groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """One group a mesh, since a fused step wants its parameters on one, with and without decay."""
+    from torch.distributed.tensor import DTensor
+
     groups: dict[Any, dict[str, Any]] = {}
     for parameter in parameters.values():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -1,0 +1,58 @@
+"""`postlude info`: what a model is made of."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from postlude.hf.load import adapt, read_config
+from postlude.model import LanguageModel
+from postlude.model.stack import LogicalLayer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Pattern, parameters by block and memory by dtype. Reads the config alone."""
+    _, config = adapt(read_config(options.model))
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    counts: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        counts[parts[2] if parts[0] == "layers" else parts[0]] += parameter.numel()
+    blocks = Counter(name for layer in model.layers.values() for name in cast(LogicalLayer, layer).block_names)
+    total = sum(counts.values())
+
+    tied = "tied to the embedding" if config.tied_head else "its own"
+    for line in (
+        f"{options.model}  {config.family}, {total:,} parameters",
+        f"pattern  {config.pattern}",
+        f"layers   {len(config.pattern)}, hidden {config.hidden_size}, vocabulary {config.vocab_size}, head {tied}",
+    ):
+        console.print(line, markup=False, highlight=False)  # a pattern's brackets are not markup
+    table = Table("part", "count", "parameters each", "parameters", "share", title="Parameters")
+    for name, size in counts.items():
+        number = blocks.get(name, 1)
+        table.add_row(name, str(number), f"{size // number:,}", f"{size:,}", f"{size / total:.1%}")
+    console.print(table)
+    memory = Table("dtype", "weights", "with gradients", "with AdamW states", title="Memory")
+    for dtype in DTYPES:
+        label, each = str(dtype).removeprefix("torch."), dtype.itemsize
+        # AdamW keeps two moments and, beside half-precision weights, a master copy; all three in fp32.
+        states = 8 + (4 if each < 4 else 0)
+        memory.add_row(label, *(_bytes(total * size) for size in (each, 2 * each, 2 * each + states)))
+    console.print(memory)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

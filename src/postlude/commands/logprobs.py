@@ -1,0 +1,70 @@
+"""`postlude logprobs`: a text, token by token."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from postlude.data import pack
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.model import OutputInputs
+
+ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """A table of every token's log-prob, the entropy where it was predicted, and its rank among all tokens."""
+    device = _device(options.device)
+    text = sys.stdin.read() if options.text == "-" else options.text
+    tokenizer = load_tokenizer(options.model)
+    tokens = tokenizer(text)["input_ids"]
+    if len(tokens) < 2:
+        raise ValueError(
+            f"the text has {len(tokens)} token(s), but a log-prob needs one before it; give a longer --text."
+        )
+    model = load_model(options.model, dtype=options.dtype and getattr(torch, options.dtype), device=device).eval()
+    if max(tokens) >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {max(tokens)}, but the vocabulary ends at {model.config.vocab_size - 1}; "
+            "the two do not belong together."
+        )
+    (microbatch,) = pack([tokens], budget=len(tokens))
+    with torch.no_grad():
+        stats = model(microbatch.to(device), output_processor=_score)
+    logprob, entropy, rank = (column.tolist() for column in stats)
+    table = Table("#", "token", "log-prob", "entropy", "rank")
+    names = [escape(repr(tokenizer.decode([token]))) for token in tokens]
+    table.add_row("0", names[0], "", "", "")
+    for i, name in enumerate(names[1:]):
+        table.add_row(str(i + 1), name, f"{logprob[i]:.4f}", f"{entropy[i]:.4f}", str(rank[i]))
+    console.print(table)
+    mean = sum(logprob[:-1]) / (len(tokens) - 1)
+    console.print(f"mean log-prob {mean:.4f}, perplexity {torch.tensor(-mean).exp().item():.3f}")
+
+
+def _score(inputs: OutputInputs, context: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, entropy and rank (1 is the likeliest) of the next token at every position, each [T]."""
+    targets = inputs.microbatch.targets
+    stats = inputs.head.logprobs(inputs.hidden, targets, entropy=True)
+    assert stats.entropy is not None
+    ranks = []
+    for hidden, target in zip(inputs.hidden.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True):
+        logits = inputs.head.logits(hidden)
+        ranks.append((logits > logits.gather(-1, target.clamp_min(0)[:, None])).sum(-1) + 1)
+    return stats.logprob, stats.entropy, torch.cat(ranks)
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"{text!r} is no device here ({str(error).splitlines()[0]}).") from error
+    return device

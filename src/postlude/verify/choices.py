@@ -1,0 +1,55 @@
+"""What a comparison can be made of: layouts, objectives, and how far apart two answers may be. They need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from postlude.layout import Layout
+from postlude.objectives import SFT, Objective, PolicyGradient, Preference, ReferenceKL
+
+# Of the largest value. Half precision rounds each rank's part by itself, so layouts differ by a few of its steps.
+TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3})
+
+# Every axis alone and in company. A model without experts leaves out those that need them.
+GRID = tuple(
+    Layout.parse(text)
+    for text in (
+        "tp=2",
+        "tp=4",
+        "pp=2",
+        "pp=4",
+        "pp=2,vpp=2",
+        "cp=2",
+        "cp=4",
+        "dp_shard=2,ep=2",
+        "dp_shard=4,ep=4",
+        "dp_shard=2",
+        "dp_shard=4",
+        "dp_replicate=2,dp_shard=2",
+        "tp=2,pp=2",
+        "tp=2,cp=2",
+        "pp=2,cp=2",
+        "cp=2,ep=2",
+        "pp=2,dp_shard=2,ep=2",
+        "tp=2,ep=2",
+        "tp=2,pp=2,cp=2",
+        "pp=2,vpp=2,cp=2,dp_shard=2",
+    )
+)
+
+OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
+    {
+        "sft": SFT(over="response_mask"),
+        "grpo": PolicyGradient(clip_high=0.28, kl=ReferenceKL(coefficient=0.1), entropy=0.05),
+        "gspo": PolicyGradient(ratio="sequence", length=8.0),
+        "dpo": Preference(beta=0.1, nll=0.2),
+    }
+)
+
+
+def objective_named(name: str) -> Objective:
+    """One of `OBJECTIVES`."""
+    if name not in OBJECTIVES:
+        raise ValueError(f"objective {name!r} is unknown; there are {', '.join(OBJECTIVES)}.")
+    return OBJECTIVES[name]

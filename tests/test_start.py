@@ -1,0 +1,53 @@
+"""The first second: help and mistakes are answered without torch, and `info` without what it does not read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+WATCHED = """
+import json, sys
+from postlude.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code
+print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)
+"""
+
+
+def started(*arguments: str) -> tuple[int, str, set[str]]:
+    """The exit code of a command in a process of its own, what it said, and the modules it imported."""
+    command = [sys.executable, "-c", WATCHED, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    *told, last = done.stderr.splitlines()
+    code, modules = json.loads(last)
+    return code or 0, done.stdout + "\n".join(told), set(modules)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("--help", 0, "COMMAND"),
+        ("--version", 0, "postlude "),
+        ("grpo --help", 0, "--optimizer.lr (adamw)"),
+        ("verify --help", 0, "--grid"),
+        ("", 2, "required: COMMAND"),
+        ("dance", 2, "invalid choice: 'dance'"),
+        ("info tiny-dense --verbose", 2, "'--verbose' is not an option"),
+        ("verify tiny-dense --grid --dtype int8", 2, "invalid choice: 'int8'"),
+        ("grpo recipes/demo.yaml --optimzer.lr 1", 2, 'did you mean "optimizer.lr"?'),
+        ("grpo recipes/demo.yaml --steps many", 2, "give a whole number"),
+        ("grpo recipes/demo.yaml --optimizer.lr -1", 2, "lr is -1"),
+        ("grpo recipes/dmo.yaml", 2, "did you mean"),
+        ("sft --data.path rows.jsonl --optimizer.schedule.warmup -1", 2, "warmup is -1"),
+    ],
+)
+def test_help_and_mistakes_need_no_torch(arguments: str, code: int, said: str) -> None:
+    found, told, modules = started(*arguments.split())
+    assert found == code
+    assert said in told
+    assert not modules & {"torch", "transformers", "tokenizers", "numpy"}
