@@ -19,6 +19,8 @@ ROOMS = (
     "devices",
     "last_words",
     "launcher",
+    "agreement",
+    "parts",
     "ops",
     "integrations",
     "data",
@@ -44,6 +46,7 @@ TORCH_ONLY = (
     "devices",
     "last_words",
     "launcher",
+    "agreement",
     "ops",
     "model",
     "pipeline",
@@ -82,6 +85,28 @@ def test_imports_point_up_the_list(path: Path) -> None:
     used = {name.split(".")[1] for name in imports(path) if name.startswith("postlude.")}
     assert used <= allowed, f"{path.relative_to(ROOT)} in {room} imports {sorted(used - allowed)}"
     assert "postlude" not in imports(path), f"{path.relative_to(ROOT)} imports the front door; import the room itself"
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("postlude", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("room", ["engine"])
+def test_no_module_of_a_room_imports_one_that_imports_it(room: str) -> None:
+    """In whatever way: an import for type checkers alone is a circle, too."""
+    names = {name_of(path): path for path in modules() if room_of(path) == room}
+    ways: dict[str, set[str]] = {}
+    for name, path in names.items():
+        froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        whole = [(str(node.module), f"{node.module}.{alias.name}") for node in froms for alias in node.names]
+        ways[name] = {inner if inner in names else outer for outer, inner in whole}
+    for start in ways:
+        seen, ahead = set[str](), [start]
+        while ahead:
+            nearer = [name for name in ways.get(ahead.pop(), ()) if name in ways and name not in seen]
+            assert start not in nearer, f"{start} imports itself by way of {sorted(seen)}"
+            seen |= set(nearer)
+            ahead += nearer
 
 
 @pytest.mark.parametrize(

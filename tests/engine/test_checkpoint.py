@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import hf_storage
 from transformers import LlamaConfig, PretrainedConfig
 
 from postlude import Layout
 from postlude.engine import SGD, AdamW, checkpoint
+from postlude.parts import StagedFile
 from tests.engine.training import batch, build, config, optimizer_state, policy, same, told, train, unlearnable, weights
 from tests.equality import assert_equal
 
@@ -210,15 +210,11 @@ def full(*arguments: Any, **options: Any) -> None:
 
 
 def no_room_for_tensors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hf_storage.HuggingFaceStorageWriter, "write_data", full)
+    patch.setattr(StagedFile, "write", full)
 
 
 def no_room_for_the_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Path, "write_text", full)
-
-
-def unreadable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint, "_crc32", full)
 
 
 def no_room_for_the_directory(patch: pytest.MonkeyPatch) -> None:
@@ -228,7 +224,6 @@ def no_room_for_the_directory(patch: pytest.MonkeyPatch) -> None:
 FAULTS: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
     "tensors": (1, no_room_for_tensors),
     "state": (0, no_room_for_the_state),
-    "sums": (1, unreadable),
     "directory": (0, no_room_for_the_directory),
 }
 
@@ -256,7 +251,7 @@ def save_over_remains(group: Any, directory: str) -> tuple[str, bool]:
     if dist.get_rank() == 0:  # as a save that was killed leaves it
         aside = Path(directory).parent / f".{Path(directory).name}.partial"
         aside.mkdir()
-        (aside / "shard-00009-model-00001-of-00001.safetensors").write_bytes(b"half a file")
+        (aside / "part-00009.safetensors").write_bytes(b"half a file")
     dist.barrier()
     engine.save(directory)
     before = weights(engine)
@@ -350,19 +345,13 @@ def lose_a_file(directory: Path) -> str:
     return f"FileNotFoundError: {directory} lacks {path.name}; load another checkpoint."
 
 
-def add_a_file(directory: Path) -> str:
-    path = directory / "model.safetensors"
-    shutil.copy(files(directory)[0], path)
-    return f"ValueError: {directory} holds {path.name}, which was not saved there. Take it out."
-
-
 def lose_the_state(directory: Path) -> str:
     (directory / "state.json").unlink()
     return f"FileNotFoundError: {directory} has no state.json, so it is not a checkpoint, or not a complete one."
 
 
 def spoil_the_state(directory: Path) -> str:
-    (directory / "state.json").write_text('{"format": 1,')
+    (directory / "state.json").write_text('{"format": 2,')
     return (
         f"ValueError: {directory / 'state.json'} cannot be read (Expecting property name enclosed in double quotes: "
         "line 1 column 14 (char 13)); load another checkpoint."
@@ -370,21 +359,20 @@ def spoil_the_state(directory: Path) -> str:
 
 
 def empty_the_state(directory: Path) -> str:
-    (directory / "state.json").write_text('{"format": 1}')
+    (directory / "state.json").write_text('{"format": 2}')
     return f"ValueError: {directory / 'state.json'} cannot be read ('step' is missing); load another checkpoint."
 
 
 def write_another_format(directory: Path) -> str:
     state = json.loads((directory / "state.json").read_text())
     (directory / "state.json").write_text(json.dumps(state | {"format": 99}))
-    return f"ValueError: {directory} has format 99, but this version of postlude reads format 1."
+    return f"ValueError: {directory} has format 99, but this version of postlude reads format 2."
 
 
 DAMAGES = (
     flip_a_byte,
     cut_short,
     lose_a_file,
-    add_a_file,
     lose_the_state,
     spoil_the_state,
     empty_the_state,
@@ -400,6 +388,30 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_and_changes_nothing(
     shutil.copytree(saved, directory)
     sentence = damage(directory)
     assert refused(ranks, directory) == sentence
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=[damage.__name__ for damage in DAMAGES])
+def test_a_checkpoint_can_be_checked_without_an_engine(
+    saved: Path, tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(saved, directory)
+    checkpoint.check(directory)
+    sentence = damage(directory)
+    assert told(lambda: checkpoint.check(directory)) == sentence
+
+
+def test_a_file_that_no_rank_reported_is_not_listed_but_missed(saved: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(saved, directory)
+    shutil.copy(files(directory)[0], directory / "model.safetensors")  # nobody's business
+    checkpoint.check(directory)
+    state = json.loads((directory / "state.json").read_text())
+    name, entry = next((name, entry) for name, entry in state["tensors"].items() if name.startswith("model/layers.1"))
+    entry["parts"].pop()
+    (directory / "state.json").write_text(json.dumps(state))
+    expected = f"ValueError: {directory} does not hold all of {name}; load another checkpoint."
+    assert told(lambda: checkpoint.check(directory)) == expected
 
 
 def test_no_directory_at_all_is_refused(ranks: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Engine: a model in any layout, and what a training loop asks of it. Start at `engine.py`."""
 
-from postlude.engine.engine import Engine, Result, StepResult, TokenScores
+from postlude.engine.engine import Engine, Result, StepResult
+from postlude.engine.reference import TokenScores
 from postlude.optimizer import SGD, AdamW, Schedule
 
 __all__ = ["SGD", "AdamW", "Engine", "Result", "Schedule", "StepResult", "TokenScores"]

@@ -1,37 +1,79 @@
 """Training state on disk: written aside and renamed, checked on load, from any layout to any other. Never pickle.
 
 A checkpoint is a directory of safetensors, each rank's parts in a file of its own, and `state.json`, which says what
-belongs to it. torch's distributed checkpoint does the resharding.
+belongs to it (`parts.py`). With its config.json, and the tokenizer if one was given, it is a model that can be loaded.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint import hf_storage, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from postlude.engine.engine import Engine
+from postlude.agreement import RankFailure, agreed, first_rank_says
+from postlude.engine.condition import Condition
+from postlude.engine.weights import speaks_for
+from postlude.mesh import Mesh
+from postlude.model.parallel import held, region
+from postlude.parts import STATE, Catalogue, Part, Reader, Staging, damaged, joined
 
-STATE = "state.json"
-FORMAT = 1
-ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files")
+FORMAT = 2
+ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files", "tensors")
 CRITIC = "model/value_head.weight"
+RANDOM = "rng/cpu"
 UNWRITTEN = "What was written is not a checkpoint; mend the cause and save again."
-Result = TypeVar("Result")
+
+
+class Trained(Protocol):
+    """What has a state to save: a model in parts, its optimizer, and how far it has come."""
+
+    step: int
+    skipped: int
+    optimizer_start: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks it is spread over."""
+        ...
+
+    @property
+    def condition(self) -> Condition:
+        """Whether it is whole."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What moves the parameters."""
+        ...
+
+    @property
+    def optimizer_config(self) -> object:
+        """The value it was made from."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """This rank's parameters by their global names."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's parameters and persistent buffers by their global names."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        ...
 
 
 class Saving:
@@ -58,194 +100,120 @@ class Saving:
 
 
 def save(
-    engine: Engine, directory: str | os.PathLike[str], extra: Mapping[str, Any] | None, group: dist.ProcessGroup
+    trained: Trained,
+    directory: str | os.PathLike[str],
+    extra: Mapping[str, Any] | None,
+    group: dist.ProcessGroup,
+    staging: Staging,
+    describe: Callable[[Path], None],
 ) -> Saving:
-    """Take a copy of the state now, and write it in the background, over a `group` of its own."""
+    """Take a copy of the state now, and write it in the background, over a `group` of its own.
+
+    `describe` puts the model's config into the directory, on the first rank. The copy is in `staging`, which must not
+    be used again before the checkpoint is written.
+    """
     target = Path(directory).expanduser().resolve()
+    aside = target.parent / f".{target.name}.partial"
     try:
         extra = json.loads(json.dumps(dict(extra or {})))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"`extra` is kept as JSON, which cannot hold it ({error}); give numbers, strings, lists and dicts."
         ) from error
-    if target.exists():
-        raise FileExistsError(f"{target} exists already; a checkpoint is written to a new directory.")
-    aside = target.parent / f".{target.name}.partial"
+
+    def prepare() -> bool:
+        if target.exists():
+            return False
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        describe(aside)
+        return True
+
     with _telling(f"{target} could not be written", UNWRITTEN):
-        _together(lambda: _make_empty(aside) if dist.get_rank() == 0 else None)
-    copied = {name: tensor.detach().clone() for name, tensor in tensors_to_save(engine).items()}
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)  # the copies are read by another thread, on another stream
+        if not agreed(lambda: None, lambda _: prepare(), group):
+            raise FileExistsError(f"{target} exists already; a checkpoint is written to a new directory.")
+    staged = staging.take(parts_to_save(trained))
     state = {
         "format": FORMAT,
-        "step": engine.step,
-        "skipped": engine.skipped,
-        "optimizer_start": engine.optimizer_start,
-        "optimizer": type(engine.optimizer_config).__name__,
-        "layout": str(engine.layout),
+        "step": trained.step,
+        "skipped": trained.skipped,
+        "optimizer_start": trained.optimizer_start,
+        "optimizer": type(trained.optimizer_config).__name__,
+        "layout": str(trained.mesh.layout),
         "extra": extra,
     }
 
+    def finish(written: list[Catalogue]) -> None:
+        entries = (state | joined(written)).items()
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries)
+        (aside / STATE).write_text(f"{{\n{lines}\n}}\n")
+        aside.rename(target)
+
     def write() -> None:
-        if engine.device.type == "cuda":
-            torch.cuda.set_device(engine.device)  # a thread begins on the first GPU
-        writer = hf_storage.HuggingFaceStorageWriter(str(aside), save_distributed=True)
         with _telling(f"{target} could not be written", UNWRITTEN):
-            state_dict_saver.save(copied, storage_writer=writer, process_group=group)
-            _finish(aside, target, state, group)
+            agreed(lambda: staged.write(aside / f"part-{dist.get_rank(group):05d}.safetensors"), finish, group)
 
     return Saving(write)
 
 
-def load(engine: Engine, directory: str | os.PathLike[str]) -> dict[str, Any]:
+def load(trained: Trained, directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Restore everything from a checkpoint of any layout. Returns the caller's `extra`.
 
-    What can be refused is refused before the engine is touched, on every rank alike.
+    What can be refused is refused before anything is touched, on every rank alike. The first rank reads what the
+    checkpoint holds and tells the others; each opens only the files that have parts it needs.
     """
     source = Path(directory).expanduser().resolve()
-    state = _on_every_rank(lambda: _read_state(source))[dist.get_rank()]
+    state = first_rank_says(lambda: read_state(source))
     _check_files(source, state["files"])
-    if state["optimizer"] != type(engine.optimizer_config).__name__:
+    if state["optimizer"] != type(trained.optimizer_config).__name__:
         raise ValueError(
             f"{source} was saved with {state['optimizer']}, but this engine has "
-            f"{type(engine.optimizer_config).__name__}. Give the engine the same optimizer."
+            f"{type(trained.optimizer_config).__name__}. Give the engine the same optimizer."
         )
-    reader = hf_storage.HuggingFaceStorageReader(str(source))
-    with _optimizer_at(engine, state["step"] - state["optimizer_start"]):
-        wanted = tensors_to_save(engine)
-        _check_tensors(source, wanted, reader)
+    with _optimizer_at(trained, state["step"] - state["optimizer_start"]):
+        wanted = {name: _part(tensor) for name, tensor in _named(trained).items()}
+        _check_tensors(source, wanted, state["tensors"])
+    reader = Reader(source, state)
     telling = _telling(f"{source} could not be read", "The engine may hold parts of it; load again.")
-    with engine.condition.writing("load"), telling:
-        state_dict_loader.load(wanted, storage_reader=reader)
-    engine.condition.mended(weights=True)
-    engine.zero_grad()
-    engine.step, engine.skipped = state["step"], state["skipped"]
-    engine.optimizer_start = state["optimizer_start"]
-    torch.set_rng_state(wanted["rng/cpu"])
-    for parameter in engine.parameters.values():
-        if "step" in engine.optimizer.state.get(parameter, {}):
-            engine.optimizer.state[parameter]["step"].fill_(engine.step - engine.optimizer_start)
+    with trained.condition.writing("load"), telling:
+        agreed(lambda: reader.fill(wanted), lambda _: None)
+    trained.condition.mended(weights=True)
+    trained.zero_grad()
+    trained.step, trained.skipped = state["step"], state["skipped"]
+    trained.optimizer_start = state["optimizer_start"]
+    torch.set_rng_state(wanted[RANDOM].values)
+    for parameter in trained.parameters.values():
+        if "step" in trained.optimizer.state.get(parameter, {}):
+            trained.optimizer.state[parameter]["step"].fill_(trained.step - trained.optimizer_start)
     extra: dict[str, Any] = state["extra"]
     return extra
 
 
-def tensors_to_save(engine: Engine) -> dict[str, Tensor]:
-    """Weights, optimizer state and random state, by names that are the same in every layout."""
-    found: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in engine.tensors.items()}
-    for name, parameter in engine.parameters.items():
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and key != "step":
-                found[f"optimizer/{key}/{name}"] = value
-    found["rng/cpu"] = torch.get_rng_state()
+def check(directory: str | os.PathLike[str]) -> None:
+    """Raise a sentence (`OSError` or `ValueError`) unless a checkpoint is whole and every byte is what was saved.
+
+    It reads all of it, in this process alone, and needs no engine.
+    """
+    source = Path(directory).expanduser().resolve()
+    state = read_state(source)
+    _refuse_damaged(source, damaged(source, state["files"]))
+    for name, entry in state["tensors"].items():
+        if sum(math.prod(size) for _, _, size in entry["parts"]) != math.prod(entry["shape"]):
+            raise ValueError(f"{source} does not hold all of {name}; load another checkpoint.")
+
+
+def parts_to_save(trained: Trained) -> dict[str, Part]:
+    """What this rank, of all that hold the same, is to write."""
+    found = {}
+    for name, tensor in _named(trained).items():
+        own = dist.get_rank() == 0 if name == RANDOM else speaks_for(name.rsplit("/", 1)[1], tensor, trained.mesh)
+        if own and held(tensor).numel():
+            found[name] = _part(tensor)
     return found
 
 
-@contextmanager
-def _optimizer_at(engine: Engine, step: int) -> Iterator[None]:
-    """Give the optimizer the state it has after `step` steps, to be overwritten; or what it had if that is refused."""
-    before = dict(engine.optimizer.state)
-    if not step:
-        engine.optimizer.state.clear()
-    elif not before:
-        _make_optimizer_state(engine)
-    try:
-        yield
-    except BaseException:
-        engine.optimizer.state.clear()
-        engine.optimizer.state.update(before)
-        raise
-
-
-def _make_optimizer_state(engine: Engine) -> None:
-    """Have the optimizer make its state: a step that changes nothing. Gradients that wait for a step keep waiting."""
-    rates = [group["lr"] for group in engine.optimizer.param_groups]
-    waiting = {name: parameter.grad for name, parameter in engine.parameters.items()}
-    for group in engine.optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in engine.parameters.values():
-        parameter.grad = torch.zeros_like(parameter)
-    engine.optimizer.step()
-    for name, parameter in engine.parameters.items():
-        parameter.grad = waiting[name]
-    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
-def _make_empty(aside: Path) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-
-
-def _finish(aside: Path, target: Path, state: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Each rank sums up its share of the files; the first writes what belongs to the checkpoint and renames it."""
-    parts = _together(lambda: _share_of_files(sorted(aside.glob("*.safetensors")), group), group)
-    state["files"] = {name: entry for part in parts for name, entry in part.items()}
-
-    def rename() -> None:
-        (aside / STATE).write_text(json.dumps(state, indent=2) + "\n")
-        aside.rename(target)
-
-    _together(lambda: rename() if dist.get_rank(group) == 0 else None, group)
-
-
-class _Failure(Exception):
-    """What a rank met, as every rank hears of it."""
-
-    def __init__(self, rank: int, cause: BaseException) -> None:
-        super().__init__(rank, cause)
-        self.rank, self.cause = rank, cause
-
-
-def _together(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
-    """Every rank's result. If work fails on one, it fails on all: none is left waiting."""
-    result, failure = None, None
-    try:
-        result = work()
-    except Exception as error:  # one that surely pickles, or its words
-        failure = error if isinstance(error, OSError | ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (result, failure), group=group)
-    for rank, (_, failed) in enumerate(everyone):
-        if failed is not None:
-            raise _Failure(rank, failed)
-    return [found for found, _ in everyone]
-
-
-def _on_every_rank(work: Callable[[], Result]) -> list[Result]:
-    """`_together`, where a failure is a sentence already and needs no rank."""
-    try:
-        return _together(work)
-    except _Failure as failure:
-        raise failure.cause from None
-
-
-@contextmanager
-def _telling(what: str, then: str) -> Iterator[None]:
-    """Failures of one rank or more as one sentence that names the first. torch's own are not even `Exception`s."""
-    try:
-        yield
-    except (CheckpointException, _Failure) as error:
-        if isinstance(error, _Failure):
-            rank, cause = error.rank, error.cause
-        else:
-            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise OSError(f"{what}: rank {rank} met {type(cause).__name__}: {cause}. {then}") from cause
-
-
-def _share_of_files(files: list[Path], group: dist.ProcessGroup | None = None) -> dict[str, dict[str, int]]:
-    own = files[dist.get_rank(group) :: dist.get_world_size(group)]
-    return {path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in own}
-
-
-def _crc32(path: Path) -> int:
-    total = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            total = zlib.crc32(chunk, total)
-    return total
-
-
-def _read_state(source: Path) -> dict[str, Any]:
+def read_state(source: Path) -> dict[str, Any]:
+    """What `state.json` says, if it is complete and of this version."""
     if not (source / STATE).is_file():
         raise FileNotFoundError(f"{source} has no {STATE}, so it is not a checkpoint, or not a complete one.")
     try:
@@ -261,42 +229,118 @@ def _read_state(source: Path) -> dict[str, Any]:
     return state
 
 
+def _named(trained: Trained) -> dict[str, Tensor]:
+    """Weights, optimizer state and random state, by names that are the same in every layout."""
+    found: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in trained.tensors.items()}
+    for name, parameter in trained.parameters.items():
+        for key, value in trained.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and key != "step":
+                found[f"optimizer/{key}/{name}"] = value
+    found[RANDOM] = torch.get_rng_state()
+    return found
+
+
+def _part(tensor: Tensor) -> Part:
+    return Part(held(tensor), tuple(where.start for where in region(tensor)), tuple(tensor.shape))
+
+
+@contextmanager
+def _optimizer_at(trained: Trained, step: int) -> Iterator[None]:
+    """Give the optimizer the state it has after `step` steps, to be overwritten; or what it had if that is refused."""
+    before = dict(trained.optimizer.state)
+    if not step:
+        trained.optimizer.state.clear()
+    elif not before:
+        _make_optimizer_state(trained)
+    try:
+        yield
+    except BaseException:
+        trained.optimizer.state.clear()
+        trained.optimizer.state.update(before)
+        raise
+
+
+def _make_optimizer_state(trained: Trained) -> None:
+    """Have the optimizer make its state: a step that changes nothing. Gradients that wait for a step keep waiting."""
+    rates = [group["lr"] for group in trained.optimizer.param_groups]
+    waiting = {name: parameter.grad for name, parameter in trained.parameters.items()}
+    for group in trained.optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in trained.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    trained.optimizer.step()
+    for name, parameter in trained.parameters.items():
+        parameter.grad = waiting[name]
+    for group, rate in zip(trained.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+@contextmanager
+def _telling(what: str, then: str) -> Iterator[None]:
+    """A failure of one rank or more as one sentence that names the first."""
+    try:
+        yield
+    except RankFailure as failure:
+        cause = failure.cause
+        raise OSError(f"{what}: rank {failure.rank} met {type(cause).__name__}: {cause}. {then}") from cause
+
+
 def _check_files(source: Path, files: Mapping[str, Mapping[str, int]]) -> None:
     """Every rank checks its share, and all hear of what is wrong."""
 
     def wrong() -> list[str]:
-        missing = [name for name in files if not (source / name).is_file()]
-        if missing:
-            raise FileNotFoundError(f"{source} lacks {', '.join(missing)}; load another checkpoint.")
-        added = sorted(path.name for path in source.glob("*.safetensors") if path.name not in files)
-        if added:
-            raise ValueError(f"{source} holds {', '.join(added)}, which was not saved there. Take it out.")
-        sums = _share_of_files([source / name for name in sorted(files)])
-        return [name for name, entry in sums.items() if entry != files[name]]
+        names = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+        return damaged(source, {name: files[name] for name in names})
 
-    damaged = [name for part in _on_every_rank(wrong) for name in part]
-    if damaged:
+    try:
+        agreed(wrong, lambda found: _refuse_damaged(source, [name for part in found for name in part]))
+    except RankFailure as failure:
+        raise failure.cause from None
+
+
+def _refuse_damaged(source: Path, names: list[str]) -> None:
+    if names:
         raise ValueError(
-            f"{source} is damaged: {', '.join(damaged)} is not what was saved there. Load another checkpoint."
+            f"{source} is damaged: {', '.join(names)} is not what was saved there. Load another checkpoint."
         )
 
 
-def _check_tensors(source: Path, wanted: Mapping[str, Tensor], reader: hf_storage.HuggingFaceStorageReader) -> None:
-    """What all ranks together want is what was saved, no less and no more."""
-    entries = reader.read_metadata().state_dict_metadata
-    saved = {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    here: dict[str, tuple[int, ...]] = {}
-    for part in _together(lambda: {name: tuple(tensor.shape) for name, tensor in wanted.items()}):
-        here |= part
-    if CRITIC in here and CRITIC not in saved:
+def _check_tensors(source: Path, wanted: Mapping[str, Part], saved: Mapping[str, Any]) -> None:
+    """What all ranks together want is what was saved, no less and no more. Each says briefly how its own compares."""
+    numbers = {name: number for number, name in enumerate(saved)}
+
+    def compare() -> tuple[int, list[str], list[str]]:
+        has = sum(1 << numbers[name] for name in wanted if name in numbers)
+        lacks = [name for name in wanted if name not in numbers]
+        other = [
+            f"{name} is {tuple(saved[name]['shape'])} there, but {part.shape} here"
+            for name, part in wanted.items()
+            if name in saved and tuple(saved[name]["shape"]) != part.shape
+        ]
+        return has, lacks, other[:1]
+
+    def decide(found: list[tuple[int, list[str], list[str]]]) -> None:
+        used = 0
+        for has, _, _ in found:
+            used |= has
+        missing = list(dict.fromkeys(name for _, lacks, _ in found for name in lacks))
+        beyond = [name for name, number in numbers.items() if not used >> number & 1]
+        _refuse_other_model(source, missing, beyond, [sentence for _, _, other in found for sentence in other])
+
+    try:
+        agreed(compare, decide)
+    except RankFailure as failure:
+        raise failure.cause from None
+
+
+def _refuse_other_model(source: Path, missing: list[str], beyond: list[str], shapes: list[str]) -> None:
+    if CRITIC in missing:
         raise ValueError(
             f"{source} was saved without a critic, but this engine has one. Load it with critic=False, or export that "
             "engine and start this one from the export."
         )
-    if CRITIC in saved and CRITIC not in here:
+    if CRITIC in beyond:
         raise ValueError(f"{source} was saved with a critic, but this engine has none. Give the engine critic=True.")
-    missing = [name for name in here if name not in saved]
-    beyond = [name for name in saved if name not in here]
     if missing:
         raise ValueError(
             f"{source} is of another model: it lacks {len(missing)} tensor(s) of this model and optimizer, such as "
@@ -307,6 +351,5 @@ def _check_tensors(source: Path, wanted: Mapping[str, Tensor], reader: hf_storag
             f"{source} is of another model: it holds {len(beyond)} tensor(s) this model and optimizer have no place "
             f"for, such as {min(beyond)}."
         )
-    for name, shape in here.items():
-        if saved[name] != shape:
-            raise ValueError(f"{source} is of another model: {name} is {saved[name]} there, but {shape} here.")
+    if shapes:
+        raise ValueError(f"{source} is of another model: {shapes[0]}.")

@@ -19,10 +19,10 @@ from postlude.data import Batch, Microbatch, cut, pack, scatter
 from postlude.devices import group_device
 from postlude.engine import checkpoint, weights
 from postlude.engine.condition import Condition
-from postlude.engine.reference import Reference
+from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.scale import Scale, Tally
 from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_tied
-from postlude.hf.export import describe, write_hf
+from postlude.hf.export import describe, write_description, write_hf
 from postlude.hf.load import Source, adapt, fresh_or_filled, read_config
 from postlude.layout import Layout, Stage
 from postlude.mesh import Mesh
@@ -33,6 +33,7 @@ from postlude.model.parallel import held
 from postlude.model.recompute import Recompute
 from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
+from postlude.parts import Staging
 from postlude.pipeline import Executor
 
 
@@ -54,14 +55,6 @@ class StepResult:
     grad_norm: float
     lr: float
     skipped: bool
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Per sequence in the caller's order, on the CPU: entry i is of token i given those before it; entry 0 is 0."""
-
-    logprob: list[Tensor]
-    entropy: list[Tensor] | None = None
 
 
 class Engine:
@@ -111,6 +104,7 @@ class Engine:
         self.set_optimizer(optimizer or AdamW())
         self._saving: checkpoint.Saving | None = None
         self._saving_group: dist.ProcessGroup | None = None
+        self._staging = Staging()
 
     def _build(self, source: Source, seed: int) -> dict[int, LanguageModel]:
         layout, stages = self.mesh.layout, {}
@@ -366,17 +360,31 @@ class Engine:
         return Path(directory)
 
     def save(
-        self, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, wait: bool = True
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        wait: bool = True,
     ) -> None:
         """Write the training state to a new directory: weights, optimizer, schedule, random state and `extra` (JSON).
 
-        Without `wait` it is copied at once and written in the background; `finish_saving` tells how that went.
+        With the model's config, and the `tokenizer` if given, beside it, it can be loaded as a model, too. It is copied
+        to host memory at once; without `wait` it is written in the background, and `finish_saving` tells how that went.
         """
         self.condition.check()
         self.finish_saving()
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        self._saving = checkpoint.save(self, directory, extra, self._saving_group)
+        _, hf = describe(self.config, self.compute_dtype)
+        self._saving = checkpoint.save(
+            self,
+            directory,
+            extra,
+            self._saving_group,
+            self._staging,
+            lambda folder: write_description(folder, hf, tokenizer),
+        )
         if wait:
             self.finish_saving()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +13,35 @@ from torch import Tensor
 from postlude.data import Batch
 from postlude.model.parallel import held
 
-if TYPE_CHECKING:
-    from postlude.engine.engine import Engine, TokenScores
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Per sequence in the caller's order, on the CPU: entry i is of token i given those before it; entry 0 is 0."""
+
+    logprob: list[Tensor]
+    entropy: list[Tensor] | None = None
+
+
+class Scorer(Protocol):
+    """A model in parts that scores tokens: an engine."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parts are."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's parameters and persistent buffers by their global names."""
+        ...
+
+    def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
+        """Log-prob of every token given those before it."""
+        ...
+
+    def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+        """The k likeliest tokens in place of every token."""
+        ...
 
 
 class Reference:
@@ -22,7 +50,7 @@ class Reference:
     It costs one copy of this rank's weights, on the device or, with `offload`, in host memory.
     """
 
-    def __init__(self, engine: Engine, *, offload: bool = False) -> None:
+    def __init__(self, engine: Scorer, *, offload: bool = False) -> None:
         self.engine = engine
         where = torch.device("cpu") if offload else engine.device
         self.kept = {name: held(tensor).detach().to(where, copy=True) for name, tensor in engine.tensors.items()}

@@ -73,7 +73,7 @@ def stream(
 
     Every rank takes every tensor, in step: a rank that stops early leaves the others waiting.
     """
-    spoken = {name: tensor for name, tensor in tensors.items() if _speaks_for(name, tensor, mesh)}
+    spoken = {name: tensor for name, tensor in tensors.items() if speaks_for(name, tensor, mesh)}
     device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
     for bucket in buckets:
         size = sum(piece.size for piece in bucket)
@@ -99,7 +99,7 @@ def _write(view: Tensor, tensor: Tensor, expert: int | None) -> None:
         view[where[1:]] = part[expert - where[0].start].to(view.dtype)
 
 
-def _speaks_for(name: str, tensor: Tensor, mesh: Mesh) -> bool:
+def speaks_for(name: str, tensor: Tensor, mesh: Mesh) -> bool:
     """Whether this rank, of all that hold the same part, is the one to give it."""
     if name == "embedding.weight" and mesh.ends.rank == 1:
         return False  # tied, and given by the first stage

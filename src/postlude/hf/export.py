@@ -66,14 +66,19 @@ def write_hf(
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        hf.save_pretrained(aside)
+        write_description(aside, hf, tokenizer)
         _write_tensors(sizes, tensors, aside, max_shard_bytes)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
         _move_in(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def write_description(directory: Path, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """What a model directory holds beside its weights."""
+    hf.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
 
 
 def hf_tensors(model: LanguageModel, family: Family) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,252 @@
+"""Tensors on disk in parts: each rank writes what it holds to a safetensors file of its own; any rank reads any box.
+
+The catalogue, plain JSON, says which file has which part of which tensor, how long each file is and what it sums up to:
+
+    {"files": {"part-00000.safetensors": {"bytes": 4096, "crc32": 123}},
+     "tensors": {"norm.weight": {"dtype": "F32", "shape": [128], "parts": [["part-00000.safetensors", [0], [128]]]}}}
+
+It is made of what the ranks say they wrote, so nobody lists a directory or reads another's file to know it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+BUCKET_BYTES = 1 << 28
+STATE = "state.json"  # what holds a directory's catalogue, and is written last
+Catalogue = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor: its values, where in the whole it begins, and the shape of the whole."""
+
+    values: Tensor
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Its extent."""
+        return tuple(self.values.shape)
+
+
+class Staging:
+    """Host memory for one rank's parts, kept from one save to the next.
+
+    It is filled in buckets, pinned where values come from a GPU: nothing is added to the GPU's memory, and the buckets
+    one after another are the data of the file to be written.
+    """
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.bucket_bytes = bucket_bytes
+        self.buckets: list[Tensor] = []
+        self.pinned = False
+
+    @torch.no_grad()
+    def take(self, parts: Mapping[str, Part]) -> StagedFile:
+        """A copy of these parts as they are now. It is overwritten by the next one taken."""
+        order = sorted(parts, key=lambda name: (-parts[name].values.element_size(), name))  # so that all are aligned
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for name in order:
+            values = parts[name].values
+            end = position + values.numel() * values.element_size()
+            header[name] = {
+                "dtype": DTYPES[values.dtype],
+                "shape": list(values.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        devices = {parts[name].values.device for name in order if parts[name].values.is_cuda}
+        self._fit(position, pinned=bool(devices))
+        for name in order:
+            self._copy(parts[name].values, header[name]["data_offsets"][0])
+        for device in devices:
+            torch.cuda.synchronize(device)  # the copies are read by another thread
+        return StagedFile(
+            header, {name: (parts[name].start, parts[name].shape) for name in order}, self.buckets, position
+        )
+
+    def _fit(self, total: int, *, pinned: bool) -> None:
+        sizes = [min(self.bucket_bytes, total - start) for start in range(0, total, self.bucket_bytes)]
+        if [len(bucket) for bucket in self.buckets] != sizes or self.pinned != pinned:
+            self.buckets = []  # let go of the old ones first
+            self.pinned = pinned
+            self.buckets = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+
+    def _copy(self, values: Tensor, position: int) -> None:
+        flat = values.contiguous().reshape(-1).view(torch.uint8)
+        done = 0
+        while done < len(flat):
+            bucket, offset = divmod(position + done, self.bucket_bytes)
+            count = min(len(flat) - done, self.bucket_bytes - offset)
+            self.buckets[bucket][offset : offset + count].copy_(flat[done : done + count], non_blocking=True)
+            done += count
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """One rank's parts in host memory, ready to be written."""
+
+    header: Mapping[str, Any]
+    places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    """Where each part begins in its tensor, and that tensor's shape."""
+    buckets: Sequence[Tensor]
+    bytes: int
+
+    def write(self, path: Path) -> Catalogue:
+        """Write the file, and return the catalogue of it alone; an empty one, and no file, if there are no parts."""
+        if not self.places:
+            return {"files": {}, "tensors": {}}
+        header = json.dumps(self.header, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        total, length = 0, 0
+        with path.open("wb") as file:
+            for chunk in (
+                len(header).to_bytes(8, "little") + header,
+                *(bucket.numpy().data for bucket in self.buckets),
+            ):
+                file.write(chunk)
+                total = zlib.crc32(chunk, total)
+                length += len(chunk)
+        tensors = {
+            name: {
+                "dtype": self.header[name]["dtype"],
+                "shape": list(shape),
+                "parts": [[path.name, list(start), self.header[name]["shape"]]],
+            }
+            for name, (start, shape) in self.places.items()
+        }
+        return {"files": {path.name: {"bytes": length, "crc32": total}}, "tensors": tensors}
+
+
+def _bytes(bucket: Tensor) -> memoryview:
+    view: memoryview = bucket.numpy().data
+    return view
+
+
+def joined(catalogues: Iterable[Catalogue]) -> Catalogue:
+    """One catalogue of several files."""
+    whole: Catalogue = {"files": {}, "tensors": {}}
+    for each in catalogues:
+        whole["files"] |= each["files"]
+        for name, entry in each["tensors"].items():
+            known = whole["tensors"].setdefault(name, {**entry, "parts": []})
+            known["parts"] += entry["parts"]
+    return whole
+
+
+def damaged(directory: Path, files: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Which of these files are not what was written. A missing one is an error of its own."""
+    missing = [name for name in files if not (directory / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}; load another checkpoint.")
+    return [
+        name
+        for name, entry in files.items()
+        if (directory / name).stat().st_size != entry["bytes"] or crc32(directory / name) != entry["crc32"]
+    ]
+
+
+def crc32(path: Path) -> int:
+    """The sum of a file's bytes."""
+    total = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            total = zlib.crc32(chunk, total)
+    return total
+
+
+class Reader:
+    """Boxes of the tensors in a directory, by its catalogue. It opens only the files that hold what is asked for."""
+
+    def __init__(self, directory: Path, catalogue: Catalogue) -> None:
+        self.directory, self.tensors = directory, catalogue["tensors"]
+        self._open: dict[str, safe_open] = {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.tensors[name]["shape"])
+
+    def take(self, name: str, start: Sequence[int] | None = None, size: Sequence[int] | None = None) -> Tensor:
+        """One box of a tensor, on the CPU; all of it by default."""
+        shape = self.shape(name)
+        dtype = next(dtype for dtype, text in DTYPES.items() if text == self.tensors[name]["dtype"])
+        values = torch.empty(tuple(shape if size is None else size), dtype=dtype)
+        part = Part(values, tuple((0,) * len(shape) if start is None else start), shape)
+        for file, box in self._boxes(name, part):
+            self._copy(file, name, part, box)
+        return values
+
+    @torch.no_grad()
+    def fill(self, parts: Mapping[str, Part]) -> None:
+        """Overwrite the values of these parts, file by file."""
+        by_file: dict[str, list[tuple[str, Part, _Box]]] = {}
+        for name, part in parts.items():
+            for file, box in self._boxes(name, part):
+                by_file.setdefault(file, []).append((name, part, box))
+        for file in sorted(by_file):
+            for name, part, box in by_file[file]:
+                self._copy(file, name, part, box)
+            del self._open[file]
+
+    def _boxes(self, name: str, part: Part) -> list[tuple[str, _Box]]:
+        """Which files have a part, and what of it."""
+        found, covered = [], 0
+        for file, start, size in self.tensors[name]["parts"]:
+            low = [max(one, other) for one, other in zip(start, part.start, strict=True)]
+            high = [
+                min(one + length, other + wanted)
+                for one, length, other, wanted in zip(start, size, part.start, part.size, strict=True)
+            ]
+            if all(begin < end for begin, end in zip(low, high, strict=True)):
+                found.append((file, (_slices(low, high, start), _slices(low, high, part.start))))
+                covered += math.prod(end - begin for begin, end in zip(low, high, strict=True))
+        if covered != part.values.numel():
+            raise ValueError(f"{self.directory} does not hold all of {name}; load another checkpoint.")
+        return found
+
+    def _copy(self, file: str, name: str, part: Part, box: _Box) -> None:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{self.directory / file} is not a readable safetensors file ({error}); load another checkpoint."
+                ) from error
+        there, here = box
+        if there:
+            part.values[here].copy_(self._open[file].get_slice(name)[there])
+        else:  # a single number has no slices
+            part.values.copy_(self._open[file].get_tensor(name))
+
+
+_Box = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""What two parts of a tensor have in common, as slices of the one in a file and of the one asked for."""
+
+
+def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin - zero, end - zero) for begin, end, zero in zip(low, high, origin, strict=True))

@@ -1,0 +1,111 @@
+"""What is written in parts is read in any others, to the bit, and only from the files that hold it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from postlude.parts import Part, Reader, Staging, damaged, joined
+
+WHOLE = {
+    "matrix": torch.arange(35, dtype=torch.float32).view(5, 7),
+    "half": torch.randn(6, 3, 2).bfloat16(),
+    "flags": torch.tensor([True, False, True]),
+    "count": torch.tensor(12),
+}
+
+
+def box(name: str, *bounds: tuple[int, int]) -> Part:
+    where = tuple(slice(*each) for each in bounds)
+    return Part(WHOLE[name][where], tuple(each.start for each in where), tuple(WHOLE[name].shape))
+
+
+@pytest.fixture(params=[1 << 20, 10, 64], ids="buckets of {}".format)
+def reader(tmp_path: Path, request: pytest.FixtureRequest) -> Reader:
+    files = [
+        {"matrix": box("matrix", (0, 2), (0, 7)), "half": box("half", (0, 6), (0, 3), (1, 2)), "count": box("count")},
+        {"matrix": box("matrix", (2, 5), (0, 3)), "half": box("half", (0, 6), (0, 3), (0, 1))},
+        {"matrix": box("matrix", (2, 5), (3, 7)), "flags": box("flags", (0, 3))},
+        {},
+    ]
+    written = [
+        Staging(request.param).take(parts).write(tmp_path / f"part-{number}.safetensors")
+        for number, parts in enumerate(files)
+    ]
+    assert len(list(tmp_path.iterdir())) == 3  # no file for no parts
+    assert damaged(tmp_path, joined(written)["files"]) == []
+    return Reader(tmp_path, joined(written))
+
+
+def test_any_box_is_what_it_was(reader: Reader) -> None:
+    for name, whole in WHOLE.items():
+        assert torch.equal(reader.take(name), whole)
+    assert torch.equal(reader.take("matrix", (1, 2), (3, 4)), WHOLE["matrix"][1:4, 2:6])
+    targets = {
+        "matrix": Part(torch.empty(2, 2), (1, 2), (5, 7)),
+        "half": Part(torch.empty(1, 3, 2), (4, 0, 0), (6, 3, 2)),
+    }
+    reader.fill(targets)
+    assert torch.equal(targets["matrix"].values, WHOLE["matrix"][1:3, 2:4])
+    assert torch.equal(targets["half"].values, WHOLE["half"][4:5].float())
+
+
+def test_files_are_safetensors_that_others_read(reader: Reader) -> None:
+    found = load_file(reader.directory / "part-1.safetensors")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "matrix": WHOLE["matrix"][2:, :3].tolist(),
+        "half": WHOLE["half"][:, :, :1].tolist(),
+    }
+
+
+def test_a_file_that_is_not_needed_is_not_opened(reader: Reader) -> None:
+    (reader.directory / "part-1.safetensors").unlink()
+    target = torch.empty(2, 7)
+    reader.fill({"matrix": Part(target, (0, 0), (5, 7))})
+    assert torch.equal(target, WHOLE["matrix"][:2])
+    with pytest.raises(ValueError, match=r"part-1.safetensors is not a readable safetensors file"):
+        reader.take("matrix")
+
+
+def test_a_part_that_nobody_wrote_is_missed(reader: Reader) -> None:
+    del reader.tensors["matrix"]["parts"][1]
+    assert torch.equal(reader.take("matrix", (0, 0), (2, 7)), WHOLE["matrix"][:2])
+    with pytest.raises(ValueError, match="does not hold all of matrix; load another checkpoint"):
+        reader.take("matrix")
+
+
+def test_staging_holds_what_was_and_is_used_again(tmp_path: Path) -> None:
+    staging, values = Staging(64), torch.arange(40.0)
+
+    def save(path: Path) -> tuple[list[int], Tensor]:
+        staged = staging.take({"values": Part(values, (0,), (40,))})
+        values.add_(100)
+        staged.write(path)
+        return [bucket.data_ptr() for bucket in staging.buckets], load_file(path)["values"]
+
+    first, one = save(tmp_path / "one.safetensors")
+    again, two = save(tmp_path / "two.safetensors")
+    assert torch.equal(one, torch.arange(40.0))
+    assert torch.equal(two, torch.arange(40.0) + 100)
+    assert first == again
+    assert len(first) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_staging_adds_nothing_to_the_gpus_memory(tmp_path: Path) -> None:
+    values = {f"{number}": torch.randn(1 << 20, device="cuda") for number in range(16)}
+    staging = Staging(1 << 22)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    staged = staging.take({name: Part(each, (0,), (1 << 20,)) for name, each in values.items()})
+    assert torch.cuda.max_memory_allocated() == before
+    assert all(bucket.is_pinned() for bucket in staging.buckets)
+    staged.write(tmp_path / "part.safetensors")
+    for name, tensor in load_file(tmp_path / "part.safetensors").items():
+        assert torch.equal(tensor, values[name].cpu())
