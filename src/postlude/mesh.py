@@ -93,6 +93,9 @@ class Mesh:
         Each is first in, first out by itself. Over one group they would have to be received in the order in which they
         were sent, which the two ends of a pipeline do not share. Only virtual stages lead from the last rank on to the
         first.
+
+        Each is used once, here and in one order: NCCL connects its two ends on first use, and in the midst of a
+        schedule, each end busy with another neighbour, they might wait for each other for ever.
         """
         pp, found = self.layout.pp, dict[Channel, dist.ProcessGroup]()
         hops = range(pp if self.layout.vpp > 1 else pp - 1)
@@ -104,7 +107,17 @@ class Mesh:
                     group = dist.new_group(ends)
                     if dist.get_rank() in ends:
                         found[channel] = group
+                        self._touch(group, sender=pipeline[channel[1]])
         return found
+
+    def _touch(self, group: dist.ProcessGroup, sender: int) -> None:
+        """Pass one number from one end of a channel to the other."""
+        number = torch.zeros(1, device="cpu" if dist.get_backend(group) == "gloo" else self.device_type)
+        other = 1 - dist.get_rank(group)
+        if dist.get_rank() == sender:
+            dist.send(number, group=group, group_dst=other)
+        else:
+            dist.recv(number, group=group, group_src=other)
 
 
 _Known = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]

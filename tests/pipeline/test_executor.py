@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude import LanguageModel, Layout, Microbatch, OutputInputs, Stage, load_model, pack
+from postlude.mesh import Mesh
 from postlude.pipeline import Executor
+from postlude.pipeline.executor import MOST_UNSENT
 from tests.equality import assert_equal
 from tests.meshes import mesh
 from tests.model.small import sequences, small_config
@@ -141,6 +144,68 @@ def test_side_losses_arise_on_every_stage(ranks) -> None:
 def test_nothing_to_do(ranks) -> None:
     answers = ranks(2, pipeline, 1, "[*-]{2}", False, [[]])
     assert answers == [([], {}), ([], {})]
+
+
+def looking(
+    group: dist.ProcessGroup, vpp: int, microbatches: list[Microbatch], seconds: float
+) -> tuple[list[str], int]:
+    """One rank runs forward only, with a slow last stage: what it did in which order, and the most it had not sent."""
+    pp, rank = dist.get_world_size(group), dist.get_rank(group)
+    models = {s: build("[*-]{4}", False, Stage(s, pp * vpp)) for s in range(rank, pp * vpp, pp)}
+    executor = Executor(models, mesh(Layout(pp=pp, vpp=vpp)))
+    events: list[str] = []
+    unsent = [0]
+
+    def received(*arguments: Any, **options: Any) -> Any:
+        events.append("ask")
+        return irecv(*arguments, **options)
+
+    def ran(*_: Any) -> None:
+        events.append("run")
+        unsent.append(max((len(pending) for pending in executor.channels.pending.values()), default=0))
+
+    for model in models.values():
+        model.register_forward_hook(ran)
+    irecv = dist.irecv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "irecv", received)
+        executor.run(microbatches, output_processor=lambda inputs, _: time.sleep(seconds))
+    return events, max(unsent)
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_slow_last_stage_holds_up_the_first(ranks, vpp: int) -> None:
+    """Forward only, no backward keeps the first stage from leaving 24 activations on its way."""
+    microbatches = pack([torch.arange(4)] * 24, budget=4)
+    (_, unsent), _ = ranks(2, looking, vpp, microbatches, 0.02)
+    assert unsent <= MOST_UNSENT
+
+
+def test_what_is_next_is_asked_for_before_what_is_now(ranks) -> None:
+    microbatches = pack([torch.arange(4)] * 3, budget=4)
+    (first, _), (last, _) = ranks(2, looking, 1, microbatches, 0.0)
+    assert first == ["run"] * 3
+    assert last == ["ask", "ask", "run", "ask", "run", "run"]
+
+
+def used_channels(group: dist.ProcessGroup, layout: Layout) -> list[tuple[str, int]]:
+    """The channels over which something was sent while they were made."""
+    used, send = [], dist.send
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "send", lambda *given, **options: (used.append(options["group"]), send(*given, **options)))
+        channels = Mesh(layout).channels
+    return [next(name for name, channel in channels.items() if channel is each) for each in used]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sent"),
+    [
+        (Layout(pp=2), [[("F", 0)], [("B", 1)]]),
+        (Layout(pp=2, vpp=2), [[("F", 0), ("B", 0)], [("B", 1), ("F", 1)]]),
+    ],
+)
+def test_every_channel_is_used_when_it_is_made(ranks, layout: Layout, sent: list[list[tuple[str, int]]]) -> None:
+    assert ranks(2, used_channels, layout) == sent
 
 
 def test_the_result_comes_back_as_it_is() -> None:

@@ -13,22 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from postlude.pipeline.order import (
-    Action,
-    DeadlockError,
-    Entry,
-    Overlap,
-    Timeline,
-    dependencies,
-    merge_overlap,
-    order,
-    parts,
-    picture,
-    simulate,
-    transfers,
-)
+from postlude.pipeline.executor import MOST_UNSENT
+from postlude.pipeline.order import Action, order
+from tests.pipeline.simulator import DeadlockError, Timeline, dependencies, simulate, transfers
 
-Orders = tuple[tuple[Entry, ...], ...]
+Orders = tuple[tuple[Action, ...], ...]
 every_shape = pytest.mark.parametrize(("pp", "vpp"), tuple(product(range(1, 9), range(1, 5))))
 small_shapes = pytest.mark.parametrize(("pp", "vpp"), tuple(product(range(2, 6), range(1, 4))))
 
@@ -39,21 +28,15 @@ def counts(pp: int) -> list[int]:
 
 
 @cache
-def orders(pp: int, vpp: int, microbatches: int, *, forward_only: bool = False, overlap: bool = False) -> Orders:
-    how = {"pp": pp, "vpp": vpp, "microbatches": microbatches, "forward_only": forward_only, "overlap": overlap}
+def orders(pp: int, vpp: int, microbatches: int, *, forward_only: bool = False) -> Orders:
+    how = {"pp": pp, "vpp": vpp, "microbatches": microbatches, "forward_only": forward_only}
     return tuple(order(rank=rank, **how) for rank in range(pp))
 
 
 @cache
-def merged(pp: int, vpp: int, microbatches: int, *, overlap: bool = True) -> Orders:
-    return tuple(map(merge_overlap, orders(pp, vpp, microbatches, overlap=overlap)))
-
-
-@cache
-def timeline(pp: int, vpp: int, microbatches: int, *, overlap: bool = False) -> Timeline:
+def timeline(pp: int, vpp: int, microbatches: int) -> Timeline:
     """A forward takes 1 and a backward 2."""
-    lists = (merged if overlap else orders)(pp, vpp, microbatches, overlap=overlap)
-    return simulate(lists, pp=pp, vpp=vpp)
+    return simulate(orders(pp, vpp, microbatches), pp=pp, vpp=vpp)
 
 
 def slots(pp: int, vpp: int, microbatches: int) -> int:
@@ -69,8 +52,8 @@ def largest_group(pp: int, microbatches: int) -> int:
     return -(-microbatches // max(1, microbatches // pp))
 
 
-def written(entries: tuple[Entry, ...]) -> str:
-    return " ".join(map(str, entries))
+def written(actions: tuple[Action, ...]) -> str:
+    return " ".join(map(str, actions))
 
 
 def test_1f1b_as_the_paper_draws_it() -> None:
@@ -101,10 +84,9 @@ def test_an_order_is_a_value() -> None:
 
 
 @every_shape
-@pytest.mark.parametrize("overlap", [False, True])
-def test_every_action_once_on_its_rank_and_every_forward_before_its_backward(pp: int, vpp: int, overlap: bool) -> None:
+def test_every_action_once_on_its_rank_and_every_forward_before_its_backward(pp: int, vpp: int) -> None:
     for microbatches in counts(pp):
-        for rank, actions in enumerate(orders(pp, vpp, microbatches, overlap=overlap)):
+        for rank, actions in enumerate(orders(pp, vpp, microbatches)):
             stages = range(rank, pp * vpp, pp)
             expected = {Action(kind, *place) for kind in "FB" for place in product(stages, range(microbatches))}
             assert len(actions) == len(expected)
@@ -139,16 +121,14 @@ def test_peak_in_flight_as_theory_says(pp: int, vpp: int) -> None:
         interleaved = 2 * (pp - rank - 1) + (vpp - 1) * largest_group(pp, microbatches) + 1
         plain = timeline(pp, vpp, microbatches).peak_in_flight[rank]
         assert plain == min(pp - rank if vpp == 1 else interleaved, vpp * microbatches)
-        overlapped = timeline(pp, vpp, microbatches, overlap=True).peak_in_flight[rank]
-        assert overlapped == min(interleaved + 1, vpp * microbatches)
 
 
-@every_shape
+@pytest.mark.parametrize(("pp", "vpp"), tuple(product(range(1, 9), range(2, 5))))
 def test_transfers_hide_behind_an_interleaved_steady_state(pp: int, vpp: int) -> None:
     """They cost each boundary once down and once up, however many microbatches; larger groups hide some of that too."""
     boundaries = pp * vpp - 1 if pp > 1 else 0
     for microbatches in range(2 * pp, 21, max(1, pp // 2)):
-        lists = orders(pp, vpp, microbatches, overlap=vpp == 1)
+        lists = orders(pp, vpp, microbatches)
         slow = simulate(lists, pp=pp, vpp=vpp, forward_time=4, backward_time=8, transfer_time=1)
         cost = slow.makespan - 12 * slots(pp, vpp, microbatches)
         assert cost <= 2 * boundaries
@@ -160,57 +140,26 @@ def test_transfers_hide_behind_an_interleaved_steady_state(pp: int, vpp: int) ->
 def test_forward_only_is_the_same_order_without_backwards(pp: int, vpp: int) -> None:
     for microbatches in counts(pp):
         forwards = orders(pp, vpp, microbatches, forward_only=True)
-        for overlap in (False, True):
-            both = orders(pp, vpp, microbatches, overlap=overlap)
-            assert forwards == tuple(tuple(a for a in actions if a.kind == "F") for actions in both)
+        both = orders(pp, vpp, microbatches)
+        assert forwards == tuple(tuple(a for a in actions if a.kind == "F") for actions in both)
         times = simulate(forwards, pp=pp, vpp=vpp)
         assert times.makespan == slots(pp, vpp, microbatches)
         assert times.peak_in_flight == (0,) * pp
 
 
-@every_shape
-@pytest.mark.parametrize("overlap", [False, True])
-def test_merging_keeps_every_action_in_a_safe_order(pp: int, vpp: int, overlap: bool) -> None:
-    for microbatches in counts(pp):
-        plain, entries = orders(pp, vpp, microbatches, overlap=overlap), merged(pp, vpp, microbatches, overlap=overlap)
-        assert plain == tuple(tuple(chain.from_iterable(map(parts, rank))) for rank in entries)
-        pairs = [entry for entry in chain.from_iterable(entries) if isinstance(entry, Overlap)]
-        assert all(pair.forward.microbatch != pair.backward.microbatch for pair in pairs)
-        if overlap:  # then waiting for both costs nothing
-            assert timeline(pp, vpp, microbatches, overlap=True).makespan == 3 * slots(pp, vpp, microbatches)
-        else:
-            simulate(entries, pp=pp, vpp=vpp)  # raises where an overlap would wait for itself
-
-
-@every_shape
-def test_with_overlap_every_steady_forward_finds_a_partner(pp: int, vpp: int) -> None:
-    for microbatches in counts(pp):
-        for rank, entries in enumerate(merged(pp, vpp, microbatches)):
-            warm_up = 2 * (pp - rank - 1) + (vpp - 1) * largest_group(pp, microbatches) + 1
-            steady = max(0, vpp * microbatches - warm_up)
-            assert sum(entry.kind == "FB" for entry in entries) == (steady if steady > 1 else 0)
-
-
-def test_what_overlap_saves() -> None:
-    entries = merged(2, 2, 8)
-    saved = simulate(entries, pp=2, vpp=2).makespan - simulate(entries, pp=2, vpp=2, overlap_time=2.5).makespan
-    assert saved == 0.5 * sum(entry.kind == "FB" for entry in entries[1])
-
-
 def channels(lists: Orders, pp: int, vpp: int, *, by_kind: bool):
     """What goes into each channel in the order of its sends, and what is taken out in the order of its receives."""
     ends: dict[str, dict[Hashable, list[Action]]] = {"send": defaultdict(list), "receive": defaultdict(list)}
-    for entries in lists:
-        for transfer in transfers(entries, pp=pp, vpp=vpp):
+    for actions in lists:
+        for transfer in transfers(actions, pp=pp, vpp=vpp):
             ends[transfer.end][transfer.channel[0 if by_kind else 1 :]].append(transfer.payload)
     return ends["send"], ends["receive"]
 
 
 @every_shape
-@pytest.mark.parametrize("overlap", [False, True])
-def test_each_channel_is_first_in_first_out(pp: int, vpp: int, overlap: bool) -> None:
+def test_each_channel_is_first_in_first_out(pp: int, vpp: int) -> None:
     for microbatches in counts(pp):
-        sent, received = channels((merged if overlap else orders)(pp, vpp, microbatches), pp, vpp, by_kind=True)
+        sent, received = channels(orders(pp, vpp, microbatches), pp, vpp, by_kind=True)
         assert sent == received
         assert sum(map(len, sent.values())) == 2 * (pp * vpp - 1) * microbatches * (pp > 1)
 
@@ -224,29 +173,41 @@ def test_activations_and_gradients_could_share_a_channel_unless_two_ranks_interl
 
 
 def runs_to_the_end(
-    lists: Orders, pp: int, vpp: int, queue: Callable[[str, int, int], Hashable], *, blocking: bool = False
+    lists: Orders,
+    pp: int,
+    vpp: int,
+    queue: Callable[[str, int, int], Hashable],
+    *,
+    ahead: int = 1,
+    unsent: int | None = None,
 ) -> bool:
-    """Whether ranks finish that post receives before an entry, wait for them, and post sends after it.
+    """Whether ranks finish that post receives `ahead` actions ahead, wait for those of this one, and send after it.
 
-    Each end of a queue does one transfer at a time, and a transfer happens when both ends have come to it.
+    Each end of a queue does one transfer at a time, and a transfer happens when both ends have come to it. A rank goes
+    on after a send while no more than `unsent` in the same queue are not taken.
     """
-    programs = [[transfers((entry,), pp=pp, vpp=vpp) for entry in entries] for entries in lists]
+    programs = [[transfers((action,), pp=pp, vpp=vpp) for action in actions] for actions in lists]
     posted: dict[tuple[Hashable, int], list[Action]] = defaultdict(list)
     moved: set[Action] = set()
 
     def run(rank: int):
-        def post(moves):
-            for move in moves:
-                posted[queue(*move.channel), rank].append(move.payload)
-            return {move.payload for move in moves}
+        program = programs[rank]
 
-        for moves in programs[rank]:
-            awaited = post([move for move in moves if move.end == "receive"])
-            while not awaited <= moved:
+        def post(moves, end):
+            chosen = [move for move in moves if move.end == end]
+            for move in chosen:
+                posted[queue(*move.channel), rank].append(move.payload)
+            return chosen
+
+        awaited: list[set[Action]] = []
+        for index, moves in enumerate(program):
+            while len(awaited) < min(index + 1 + ahead, len(program)):
+                awaited.append({move.payload for move in post(program[len(awaited)], "receive")})
+            while not awaited[index] <= moved:
                 yield
-            awaited = post([move for move in moves if move.end == "send"])
-            while blocking and not awaited <= moved:
-                yield
+            for move in post(moves, "send"):
+                while unsent is not None and len(posted[queue(*move.channel), rank]) > unsent:
+                    yield
 
     running = {rank: run(rank) for rank in range(pp)}
     while running:
@@ -270,11 +231,18 @@ def runs_to_the_end(
 def test_a_queue_for_each_channel_never_deadlocks_and_less_does(pp: int, vpp: int) -> None:
     for microbatches in range(1, 8):
         plain = orders(pp, vpp, microbatches)
-        for lists in (plain, merged(pp, vpp, microbatches), orders(pp, vpp, microbatches, forward_only=True)):
-            assert runs_to_the_end(lists, pp, vpp, lambda *channel: channel)
+        for lists, ahead in product((plain, orders(pp, vpp, microbatches, forward_only=True)), (0, 1)):
+            assert runs_to_the_end(lists, pp, vpp, lambda *channel: channel, ahead=ahead)
         alone = microbatches == 1
-        assert runs_to_the_end(plain, pp, vpp, lambda *channel: channel, blocking=True) == alone
-        assert runs_to_the_end(plain, pp, vpp, lambda _, *ranks: frozenset(ranks)) == alone
+        assert runs_to_the_end(plain, pp, vpp, lambda *channel: channel, ahead=0, unsent=0) == alone
+        assert runs_to_the_end(plain, pp, vpp, lambda _, *ranks: frozenset(ranks), ahead=0) == alone
+
+
+@small_shapes
+def test_forwards_that_wait_for_their_sends_never_deadlock(pp: int, vpp: int) -> None:
+    for microbatches, unsent in product(range(1, 4 * pp), (0, MOST_UNSENT)):
+        forwards = orders(pp, vpp, microbatches, forward_only=True)
+        assert runs_to_the_end(forwards, pp, vpp, lambda *channel: channel, unsent=unsent)
 
 
 def torch_orders(pp: int, vpp: int, microbatches: int) -> Orders:
@@ -303,11 +271,10 @@ def test_interleaved_orders_equal_torch_where_torch_has_one(pp: int, vpp: int, m
 
 
 def test_dependencies_cross_the_stages() -> None:
-    assert written(dependencies(Action("F", 0, 5), pp=2, vpp=2)) == ""
-    assert written(dependencies(Action("F", 3, 5), pp=2, vpp=2)) == "F5@2"
-    assert written(dependencies(Action("B", 3, 5), pp=2, vpp=2)) == "F5@3"
-    assert written(dependencies(Action("B", 2, 5), pp=2, vpp=2)) == "F5@2 B5@3"
-    assert written(dependencies(Overlap(Action("F", 2, 6), Action("B", 2, 5)), pp=2, vpp=2)) == "F6@1 F5@2 B5@3"
+    assert written(dependencies(Action("F", 0, 5), stages=4)) == ""
+    assert written(dependencies(Action("F", 3, 5), stages=4)) == "F5@2"
+    assert written(dependencies(Action("B", 3, 5), stages=4)) == "F5@3"
+    assert written(dependencies(Action("B", 2, 5), stages=4)) == "F5@2 B5@3"
 
 
 def test_a_smaller_last_group_deadlocks() -> None:
@@ -322,7 +289,7 @@ def test_a_smaller_last_group_deadlocks() -> None:
         steady = forwards[warm_up:]
         pairs = chain.from_iterable(zip(steady, backwards, strict=False))
         lists.append((*forwards[:warm_up], *pairs, *backwards[len(steady) :]))
-    with pytest.raises(DeadlockError, match=r"on rank 0, F4@8 waits for F4@7; .* Put what is awaited earlier"):
+    with pytest.raises(DeadlockError, match=r"on rank 0, F4@8 waits for F4@7; "):
         simulate(lists, pp=4, vpp=3)
 
 
@@ -337,17 +304,8 @@ def test_a_schedule_out_of_order_is_found_or_keeps_its_dependencies(data, pp, vp
     except DeadlockError:
         return
     for action in chain.from_iterable(lists):
-        needed = dependencies(action, pp=pp, vpp=vpp)
+        needed = dependencies(action, stages=pp * vpp)
         assert all(times.finish[other] <= times.start[action] for other in needed)
-
-
-def test_picture() -> None:
-    assert picture(timeline(2, 1, 2)).splitlines() == [
-        "rank 0 |F0@0 F1@0 ..........B0@0----- .....B1@0----- |",
-        "rank 1 |.....F0@1 B0@1----- F1@1 B1@1----- ..........|",
-    ]
-    assert picture(timeline(1, 1, 3, overlap=True)) == "rank 0 |F0@0 F1@0+B0@0----- F2@0+B1@0----- B2@0----- |"
-    assert picture(timeline(2, 2, 0)) == "rank 0 ||\nrank 1 ||"
 
 
 SHAPE = {"pp": 2, "vpp": 2, "microbatches": 4, "rank": 0}
@@ -369,23 +327,6 @@ def test_impossible_orders_are_refused(change: dict[str, int], sentence: str) ->
 
 
 F00, B00, F01 = Action("F", 0, 0), Action("B", 0, 0), Action("F", 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("lists", "times", "sentence"),
-    [
-        ([(F00,)], {}, "pp=2 needs 2 orders, one for each rank, but there are 1"),
-        ([(F01,), ()], {}, "rank 0 cannot run F0@1: its stage lives on rank 1"),
-        ([(F00, B00, B00), ()], {}, "rank 0 runs B0@0 twice"),
-        ([(Action("F", 4, 0),), ()], {}, "F0@4 has no stage: pp=2, vpp=2 has stages 0 to 3"),
-        ([(), ()], {"backward_time": 0}, "an action takes time"),
-        ([(), ()], {"overlap_time": 0}, "an action takes time"),
-        ([(), ()], {"transfer_time": -1}, "transfer_time=-1"),
-    ],
-)
-def test_impossible_simulations_are_refused(lists, times: dict[str, float], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        simulate(lists, pp=2, vpp=2, **times)
 
 
 def test_a_deadlock_names_what_waits_for_what() -> None:

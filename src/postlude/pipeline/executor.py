@@ -6,6 +6,7 @@ have. So lengths may change at will, and evaluation is the same loop without its
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.mesh import Mesh
+from postlude.mesh import Channel, Mesh
 from postlude.model import LanguageModel, OutputProcessor
 from postlude.ops.products import plain_products
 from postlude.pipeline.order import Action, order
+
+MOST_UNSENT = 2
+"""Activations a rank may have sent that were not taken yet before it waits, when it runs forward only."""
 
 
 class Executor:
@@ -60,6 +64,9 @@ class Executor:
         `loss` takes a result to the scalar that is differentiated; gradients are added to the parameters'. Without it
         the pipeline runs forward only, and nothing is kept for a backward. All ranks of the pipeline pass the same
         microbatches. `before_last_backward` is told of each stage when all but one of its backwards are done.
+
+        What an action starts from is asked for before the action ahead of it is run. Backwards keep a rank from running
+        ahead of the next one; forwards alone wait for what they have sent.
         """
         actions = order(
             pp=self.pp, vpp=self.vpp, microbatches=len(microbatches), rank=self.rank, forward_only=loss is None
@@ -68,22 +75,25 @@ class Executor:
         results: dict[int, Any] = {}
         entered: dict[tuple[int, int], Tensor | None] = {}
         left: dict[tuple[int, int], Tensor] = {}
+        unsent = MOST_UNSENT if loss is None else None
+        expected = deque(self._expect(action, microbatches) for action in actions[:1])
         with torch.set_grad_enabled(loss is not None), plain_products(self.dtype):
             for index, action in enumerate(actions):
                 place, microbatch = (action.stage, action.microbatch), microbatches[action.microbatch]
                 stage = self.stages[action.stage]
+                expected.extend(self._expect(each, microbatches) for each in actions[index + 1 : index + 2])
+                arrived = expected.popleft()()
                 if action.kind == "B":
                     if before_last_backward is not None and last[action.stage] == index:
                         before_last_backward(stage)
-                    gradient = None if stage.stage.last else self._receive(action, microbatch)
-                    left.pop(place).backward(gradient)
+                    left.pop(place).backward(arrived)
                     if isinstance(result := results.get(action.microbatch), Tensor):
                         results[action.microbatch] = result.detach()  # its graph has done its work
                     entry = entered.pop(place)
                     if entry is not None:
                         self.channels.send(action, _gradient(entry))
                     continue
-                hidden = None if stage.stage.first else self._receive(action, microbatch)
+                hidden = arrived
                 if hidden is not None and loss is not None:
                     hidden.requires_grad_()
                 if stage.stage.last:
@@ -98,19 +108,21 @@ class Executor:
                         entered[place], left[place] = hidden, loss(result)
                 else:
                     output = stage(microbatch, hidden)
-                    self.channels.send(action, output.detach())
+                    self.channels.send(action, output.detach(), unsent)
                     if loss is not None:
                         entered[place], left[place] = hidden, output
         self.channels.finish()
         return [results[index] for index in sorted(results)]
 
-    def _receive(self, action: Action, microbatch: Microbatch) -> Tensor:
-        """The activations an F starts from, or the gradient a B starts from: [T / tp, H]."""
-        before = action.stage - 1 if action.kind == "F" else action.stage + 1
+    def _expect(self, action: Action, microbatches: Sequence[Microbatch]) -> Callable[[], Tensor | None]:
+        """Ask for the activations an F starts from, or the gradient a B starts from: [T / tp, H], or None at an end."""
         stage = self.stages[action.stage]
-        shape = (len(microbatch) // self.mesh.tp.size, stage.config.hidden_size)
+        if stage.stage.first if action.kind == "F" else stage.stage.last:
+            return lambda: None
+        before = action.stage - 1 if action.kind == "F" else action.stage + 1
+        shape = (len(microbatches[action.microbatch]) // self.mesh.tp.size, stage.config.hidden_size)
         payload = Action(action.kind, before, action.microbatch)
-        return self.channels.receive(payload, shape, self.dtype, next(stage.parameters()).device)
+        return self.channels.expect(payload, shape, self.dtype, next(stage.parameters()).device)
 
 
 class Channels:
@@ -123,33 +135,46 @@ class Channels:
         self.groups = mesh.channels
         self.pp, self.rank = mesh.pp.size, mesh.pp.rank
         self.through_host = bool(self.groups) and dist.get_backend(next(iter(self.groups.values()))) == "gloo"
-        self.pending: list[tuple[dist.Work, Tensor]] = []
+        self.pending: dict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
 
-    def send(self, payload: Action, tensor: Tensor) -> None:
-        """Hand over what `payload` made to the stage that waits for it, without waiting."""
+    def send(self, payload: Action, tensor: Tensor, unsent: int | None = None) -> None:
+        """Hand over what `payload` made to the stage that waits for it, without waiting.
+
+        With more than `unsent` in the channel that were not taken yet, wait for the oldest.
+        """
         if tensor.numel() == 0:
             return
-        group = self.groups[payload.kind, self.rank]
+        channel = payload.kind, self.rank
+        group, pending = self.groups[channel], self.pending[channel]
         tensor = (tensor.cpu() if self.through_host else tensor).contiguous()
-        self.pending = [(work, kept) for work, kept in self.pending if not work.is_completed()]
         work = dist.isend(tensor, group=group, group_dst=1 - dist.get_rank(group))
         assert work is not None  # this rank is in its own group
-        self.pending.append((work, tensor))
+        pending.append((work, tensor))
+        while pending and (pending[0][0].is_completed() or (unsent is not None and len(pending) > unsent)):
+            pending.popleft()[0].wait()  # on a GPU it is the stream that waits, and then may use the memory again
 
-    def receive(self, payload: Action, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What `payload` made on another rank."""
-        if 0 in shape:
-            return torch.zeros(shape, dtype=dtype, device=device)
+    def expect(
+        self, payload: Action, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Callable[[], Tensor]:
+        """Make ready for what `payload` makes on another rank. Call what this returns to wait for it."""
+        if 0 in shape:  # then nothing is sent
+            return lambda: torch.zeros(shape, dtype=dtype, device=device)
         group = self.groups[payload.kind, payload.stage % self.pp]
         tensor = torch.empty(shape, dtype=dtype, device="cpu" if self.through_host else device)
-        dist.recv(tensor, group=group, group_src=1 - dist.get_rank(group))
-        return tensor.to(device)
+        work = dist.irecv(tensor, group=group, group_src=1 - dist.get_rank(group))
+        assert work is not None
+
+        def arrived() -> Tensor:
+            work.wait()
+            return tensor.to(device)
+
+        return arrived
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
-        for work, _ in self.pending:
-            work.wait()
-        self.pending.clear()
+        for pending in self.pending.values():
+            while pending:
+                pending.popleft()[0].wait()
 
 
 def _gradient(entered: Tensor) -> Tensor:
