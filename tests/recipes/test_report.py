@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from postlude.recipes.ending import Ending, write_ending
+from postlude.recipes.numbers import short
 from postlude.recipes.report import write_report
 from postlude.recipes.report_charts import Scale
 from postlude.recipes.report_data import Series, smooth, thin
@@ -195,26 +197,116 @@ def test_two_runs_share_their_curves(tmp_path: Path) -> None:
     page = Page(target)
     assert target == tmp_path / "report.html"
     assert page.curves.count("reward_mean") == 1
-    data = re.search(r'data-curve="reward_mean".*?<script type="application/json">(.*?)</script>', target.read_text())
-    assert data is not None
-    runs = json.loads(data[1])["runs"]
+    (plot,) = plots(target.read_text(), "reward_mean")
+    runs = plot["runs"]
     assert [run["run"] for run in runs] == [0, 1]
     assert [run["steps"][-1] for run in runs] == [30, 50]
     assert str(first) in page.text
     assert str(second) in page.text
     assert target.read_text().count('type="checkbox"') == 2
-    assert len(re.findall("class=differs", target.read_text())) == 3  # seed, steps, optimizer.lr
+    different = re.search("How the configs differ</h2>(.*?)<h2>", target.read_text())
+    assert different is not None
+    assert re.findall(r"<code>(.*?)</code>", different[1]) == ["seed", "steps", "optimizer.lr"]
 
 
 def test_hover_shows_the_values_that_were_logged(tmp_path: Path) -> None:
     run = example_run(tmp_path / "run", steps=30)
     text = write_report([run], tmp_path / "report.html").read_text()
-    found = re.search(r'data-curve="entropy".*?<script type="application/json">(.*?)</script>', text)
-    assert found is not None
-    (shown,) = json.loads(found[1])["runs"]
+    ((shown,),) = (plot["runs"] for plot in plots(text, "entropy"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert shown["steps"] == [line["step"] for line in lines]
-    np.testing.assert_allclose(shown["values"], [line["entropy"] for line in lines], rtol=1e-4)
+    assert shown["values"] == [short(line["entropy"]) for line in lines]
+    assert f'<span class="now">{short(lines[0]["entropy"])} → {short(lines[-1]["entropy"])}</span>' in text
+
+
+def two_phases(directory: Path, warm: int = 4, steps: int = 6) -> Path:
+    """A warm start whose loss is thousands of times that of what follows."""
+    directory.mkdir(parents=True)
+    with RunDirectory(directory) as run:
+        for step in range(1, warm + steps + 1):
+            warming = step <= warm
+            metrics: dict[str, Any] = {"loss": 5.0 - step if warming else 0.001 * step, "lr": 1e-3}
+            if not warming:
+                metrics["reward_mean"] = 0.1 * step
+            if step >= warm:
+                metrics["eval"] = {"reward_mean": 0.05 * step}
+            run.log(step, metrics, phase="sft" if warming else "grpo")
+    return directory
+
+
+def plots(page: str, key: str) -> list[Any]:
+    data = re.search(rf'data-curve="{key}".*?<script type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    found: list[Any] = json.loads(data[1])
+    return found
+
+
+def test_no_line_joins_the_losses_of_two_phases(tmp_path: Path) -> None:
+    page = write_report([two_phases(tmp_path / "run")], tmp_path).read_text()
+    warm, own = plots(page, "loss")
+    assert warm["runs"][0]["steps"] == [1, 2, 3, 4]
+    assert own["runs"][0]["steps"] == [5, 6, 7, 8, 9, 10]
+    assert own["x"][0] > warm["x"][1], "side by side"
+    places = own["runs"][0]["places"]
+    assert max(places) - min(places) > 100, "small losses have an axis of their own"
+    assert [len(plots(page, key)) for key in ("eval/reward_mean", "reward_mean", "lr")] == [1, 1, 2]
+
+
+def test_phases_are_bands_behind_what_is_one_thing_throughout(tmp_path: Path) -> None:
+    page = write_report([two_phases(tmp_path / "run")], tmp_path).read_text()
+    figure = page[page.index('data-curve="eval/reward_mean"') :].split("</figure>")[0]
+    assert figure.count('class="band') == 2
+    assert figure.count("<path") == 1, "one line through both"
+    other = two_phases(tmp_path / "other", warm=2)
+    both = write_report([tmp_path / "run", other], tmp_path).read_text()
+    figure = both[both.index('data-curve="eval/reward_mean"') :].split("</figure>")[0]
+    assert 'class="band' not in figure, "these two have other phases at the same step"
+
+
+def test_ticks_tell_values_apart(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        for step in range(1, 6):
+            close = {"a": 1000 + 1e-4 * step, "b": 1e-9 * step, "c": 123456.0 + step, "d": 0.99999 + 1e-7 * step}
+            run.log(step, close | {"e": 1e7 * step, "f": 3.0}, phase="sft")
+    page = write_report([tmp_path], tmp_path).read_text()
+    axes = re.findall(r"<g>(.*?)<svg", page)
+    assert len(axes) == 6
+    for axis in axes:
+        for anchor in ("end", "middle"):
+            shown = re.findall(rf'text-anchor="{anchor}">(.*?)<', axis)
+            assert len(shown) == len(set(shown)), shown
+
+
+def test_an_evaluation_has_no_curves(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        run.log(0, {"eval": {"reward_mean": 0.5, "pass@2": 0.625}, "reward_mean": 0.5, "rewards": [0, 1]}, phase="eval")
+    page = Page(write_report([tmp_path], tmp_path / "report.html"))
+    assert page.curves == []
+    for word in ("pass@2", "0.625", "2 answers"):
+        assert word in page.text
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
+    first, second = two_phases(tmp_path / "first"), two_phases(tmp_path / "second", steps=8)
+    write_ending(first, Ending("finished", 10))
+    write_ending(second, Ending("failed", 12, "no reward was left."))
+    text = write_report([first, second], tmp_path).read_text()
+    page = Page(tmp_path / "report.html")
+    assert "second: The run failed after step 12: no reward was left." in page.text
+    for word in ("finished", "failed", "0.2 → 0.5", "0.2 → 0.6"):
+        assert word in page.text
+    assert text.index("no reward was left") < text.index("<table")
+
+
+def test_the_machine_is_told_where_it_was_recorded(tmp_path: Path) -> None:
+    run = two_phases(tmp_path / "run")
+    assert "Machine" not in Page(write_report([run], tmp_path / "without.html")).text
+    start = {"commit": "0123abc", "versions": {"torch": "2.11.0"}, "device": "NVIDIA H200"}
+    (run / "run.json").write_text(json.dumps({"starts": [{"commit": "old"}, start]}))
+    text = Page(write_report([run], tmp_path / "with.html")).text
+    for word in ("Machine", "0123abc", "versions.torch", "2.11.0", "NVIDIA H200"):
+        assert word in text
+    assert "old" not in text.split("Machine")[1]
 
 
 def test_ten_thousand_steps_are_quick_and_small(tmp_path: Path) -> None:

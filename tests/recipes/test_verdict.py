@@ -68,10 +68,10 @@ def test_every_number_is_the_one_that_was_logged(tmp_path: Path) -> None:
     assert (verdict.answers, verdict.failures, verdict.skipped, verdict.not_finite) == (30, 2, 3, 1)
     assert verdict.seconds == {"train": 8.0, "evaluation": 2.0, "rollout": 30.0}
     assert held_out_table(verdict) == [
-        ["step", "reward_mean", "pass@1", "pass@4", "length_mean"],
-        ["before (2)", "0.25", "0.125", "0.5", "3"],
-        ["best (4)", "0.9", "0.5", "0.75", "2"],
-        ["after (5)", "0.75", "0.5", "0.75", "2"],
+        ["", "reward_mean", "pass@1", "pass@4", "length_mean"],
+        ["before, step 2", "0.25", "0.125", "0.5", "3"],
+        ["best, step 4", "0.9", "0.5", "0.75", "2"],
+        ["after, step 5", "0.75", "0.5", "0.75", "2"],
     ]
 
 

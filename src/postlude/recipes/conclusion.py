@@ -11,7 +11,7 @@ from rich.text import Text
 from postlude.recipes.ending import Ending, write_ending
 from postlude.recipes.report import write_report
 from postlude.recipes.run import is_first_rank
-from postlude.recipes.verdict import EVALUATED, REPORT, Verdict, facts, held_out_table, read_verdict
+from postlude.recipes.verdict import REPORT, Verdict, facts, held_out_table, read_verdict
 
 
 def conclude(run: Path, ending: Ending) -> None:
@@ -35,7 +35,7 @@ def tell(verdict: Verdict, console: Console) -> None:
         lines.add_row(fact.label.lower(), Text(fact.text, style="bold red" if fact.warn else "bold"), Text(fact.note))
     console.print(lines)
     table = held_out_table(verdict)
-    if table and (EVALUATED in verdict.phases or len(table[0]) > 4):  # pass@k beside what was said above
+    if table and (verdict.is_evaluation or len(table[0]) > 4):  # pass@k beside what was said above
         head, *rows = table
         shown = Table(*head, title="held out", title_justify="left", title_style="dim")
         for row in rows:

@@ -11,20 +11,22 @@ from itertools import pairwise
 
 import numpy as np
 
-from postlude.recipes.numbers import duration, short
-from postlude.recipes.report_data import TIME, Floats, RunData, Series, smooth, thin
+from postlude.recipes.metrics import TIME, explain, title
+from postlude.recipes.numbers import duration, labels, share, short
+from postlude.recipes.report_data import Band, Floats, RunData, Series, smooth, thin
 
-WIDTH, HEIGHT = 380, 200
-LEFT, RIGHT, TOP, BOTTOM = 44, 366, 10, 178  # the plot's edges
+WIDTH, HEIGHT = 400, 210
+RIGHT, TOP, BOTTOM = 388, 22, 184  # the plots' edges; what is left of them, the labels of the axis need
+CHARACTER = 5.6  # width of a label's
+GAP = 16  # between the plots of two phases
+LEAST_SHARE = 0.3  # of the width, for a phase of few steps
 COLOURS = 8  # in the style sheet; more runs than that are dashed
 APART = 2  # phases begin at another colour than runs
 SMOOTH_POINTS = 150
+DOTTED = 12  # readings so few that each is shown
 COLUMNS, ROWS, LEVELS = 60, 24, 8  # of a distribution over time
 STRIP = 46  # width of the last column's histogram beside it
 STRAY = 5.0  # a range this many times that of nearly all values is made of strays, which are cut
-
-BOX = (LEFT - 3, TOP - 4, RIGHT - LEFT + 6, BOTTOM - TOP + 8)  # the plot and a little: what lies beyond is cut
-CLIP = '<svg x="{}" y="{}" width="{}" height="{}" viewBox="{} {} {} {}">'.format(*BOX, *BOX)
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,27 @@ class Scale:
             return (self.start + self.end) / 2
         return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
 
-    def ticks(self, about: int) -> list[float]:
-        """Round numbers in the range, about so many."""
+    def ticks(self, about: int, *, whole: bool = False) -> list[float]:
+        """Round numbers in the range, about so many, no two of them alike; `whole` ones for steps."""
         span = self.high - self.low
         if span <= 0 or not math.isfinite(span):
             return [self.low]
-        rough = span / about
+        rough = span / max(about, 1)
         power = 10.0 ** math.floor(math.log10(rough))
         width = min((power * times for times in (1, 2, 5, 10)), key=lambda width: abs(math.log(width / rough)))
+        width = max(width, 1.0) if whole else width
         first = math.ceil(self.low / width - 1e-9)
-        return [index * width for index in range(first, math.floor(self.high / width + 1e-9) + 1)]
+        found = [index * width for index in range(first, math.floor(self.high / width + 1e-9) + 1)]
+        return list(dict.fromkeys(found)) or [self.low]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one run has to show in a plot."""
+
+    run: int
+    """Its place in the report."""
+    series: Series
 
 
 def colour(index: int) -> str:
@@ -59,40 +72,137 @@ def colour(index: int) -> str:
     return f'style="--c:var(--c{index % COLOURS})"'
 
 
-def curve(title: str, key: str, runs: Sequence[tuple[int, Series]], points: int) -> str:
-    """One metric of one or more runs; `runs` pairs a run's place in the report with its series."""
-    finite = [(index, series.finite) for index, series in runs]
-    values = np.concatenate([series.values for _, series in finite])
-    steps = np.concatenate([series.steps for _, series in runs])
-    low, high = _range(values)
-    within = [Series(series.steps, series.values.clip(low, high)) for _, series in finite]  # no stray moves a mean
-    shown = [
-        (index, thin(series, points), smooth(calm, SMOOTH_POINTS))
-        for (index, series), calm in zip(finite, within, strict=True)
-    ]
-    x = Scale(float(steps.min()), float(steps.max()), LEFT, RIGHT)
-    y = Scale(low, high, BOTTOM, TOP)
-    marks = [_odd(series, x) for _, series in runs]
-    lines = [_run(index, raw, line, x, y) for index, raw, line in shown]
-    strays = int(((values < low) | (values > high)).sum())
-    now = ", ".join(short(float(series.values[-1])) if len(series.values) else "–" for _, series in runs[:3])
-    odd = sum(len(series.values) for _, series in runs) - len(values)
-    notes = [f"{odd} not finite (×)"] * bool(odd) + [f"{strays} beyond the edge"] * bool(strays)
+def curve(key: str, runs: Sequence[tuple[int, RunData]], points: int) -> str:
+    """One metric of one or more runs, each with its place in the report.
+
+    What several phases measure gets a plot for each of them, with an axis of its own: they are not to be compared.
+    """
+    lines: dict[str, list[Line]] = {}
+    for phase in dict.fromkeys(band.phase for _, run in runs for band in run.bands):
+        lines[phase] = []
+    for index, run in runs:
+        for phase, series in run.series[key].items():
+            lines.setdefault(phase, []).append(Line(index, series))
+    plots = {phase: found for phase, found in lines.items() if found}
+    spans = {phase: _span(found) for phase, found in plots.items()}
+    labelled = [_labelled(found) for found in plots.values()]
+    room = RIGHT - sum(margin for *_, margin in labelled) - GAP * (len(plots) - 1)
+    lengths = _widths([last - first for first, last in spans.values()], room)
+    parts, data, notes = [], [], []
+    left = 0.0
+    bands = _bands([run for _, run in runs])
+    for (phase, found), (low, high, margin), length in zip(plots.items(), labelled, lengths, strict=True):
+        left += margin
+        x = Scale(*spans[phase], left, left + length)
+        drawn = _plot(found, x, Scale(low, high, BOTTOM, TOP), points)
+        several = len({band.phase for _, run in runs for band in run.bands}) > 1
+        shown = bands if not phase else [Band(phase, *map(int, spans[phase]))] if several else []
+        parts.append(_banded(shown, x) + drawn.svg)
+        data.append(drawn.data)
+        notes += drawn.notes
+        left += length + GAP
+    known = explain(key)
+    tip = f"{known.meaning}\nlook for: {known.watch}" if known else key
     note = f"<small>{' · '.join(notes)}</small>" if notes else ""
-    data = {
-        "x": [LEFT, RIGHT, x.low, x.high],
-        "runs": [
-            {"run": index, "steps": [int(step) for step in raw.steps], "values": [_brief(v) for v in raw.values]}
-            for index, raw, _ in shown
-            if len(raw.values)
-        ],
-    }
     return (
-        f'<figure data-curve="{escape(key)}"><figcaption>{escape(title)}<code>{escape(key)}</code><span>{now}</span>'
-        f'</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by step">'
-        f"{_axes(x, y)}{CLIP}{''.join(lines)}</svg>{''.join(marks)}"
-        f'<line class="cross" x1="0" x2="0" y1="{TOP}" y2="{BOTTOM}"/></svg>{note}{script(data)}</figure>'
+        f'<figure data-curve="{escape(key)}"><figcaption><b data-tip="{escape(tip)}">{escape(title(key))}</b>'
+        f'<code>{escape(key)}</code><span class="now">{_now(key, runs)}</span></figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title(key))} by step">{"".join(parts)}'
+        f"</svg>{note}{script(data)}</figure>"
     )
+
+
+def _now(key: str, runs: Sequence[tuple[int, RunData]]) -> str:
+    """What stands in the caption while no step is pointed at: the way of one run, or where each of several is."""
+    ways = [(index, run.verdict.ways.get(key)) for index, run in runs]
+    if len(ways) == 1:
+        return str(ways[0][1] or "–")
+    found = (f"<b {colour(index)}>{short(way.last)}</b>" for index, way in ways[:4] if way)
+    return " ".join(found) + (" …" if len(ways) > 4 else "")
+
+
+def _span(lines: Sequence[Line]) -> tuple[float, float]:
+    steps = np.concatenate([line.series.steps for line in lines])
+    return float(steps.min()), float(steps.max())
+
+
+def _labelled(lines: Sequence[Line]) -> tuple[float, float, float]:
+    """What a plot's value axis spans, and the room its labels need."""
+    low, high = _range(np.concatenate([line.series.finite.values for line in lines]))
+    return low, high, _margin(Scale(low, high, BOTTOM, TOP))
+
+
+def _margin(y: Scale) -> float:
+    """The room that the labels of a value axis need."""
+    return 10 + CHARACTER * max(map(len, labels(y.ticks(4))))
+
+
+def _widths(steps: Sequence[float], room: float) -> list[float]:
+    """How `room` is shared out: by steps, but no plot gets less than it can be read in."""
+    least = min(LEAST_SHARE, 1 / len(steps))
+    shares = [max(each / (sum(steps) or 1.0), least) for each in steps]
+    return [room * each / sum(shares) for each in shares]
+
+
+def _bands(runs: Sequence[RunData]) -> Sequence[Band]:
+    """The phases of runs that have the same ones at the same steps; of one phase alone there is nothing to say."""
+    first = runs[0].bands
+    return first if len(first) > 1 and all(run.bands == first for run in runs) else []
+
+
+def _banded(bands: Sequence[Band], x: Scale) -> str:
+    """The phases behind a plot. A step's place is its point: a band reaches half a step beyond its own."""
+    parts = []
+    for place, band in enumerate(bands):
+        start, end = (min(max(x(at), x.start), x.end) for at in (band.first - 0.5, band.last + 0.5))
+        if len(bands) == 1:
+            start, end = x.start, x.end
+        elif place == 0:
+            start = x.start
+        parts.append(
+            f'<rect class="band b{place % 2}" x="{start:.1f}" y="{TOP - 15}" width="{max(end - start, 0):.1f}" '
+            f'height="{BOTTOM - TOP + 15}"/>'
+        )
+        if end - start > CHARACTER * len(band.phase) + 4:
+            parts.append(f'<text class="phase" x="{start + 4:.1f}" y="{TOP - 5}">{escape(band.phase)}</text>')
+    return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawn plot, what the page's script knows of it, and what is to be said below."""
+
+    svg: str
+    data: object
+    notes: list[str]
+
+
+def _plot(lines: Sequence[Line], x: Scale, y: Scale, points: int) -> Plot:
+    drawn, known, marks = [], [], []
+    strays = odd = 0
+    for line in lines:
+        finite = line.series.finite
+        strays += int(((finite.values < y.low) | (finite.values > y.high)).sum())
+        odd += len(line.series.values) - len(finite.values)
+        calm = Series(finite.steps, finite.values.clip(y.low, y.high))  # no stray moves a mean
+        raw = thin(finite, points)
+        drawn.append(_run(line.run, raw, smooth(calm, SMOOTH_POINTS), x, y))
+        marks.append(_odd(line.series, x))
+        if len(raw.values):
+            known.append(
+                {
+                    "run": line.run,
+                    "steps": [int(step) for step in raw.steps],
+                    "values": [short(float(value)) for value in raw.values],
+                    "places": [round(y(min(max(float(value), y.low), y.high))) for value in raw.values],
+                }
+            )
+    box = (x.start - 3, TOP - 4, x.end - x.start + 6, BOTTOM - TOP + 8)  # what lies beyond the plot is cut
+    clip = '<svg x="{:.1f}" y="{}" width="{:.1f}" height="{}" viewBox="{:.1f} {} {:.1f} {}">'.format(*box, *box)
+    notes = [f"{odd} not finite (×)"] * bool(odd) + [f"{strays} beyond the edge"] * bool(strays)
+    cross = f'<line class="cross" x1="0" x2="0" y1="{TOP}" y2="{BOTTOM}"/>'
+    svg = f"<g>{_axes(x, y)}{clip}{''.join(drawn)}</svg>{''.join(marks)}{cross}</g>"
+    return Plot(svg, {"x": [round(x.start, 1), round(x.end, 1), x.low, x.high], "runs": known}, notes)
 
 
 def script(data: object) -> str:
@@ -108,7 +218,7 @@ def as_json(data: object) -> str:
 
 def phases(run: RunData, index: int) -> str:
     """How a run's time went: each phase's share of all of it, and seconds a step over the run."""
-    series = {key.removeprefix(TIME): run.series[key].finite for key in run.series if key.startswith(TIME)}
+    series = {key.removeprefix(TIME): run.whole(key).finite for key in run.series if key.startswith(TIME)}
     series = {name: found for name, found in series.items() if len(found.values)}
     totals = {name: float(found.values.clip(min=0).sum()) for name, found in series.items()}
     whole = sum(totals.values())
@@ -116,18 +226,19 @@ def phases(run: RunData, index: int) -> str:
         return ""
     bar = "".join(
         f'<i style="--c:var(--c{place % COLOURS});width:{100 * total / whole:.2f}%" '
-        f'data-tip="{escape(name)}: {duration(total)}, {total / whole:.1%}"></i>'
+        f'data-tip="{escape(name)}: {duration(total)}, {share(total, whole)}"></i>'
         for place, (name, total) in enumerate(totals.items(), start=APART)
     )
     legend = "".join(
-        f'<span><i class="swatch" {colour(place)}></i>{escape(name)} {total / whole:.0%}, {duration(total)}</span>'
+        f'<span><i class="swatch" {colour(place)}></i>{escape(name)} {share(total, whole)}, {duration(total)}</span>'
         for place, (name, total) in enumerate(totals.items(), start=APART)
     )
     steps = np.unique(np.concatenate([found.steps for found in series.values()]))
     edges = _edges(steps)
-    x = Scale(0, len(edges) - 1, LEFT, RIGHT)
     means = {name: _column_means(found, edges) for name, found in series.items()}
     y = Scale(0.0, float(np.sum(list(means.values()), axis=0).max()), BOTTOM, TOP)
+    left = _margin(y)
+    x = Scale(0, len(edges) - 1, left, RIGHT)
     bottoms = np.zeros(len(edges) - 1)
     drawn = []
     for place, found in enumerate(means.values(), start=APART):
@@ -144,12 +255,16 @@ def phases(run: RunData, index: int) -> str:
         x,
         ("\n".join(f"{name} {duration(found[c])}" for name, found in means.items()) for c in range(len(edges) - 1)),
     )
-    span = Scale(float(steps[0]), float(steps[-1]), LEFT, RIGHT)
+    span = Scale(float(steps[0]), float(steps[-1]), left, RIGHT)
+    course = (  # of one step there is none
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Seconds a step by phase">{_axes(span, y)}'
+        f"{''.join(drawn)}{tips}</svg>"
+        if len(steps) > 1
+        else ""
+    )
     return (
         f'<figure class="r{index}"><figcaption>{_name(run, index)}<code>seconds a step</code><span>{duration(whole)}'
-        f'</span></figcaption><div class="share">{bar}</div><div class="legend inline">{legend}</div>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Seconds a step by phase">{_axes(span, y)}'
-        f"{''.join(drawn)}{tips}</svg></figure>"
+        f'</span></figcaption><div class="share">{bar}</div><div class="legend inline">{legend}</div>{course}</figure>'
     )
 
 
@@ -161,8 +276,12 @@ def distribution(run: RunData, index: int, key: str) -> str:
     edges = _edges(steps)
     borders = np.searchsorted(steps, edges)
     groups = [np.concatenate([np.array([]), *lists[first:last]]) for first, last in pairwise(borders)]
-    right = RIGHT - STRIP
-    x, y = Scale(0, len(groups), LEFT, right), Scale(low, high, BOTTOM, TOP)
+    y = Scale(low, high, BOTTOM, TOP)
+    left = _margin(y)
+    alone = len(groups) == 1  # then it is a histogram and nothing else
+    strip = RIGHT - left + 6 if alone else STRIP
+    right = RIGHT - strip
+    x = Scale(0, len(groups), left, right)
     heights = np.linspace(low, high, ROWS + 1)
     counts = [np.histogram(group.clip(low, high), heights)[0] for group in groups]
     shades: dict[int, list[str]] = {}
@@ -180,40 +299,43 @@ def distribution(run: RunData, index: int, key: str) -> str:
     medians = [(x(place + 0.5), y(float(np.median(group)))) for place, group in enumerate(groups) if len(group)]
     last = next(count for count in reversed(counts) if count.any())
     bars = "".join(
-        f'<rect class="heat" x="{right + 6}" y="{y(heights[row + 1]) + 0.5:.1f}" '
-        f'width="{(STRIP - 6) * last[row] / last.max():.1f}" height="{(BOTTOM - TOP) / ROWS - 1:.1f}"/>'
+        f'<rect class="heat" x="{right + 6:.1f}" y="{y(heights[row + 1]) + 0.5:.1f}" '
+        f'width="{(strip - 6) * last[row] / last.max():.1f}" height="{(BOTTOM - TOP) / ROWS - 1:.1f}"/>'
         for row in np.flatnonzero(last)
     )
-    span = Scale(float(steps.min()), float(steps.max()), LEFT, right)
+    span = Scale(float(steps.min()), float(steps.max()), left, RIGHT if alone else right)
+    course = f'{heat}<path class="median" d="{_path(medians)}"/>{_catchers(edges, x, map(_summary, groups))}'
     return (
         f'<figure class="r{index}"><figcaption>{_name(run, index)}<code>{escape(key)}</code><span>median '
         f'{short(float(np.median(groups[-1])))}</span></figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(key)} over the run" {colour(index)}>{_axes(span, y)}{heat}'
-        f'<path class="median" d="{_path(medians)}"/>{bars}{_catchers(edges, x, map(_summary, groups))}</svg></figure>'
+        f'aria-label="{escape(key)} over the run" {colour(index)}>{_axes(span, y, course=not alone)}'
+        f"{'' if alone else course}{bars}</svg></figure>"
     )
 
 
 def _run(index: int, raw: Series, line: Series | None, x: Scale, y: Scale) -> str:
     dashed = " dashed" if index >= COLOURS else ""
     places = [[(x(s), y(v)) for s, v in zip(one.steps, one.values, strict=True)] for one in (raw, line) if one]
-    if len(raw.values) == 1:
-        drawn = f'<circle class="dot" cx="{places[0][0][0]:.1f}" cy="{places[0][0][1]:.1f}" r="3"/>'
-    elif line is None:
-        drawn = f'<path class="line" d="{_path(places[0])}"/>'
+    if line is None:
+        dots = places[0] if len(raw.values) <= DOTTED else []
+        drawn = f'<path class="line" d="{_path(places[0])}"/>' + "".join(
+            f'<circle class="dot" cx="{at:.1f}" cy="{height:.1f}" r="2.5"/>' for at, height in dots
+        )
     else:
         drawn = f'<path class="raw" d="{_path(places[0])}"/><path class="line" d="{_path(places[1])}"/>'
     return f'<g class="r{index}{dashed}" {colour(index)}>{drawn}</g>'
 
 
-def _axes(x: Scale, y: Scale) -> str:
+def _axes(x: Scale, y: Scale, *, course: bool = True) -> str:
     parts = []
-    for value in y.ticks(4):
+    values = y.ticks(4)
+    for value, label in zip(values, labels(values), strict=True):
         place = y(value)
-        parts.append(f'<line class="rule" x1="{LEFT}" x2="{x.end}" y1="{place:.1f}" y2="{place:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 5}" y="{place + 3:.1f}" text-anchor="end">{_tick(value)}</text>')
-    for value in x.ticks(5):
-        if value == int(value):
-            parts.append(f'<text x="{x(value):.1f}" y="{BOTTOM + 15}" text-anchor="middle">{_tick(value)}</text>')
+        parts.append(f'<line class="rule" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{place:.1f}" y2="{place:.1f}"/>')
+        parts.append(f'<text x="{x.start - 5:.1f}" y="{place + 3:.1f}" text-anchor="end">{label}</text>')
+    steps = x.ticks(max(1, int((x.end - x.start) / 65)), whole=True) if course else []
+    for step, label in zip(steps, labels(steps), strict=True):
+        parts.append(f'<text x="{x(step):.1f}" y="{BOTTOM + 15}" text-anchor="middle">{label}</text>')
     return "".join(parts)
 
 
@@ -264,9 +386,8 @@ def _range(values: Floats) -> tuple[float, float]:
     if inner_high > inner_low and high - low > STRAY * (inner_high - inner_low):
         margin = 0.25 * (inner_high - inner_low)
         low, high = max(low, inner_low - margin), min(high, inner_high + margin)
-    if low == high:
-        margin = abs(low) * 0.1 or 1.0
-        return low - margin, high + margin
+    if low == high:  # from nothing to a little beyond it
+        return min(1.25 * low, 0.0), max(1.25 * high, 0.0 if low else 1.0)
     return low, high
 
 
@@ -276,18 +397,3 @@ def _name(run: RunData, index: int) -> str:
 
 def _path(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places) if places else ""
-
-
-def _tick(value: float) -> str:
-    size = abs(value)
-    for power, letter in ((9, "G"), (6, "M"), (3, "k")):
-        if size >= 1e4 and 10**power <= size < 10 ** (power + 3):
-            return f"{value / 10**power:.3g}{letter}"
-    if size >= 1e4 or 0 < size < 1e-3:
-        digits, exponent = f"{value:.2e}".split("e")
-        return f"{float(digits):g}e{int(exponent)}"
-    return f"{value:.4g}"
-
-
-def _brief(value: float) -> float:
-    return float(f"{value:.5g}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from postlude.recipes.metrics import EVAL
 from postlude.recipes.run import read_config, read_metrics, read_samples
+from postlude.recipes.verdict import Verdict, read_verdict
 
-TIME = "time/"
+RECORD = "run.json"
+
 SMOOTHED_FROM = 40  # values; fewer are shown as they are
 CALM = 3.0  # times its range that a smooth series goes up and down in all
 Floats = NDArray[np.float64]
@@ -34,14 +38,14 @@ class Series:
         good = np.isfinite(self.values)
         return Series(self.steps[good], self.values[good])
 
-    def end(self, share: float = 0.1) -> float:
-        """Mean of the last tenth, at least one value: what the metric came to. nan if there is nothing."""
-        values = self.finite.values
-        return float(values[-max(1, round(len(values) * share)) :].mean()) if len(values) else float("nan")
 
-    def start(self, share: float = 0.1) -> float:
-        """Mean of the first tenth, likewise."""
-        return Series(self.steps, self.values[::-1]).end(share)
+@dataclass(frozen=True)
+class Band:
+    """A stretch of steps of one phase."""
+
+    phase: str
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,24 @@ class RunData:
     name: str
     path: Path
     config: Mapping[str, Any]
-    phases: Sequence[str]
-    """The distinct phases, in their order."""
-    series: Mapping[str, Series]
+    bands: Sequence[Band]
+    """The phases that the run's steps were of, in their order."""
+    series: Mapping[str, Mapping[str, Series]]
+    """By metric, then by phase: the loss of one phase is not the loss of another. What is held out is measured
+    alike throughout, and stands under ""."""
     distributions: Mapping[str, Sequence[tuple[int, Floats]]]
     """Lists of numbers by step: each rollout's reward, length, …"""
     samples: Sequence[Mapping[str, Any]]
+    machine: Mapping[str, Any]
+    """What it ran on and with: versions, commit, device. Empty where nothing was recorded."""
+    verdict: Verdict
+
+    def whole(self, key: str) -> Series:
+        """A metric over all phases, where its sum counts and not its course."""
+        parts = list(self.series[key].values())
+        steps, values = (np.concatenate([getattr(part, name) for part in parts]) for name in ("steps", "values"))
+        order = np.argsort(steps, kind="stable")
+        return Series(steps[order], values[order])
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
@@ -70,15 +86,21 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
 
 
 def _read(path: Path, name: str) -> RunData:
-    numbers: dict[str, dict[int, float]] = {}
+    numbers: dict[str, dict[str, dict[int, float]]] = {}
     lists: dict[str, dict[int, Floats]] = {}
-    phases: dict[str, None] = {}
+    bands: list[Band] = []
     for line in read_metrics(path):
         step = line.pop("step")
-        phases[str(line.pop("phase", ""))] = None
+        phase = str(line.pop("phase", ""))
+        if step > 0:  # what is read before the first step is of no phase
+            if bands and bands[-1].phase == phase:
+                bands[-1] = replace(bands[-1], last=step)
+            else:
+                bands.append(Band(phase, step, step))
         for key, value in line.items():
             if isinstance(value, int | float):
-                numbers.setdefault(key, {})[step] = float(value)
+                part = "" if key.startswith(EVAL) else phase
+                numbers.setdefault(key, {}).setdefault(part, {})[step] = float(value)
             elif isinstance(value, list):
                 found = _numbers(value)
                 if len(found):
@@ -86,14 +108,29 @@ def _read(path: Path, name: str) -> RunData:
     samples = read_samples(path)
     if not lists:
         lists = _from_samples(samples)
-    series = {
-        key: Series(np.array(sorted(found), dtype=float), np.array([found[step] for step in sorted(found)]))
-        for key, found in numbers.items()
-    }
-    distributions = {key: sorted(found.items()) for key, found in lists.items()}
     return RunData(
-        name, path, _dotted(read_config(path)), [phase for phase in phases if phase], series, distributions, samples
+        name=name,
+        path=path,
+        config=_dotted(read_config(path)),
+        bands=bands,
+        series={key: {part: _series(found) for part, found in parts.items()} for key, parts in numbers.items()},
+        distributions={key: sorted(found.items()) for key, found in lists.items()},
+        samples=samples,
+        machine=_dotted(read_machine(path)),
+        verdict=read_verdict(path),
     )
+
+
+def read_machine(run: Path) -> dict[str, Any]:
+    """What a run recorded of where it was last started, and with what; empty where it recorded nothing."""
+    path = run / RECORD
+    starts = json.loads(path.read_text()).get("starts", []) if path.is_file() else []
+    return dict(starts[-1]) if starts else {}
+
+
+def _series(found: Mapping[int, float]) -> Series:
+    steps = sorted(found)
+    return Series(np.array(steps, dtype=float), np.array([found[step] for step in steps]))
 
 
 def _dotted(config: Mapping[str, Any], outer: str = "") -> dict[str, Any]:

@@ -67,13 +67,9 @@ class Verdict:
     """Of steps, in their order; without the reading before the first."""
     step: int
     """The last one logged; -1 before the first."""
-    score: Change | None
-    """On what is held out: mean reward, accuracy or loss, whichever the run has."""
-    held_out: Mapping[str, Change]
-    """All that is measured on what is held out, by its name."""
-    reward: Change | None
-    loss: Change | None
-    """Of the last phase alone: another phase's loss is of another thing."""
+    ways: Mapping[str, Change]
+    """Each metric's, in the last phase that has it: another phase's loss is of another thing. What is measured on what
+    is held out is the same thing throughout."""
     answers: int
     failures: int
     """Answers that the reward function failed on."""
@@ -82,10 +78,33 @@ class Verdict:
     not_finite: int
     """Numbers in the metrics that are not finite."""
     seconds: Mapping[str, float]
-    memory: float | None
-    """GiB, the most on a GPU at any time."""
     model: Path | None
     report: Path | None
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the run only measures: it has one reading, and no curves."""
+        return list(self.phases) == [EVALUATED]
+
+    @property
+    def score(self) -> Change | None:
+        """On what is held out: mean reward, accuracy or loss, whichever the run has."""
+        return next((self.ways[name] for name in SCORES if name in self.ways), None)
+
+    @property
+    def reward(self) -> Change | None:
+        """The mean of the answers trained on."""
+        return self.ways.get(REWARD)
+
+    @property
+    def loss(self) -> Change | None:
+        """Of the last phase."""
+        return self.ways.get(LOSS)
+
+    @property
+    def held_out(self) -> dict[str, Change]:
+        """All that is measured on what is held out, by its name."""
+        return {name: way for name, way in self.ways.items() if name.startswith(EVAL)}
 
     @property
     def bad(self) -> str:
@@ -114,61 +133,75 @@ def read_verdict(run: Path) -> Verdict:
     phases = list(dict.fromkeys(str(line.get("phase", "")) for line in lines if line["step"] > 0)) or list(
         dict.fromkeys(str(line.get("phase", "")) for line in lines)
     )
-    own = [line for line in lines if phases and line.get("phase", "") == phases[-1]]
-    score = next((found for name in SCORES if (found := change(lines, name))), None)
-    names = dict.fromkeys(key for line in lines for key in line if key.startswith(EVAL))
-    held_out = {name: found for name in names if (found := change(lines, name))}
     answers = [(len(line[REWARDS]), _number(line.get(FAILED))) for line in lines if isinstance(line.get(REWARDS), list)]
     times: dict[str, float] = {}
     for line in lines:
         for key, value in line.items():
             if key.startswith(TIME) and math.isfinite(_number(value)):
                 times[key.removeprefix(TIME)] = times.get(key.removeprefix(TIME), 0.0) + _number(value)
-    memory = change(lines, MEMORY)
     return Verdict(
         path=run,
         ending=read_ending(run),
         phases=phases,
         step=max((line["step"] for line in lines), default=-1),
-        score=score,
-        held_out=held_out,
-        reward=change(own, REWARD),
-        loss=change(own, LOSS),
+        ways=_ways(lines),
         answers=sum(count for count, _ in answers),
         failures=sum(round(count * failed) for count, failed in answers),
         skipped=round(sum(_number(line.get(SKIPPED)) for line in lines)),
         not_finite=sum(_odd(value) for line in lines for value in line.values()),
         seconds=times,
-        memory=memory.best if memory else None,
         model=run / MODEL if (run / MODEL).is_dir() else None,
         report=run / REPORT if (run / REPORT).is_file() else None,
     )
 
 
-def change(lines: Sequence[Mapping[str, Any]], metric: str) -> Change | None:
-    """A metric's way through a run; None where it has no finite value."""
-    found = [(line["step"], float(line[metric])) for line in lines if _is_number(line.get(metric))]
-    if not found:
-        return None
-    best_step, best = (min if metric in FALLING else max)(found, key=lambda each: each[1])
-    return Change(metric, found[0][1], found[-1][1], best, found[0][0], found[-1][0], best_step, dict(found))
+def _ways(lines: Sequence[Mapping[str, Any]]) -> dict[str, Change]:
+    found: dict[str, tuple[str, dict[int, float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                phase = "" if name.startswith(EVAL) else str(line.get("phase", ""))
+                if name not in found or found[name][0] != phase:
+                    found[name] = phase, {}
+                found[name][1][line["step"]] = float(value)
+    return {name: _way(name, values) for name, (_, values) in found.items()}
+
+
+def _way(metric: str, values: Mapping[int, float]) -> Change:
+    steps = list(values)
+    best = (min if metric in FALLING else max)(steps, key=values.__getitem__)
+    return Change(metric, values[steps[0]], values[steps[-1]], values[best], steps[0], steps[-1], best, values)
 
 
 def facts(verdict: Verdict) -> list[Fact]:
     """The verdict's lines, most telling first."""
     if verdict.step < 0:
         return [Fact("Step", "none", "no step has been logged")]
-    found = [_score(verdict.score)] if verdict.score else []
-    if verdict.reward and EVALUATED not in verdict.phases:
+    found = []
+    if verdict.score:
+        best = verdict.score.best != verdict.score.last
+        notes = [
+            "" if verdict.is_evaluation else _steps(verdict.score),
+            f"best {short(verdict.score.best)} at step {verdict.score.best_step:,}" if best else "",
+        ]
+        found.append(Fact(title(verdict.score.metric), str(verdict.score), ", ".join(filter(None, notes))))
+    if verdict.reward and not verdict.is_evaluation:
         found.append(Fact(title(REWARD), str(verdict.reward), _steps(verdict.reward)))
     if verdict.loss and verdict.reward is None:
         found.append(Fact(title(LOSS), str(verdict.loss), _steps(verdict.loss)))
     if verdict.answers:
         failed = f"{share(verdict.failures, verdict.answers)} of {verdict.answers:,} answers"
         found.append(Fact("Reward failures", f"{verdict.failures:,}", failed, warn=verdict.failures > 0))
-    if EVALUATED not in verdict.phases:
+    if not verdict.is_evaluation:
         found.append(Fact("Steps", f"{verdict.step:,}", ", ".join(verdict.phases)))
-        found.append(Fact("Skipped steps", f"{verdict.skipped:,}", "gradient not finite", warn=verdict.skipped > 0))
+        found.append(
+            Fact(
+                "Skipped steps",
+                f"{verdict.skipped:,}",
+                "for a gradient that was not finite" * bool(verdict.skipped),
+                warn=verdict.skipped > 0,
+            )
+        )
     if verdict.not_finite:
         found.append(Fact("Not finite", f"{verdict.not_finite:,}", "numbers in the metrics", warn=True))
     whole = sum(verdict.seconds.values())
@@ -176,8 +209,8 @@ def facts(verdict: Verdict) -> list[Fact]:
         parts = sorted(verdict.seconds.items(), key=lambda part: -part[1])
         said = ", ".join(f"{name} {share(seconds, whole)}" for name, seconds in parts)
         found.append(Fact("Time", duration(whole), said))
-    if verdict.memory is not None:
-        found.append(Fact("GPU memory", f"{short(verdict.memory)} GiB", "at most, on a rank"))
+    if MEMORY in verdict.ways:
+        found.append(Fact("GPU memory", f"{short(verdict.ways[MEMORY].best)} GiB", "at most, on a rank"))
     return found
 
 
@@ -190,27 +223,20 @@ def held_out_table(verdict: Verdict) -> list[list[str]]:
         return []
     names = [verdict.score.metric, *(name for name in verdict.held_out if name.startswith(PASS))]
     names += [name for name in verdict.held_out if name not in names]
-    head = ["step", *(name.removeprefix(EVAL) for name in names)]
+    head = ["", *(name.removeprefix(EVAL) for name in names)]
     steps = {"before": verdict.score.first_step, "best": verdict.score.best_step, "after": verdict.score.last_step}
+    if steps["best"] in (steps["before"], steps["after"]):
+        del steps["best"]
+    if verdict.is_evaluation:
+        steps = {f"{verdict.answers:,} answers": verdict.score.last_step}
+    elif not verdict.score.moved:
+        del steps["after"]
     rows = []
     for label, step in steps.items():
-        if (label == "best" and step in (steps["before"], steps["after"])) or (
-            label != "after" and not verdict.score.moved
-        ):
-            continue
         read = [verdict.held_out[name].at.get(step) for name in names]
-        rows.append(
-            [
-                f"{label} ({step:,})" if verdict.score.moved else f"{step:,}",
-                *("–" if value is None else short(value) for value in read),
-            ]
-        )
+        lead = label if verdict.is_evaluation else f"{label}, step {step:,}"
+        rows.append([lead, *("–" if value is None else short(value) for value in read)])
     return [head, *rows]
-
-
-def _score(metric: Change) -> Fact:
-    best = f"best {short(metric.best)} at step {metric.best_step:,}" if metric.best != metric.last else ""
-    return Fact(title(metric.metric), str(metric), ", ".join(filter(None, [_steps(metric), best])))
 
 
 def _steps(metric: Change) -> str:

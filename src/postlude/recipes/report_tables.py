@@ -1,0 +1,135 @@
+"""The report's tables: the verdict, what was measured on what is held out, configs and how they differ, the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from postlude.recipes.report_charts import colour
+from postlude.recipes.report_data import RunData
+from postlude.recipes.verdict import Fact, Verdict, facts, held_out_table
+
+MISSING = "–"
+
+
+def verdicts(runs: Sequence[RunData]) -> str:
+    """What came of each run; first of all what went wrong."""
+    bad = "".join(
+        f'<p class="bad" role="alert">{f"{_named(index, run)}: " if len(runs) > 1 else ""}{escape(run.verdict.bad)}</p>'
+        for index, run in enumerate(runs)
+        if run.verdict.bad
+    )
+    empty = "".join(
+        f"<p>{escape(run.name)} has no metrics yet: no step has been logged.</p>" for run in runs if not run.series
+    )
+    full = [(index, run) for index, run in enumerate(runs) if run.series]
+    if len(full) == 1 and len(runs) == 1:
+        return f"{bad}{_card(full[0][1])}"
+    return f"{bad}{empty}{_beside(full)}" if full else f"{bad}{empty}{_paths(runs)}"
+
+
+def _paths(runs: Sequence[RunData]) -> str:
+    return "".join(f'<p class="soft mono">{escape(str(run.path))}</p>' for run in runs)
+
+
+def _card(run: RunData) -> str:
+    found = facts(run.verdict)
+    state = f'<p class="state">{_state(run.verdict)}<code class="soft">{escape(str(run.path))}</code></p>'
+    large = [fact for place, fact in enumerate(found) if place == 0 or "→" in fact.text]  # what has come a way
+    heroes, rest = ("".join(_fact(fact) for fact in found if (fact in large) == which) for which in (True, False))
+    return f'<div class="card">{state}<dl class="heroes">{heroes}</dl><dl>{rest}</dl></div>'
+
+
+def _state(verdict: Verdict) -> str:
+    outcome = verdict.ending.outcome if verdict.ending else "no end recorded"
+    kind = "fine" if outcome == "finished" else "poor" if verdict.bad else "open"
+    return f'<span class="tag {kind}">{escape(outcome)}</span> '
+
+
+def _fact(fact: Fact) -> str:
+    first, arrow, last = fact.text.partition(" → ")
+    text = f'<i class="was">{escape(first)}</i> → {escape(last)}' if arrow else escape(first)
+    return (
+        f"<div><dt>{escape(fact.label)}</dt><dd{' class=warn' if fact.warn else ''}>{text}"
+        f"<small>{escape(fact.note)}</small></dd></div>"
+    )
+
+
+def _beside(runs: Sequence[tuple[int, RunData]]) -> str:
+    """Several runs' verdicts: a row each."""
+    found = [(index, run, {fact.label: fact for fact in facts(run.verdict)}) for index, run in runs]
+    names = list(dict.fromkeys(label for _, _, own in found for label in own))
+    rows = []
+    for index, run, own in found:
+        cells = [_named(index, run), _state(run.verdict)]
+        for name in names:
+            fact = own.get(name, Fact(name, MISSING))
+            kind = " class=warn" if fact.warn else ""
+            cells.append(f'<span{kind} data-tip="{escape(fact.note)}">{escape(fact.text)}</span>')
+        rows.append((f"r{index}", cells))
+    return _table(["run", "", *map(escape, names)], rows) + _paths([run for _, run in runs])
+
+
+def held_out(runs: Sequence[RunData]) -> str:
+    """Scores and pass@k on what is held out: first, best and last reading; an evaluation has one."""
+    tables = [(index, run, held_out_table(run.verdict)) for index, run in enumerate(runs)]
+    tables = [(index, run, table) for index, run, table in tables if table]
+    names = list(dict.fromkeys(name for _, _, table in tables for name in table[0][1:]))
+    rows = []
+    for index, run, (head, *body) in tables:
+        for row in body:
+            read = dict(zip(head[1:], row[1:], strict=True))
+            cells = [escape(row[0]), *(escape(read.get(name, MISSING)) for name in names)]
+            rows.append((f"r{index}", [_named(index, run), *cells] if len(runs) > 1 else cells))
+    if not rows:
+        return ""
+    lead = ["run", ""] if len(runs) > 1 else [""]
+    return f"<h2>Held out</h2>{_table([*lead, *map(escape, names)], rows)}"
+
+
+def differences(runs: Sequence[RunData]) -> str:
+    """The keys whose values are not the same in all configs."""
+    if len(runs) < 2:
+        return ""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    differing = [key for key in keys if any(run.config.get(key) != runs[0].config.get(key) for run in runs)]
+    if not differing:
+        return "<h2>Configs</h2><p>All configs are the same.</p>"
+    return f"<h2>How the configs differ</h2>{_values(runs, [run.config for run in runs], differing)}"
+
+
+def config(runs: Sequence[RunData]) -> str:
+    """Every key of every config, folded away."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    if not keys:
+        return ""
+    table = _values(runs, [run.config for run in runs], keys)
+    return f"<h2>Config</h2><details><summary>{len(keys)} keys</summary>{table}</details>"
+
+
+def machine(runs: Sequence[RunData]) -> str:
+    """Where the runs were last started, and with what."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.machine))
+    return f"<h2>Machine</h2>{_values(runs, [run.machine for run in runs], keys)}" if keys else ""
+
+
+def _values(runs: Sequence[RunData], columns: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
+    """A row a key, a column a run."""
+    rows = [
+        ("", [f"<code>{escape(key)}</code>", *(escape(str(column.get(key, MISSING))) for column in columns)])
+        for key in keys
+    ]
+    head = ["", *(_named(index, run) for index, run in enumerate(runs))] if len(runs) > 1 else []
+    return _table(head, rows, "values")
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], kind: str = "figures") -> str:
+    """Cells are HTML already. A row has a class, by which it goes when its run is hidden."""
+    top = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead>" if head else ""
+    body = "".join(f'<tr class="{of}">{"".join(f"<td>{cell}</td>" for cell in row)}</tr>' for of, row in rows)
+    return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
+
+
+def _named(index: int, run: RunData) -> str:
+    return f'<span class="run"><i class="swatch" {colour(index)}></i>{escape(run.name)}</span>'
