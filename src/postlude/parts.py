@@ -86,9 +86,7 @@ class Staging:
             self._copy(parts[name].values, header[name]["data_offsets"][0])
         for device in devices:
             torch.cuda.synchronize(device)  # the copies are read by another thread
-        return StagedFile(
-            header, {name: (parts[name].start, parts[name].shape) for name in order}, self.buckets, position
-        )
+        return StagedFile(header, {name: (parts[name].start, parts[name].shape) for name in order}, self.buckets)
 
     def _fit(self, total: int, *, pinned: bool) -> None:
         sizes = [min(self.bucket_bytes, total - start) for start in range(0, total, self.bucket_bytes)]
@@ -115,7 +113,6 @@ class StagedFile:
     places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     """Where each part begins in its tensor, and that tensor's shape."""
     buckets: Sequence[Tensor]
-    bytes: int
 
     def write(self, path: Path) -> Catalogue:
         """Write the file, and return the catalogue of it alone; an empty one, and no file, if there are no parts."""
@@ -125,10 +122,7 @@ class StagedFile:
         header += b" " * (-len(header) % 8)
         total, length = 0, 0
         with path.open("wb") as file:
-            for chunk in (
-                len(header).to_bytes(8, "little") + header,
-                *(bucket.numpy().data for bucket in self.buckets),
-            ):
+            for chunk in (memoryview(len(header).to_bytes(8, "little") + header), *map(_bytes, self.buckets)):
                 file.write(chunk)
                 total = zlib.crc32(chunk, total)
                 length += len(chunk)
