@@ -1,32 +1,70 @@
-"""The documentation's code runs: every python block of a page, in order, in one namespace."""
+"""The documentation's code runs, a page's blocks in their order, the README's each alone; commands are understood."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from postlude.recipes.commands import RECIPES
+from postlude.recipes.config import load
+
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```python" in page.read_text()
-]
+README = ROOT / "README.md"
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in page.read_text()]
+
+
+def blocks_of(page: Path, language: str = "python") -> list[tuple[int, str]]:
+    """A page's blocks of code: the line before each, and its text."""
+    text = page.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [(text[: block.start()].count("\n") + 1, block.group(1)) for block in found]
+
+
+def ran(page: Path, line: int, block: str, namespace: dict[str, object]) -> None:
+    exec(compile("\n" * line + block, str(page), "exec", dont_inherit=True), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_in_the_documentation_runs(page: Path) -> None:
-    text = page.read_text()
+    """A page is read from its beginning: what a block defines, the next may use."""
     namespace: dict[str, object] = {"__name__": "documentation"}
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert blocks
-    for block in blocks:
-        line = text[: block.start()].count("\n") + 1
-        exec(compile("\n" * line + block.group(1), str(page), "exec", dont_inherit=True), namespace)
+    for line, block in blocks_of(page):
+        ran(page, line, block, namespace)
+
+
+@pytest.mark.parametrize(
+    ("line", "block"), blocks_of(README), ids=lambda each: f"line {each}" if isinstance(each, int) else ""
+)
+def test_a_block_of_the_readme_runs_when_pasted_alone(line: int, block: str) -> None:
+    ran(README, line, block, {"__name__": "documentation"})
+
+
+COMMANDS = [
+    (page.name, words)
+    for page in (README, ROOT / "docs" / "recipes.md")
+    for _, block in blocks_of(page, "bash")
+    for text in block.splitlines()
+    if (words := shlex.split(text, comments=True))[:1] == ["postlude"] and words[1] in RECIPES
+    if len(words) > 2 and (ROOT / words[2]).is_file()
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), COMMANDS, ids=lambda each: each if isinstance(each, str) else " ".join(each[1:])
+)
+def test_a_command_in_the_documentation_is_understood(
+    page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    load(RECIPES[words[1]].config, Path(words[2]), [word for word in words[3:] if word != "--dry-run"])
 
 
 def test_the_objective_in_the_readme_is_the_example() -> None:
     example = (ROOT / "examples" / "objective.py").read_text()
-    assert example[example.index("import torch") :] in (ROOT / "README.md").read_text()
+    assert example[example.index("import torch") :] in README.read_text()
 
 
 def test_architecture_has_a_worked_example_for_each_extension() -> None:
@@ -36,8 +74,13 @@ def test_architecture_has_a_worked_example_for_each_extension() -> None:
         assert "```python" in section, heading
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))])
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+    for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name} links to {target}"
+            if heading:
+                headings = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE)
+                slugs = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings]
+                assert heading in slugs, f"{page.name} links to {target}#{heading}"
