@@ -18,8 +18,10 @@ from typing import NoReturn, cast, get_args
 from rich.console import Console
 
 from postlude.hf.builtin import BUILTIN, PACKAGED
+from postlude.recipes.beginning import again
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config import describe
+from postlude.recipes.ending import DONE, MISTAKE
 from postlude.recipes.settings import Recompute
 from postlude.verify.choices import OBJECTIVES, TOLERANCES
 
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         run = cast(Command, importlib.import_module(f"postlude.commands.{options.module}").run)
-        return run(options, Console()) or 0
+        return run(options, Console()) or DONE
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
         return _mistake(options, error)
     except RuntimeError as error:
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _mistake(options: argparse.Namespace, error: Exception) -> int:
     print(f"postlude {options.command}: {error}", file=sys.stderr)
-    return 2
+    return MISTAKE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,6 +71,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     file = words.pop(1) if words[:1] and words[0] in RECIPES and words[1:] and not words[1].startswith("-") else None
     options, unknown = _parser().parse_known_args(words)
     options.overrides, options.config = unknown, file and Path(file)
+    options.again = again(arguments if arguments is not None else sys.argv[1:])
     if unknown and options.command not in RECIPES:
         known = [f"--{name}" for name in vars(options)]
         near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1)
@@ -129,6 +132,17 @@ def _parser() -> argparse.ArgumentParser:
             "--dry-run",
             action="store_true",
             help="check everything, print it and stop",
+        )
+        command.add_argument(
+            "--resume-from",
+            metavar="step-N",
+            help="go back to that checkpoint of the run; steps after it are done again",
+        )
+        command.add_argument(
+            "--from",
+            dest="from_checkpoint",
+            metavar="RUN/step-N",
+            help="begin with the weights of another run's checkpoint, in place of --model",
         )
         command.add_argument("--nproc", type=int, help="ranks to start on this machine (default: as the layout needs)")
         command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -18,7 +21,17 @@ from rich.console import Console
 from postlude.recipes import sinks
 from postlude.recipes.live import LiveView, sparkline
 from postlude.recipes.numbers import duration, short
-from postlude.recipes.run import Onlooker, RunDirectory, Sample, open_run, read_metrics, read_samples
+from postlude.recipes.run import (
+    Onlooker,
+    RunDirectory,
+    Sample,
+    check_run,
+    open_run,
+    read_config,
+    read_metrics,
+    read_record,
+    read_samples,
+)
 from tests.conftest import Ranks
 
 CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "data": Path("a/b"), "steps": 10}
@@ -48,6 +61,13 @@ def save(run: RunDirectory, step: int, *, complete: bool = True) -> Path:
     return path
 
 
+def kill(run: RunDirectory) -> None:
+    """End as a killed process does: the system takes back what it held, and no file is closed or removed."""
+    assert run._lock is not None
+    assert run._lock._file is not None
+    run._lock._file.close()
+
+
 def contents(path: Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in FILES}
 
@@ -61,7 +81,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, killed_at: in
 
     killed = open_run(tmp_path / "killed", CONFIG)
     killed.resume()
-    train(killed, 1, killed_at)  # and no close
+    train(killed, 1, killed_at)
+    kill(killed)
     for name in FILES[:2]:
         with (tmp_path / "killed" / name).open("a") as file:
             file.write(torn)
@@ -171,20 +192,106 @@ def test_pruning_keeps_the_newest_and_what_it_does_not_know(tmp_path: Path, monk
 
 
 def test_a_run_of_another_config_is_refused(tmp_path: Path) -> None:
-    open_run(tmp_path / "run", CONFIG)
-    before = contents_of_config(tmp_path / "run")
+    with open_run(tmp_path / "run", CONFIG) as run:
+        train(run, 1, 4)
+    before = contents(tmp_path / "run")
     other = CONFIG | {"optimizer": {"lr": 2e-6, "betas": (0.9, 0.95)}, "steps": 20}
-    with pytest.raises(ValueError, match=r"another run: optimizer\.lr is 1e-06 there and 2e-06 here"):
-        open_run(tmp_path / "run", other)
-    with pytest.raises(ValueError, match=r"extra is nothing there and 1 here"):
-        open_run(tmp_path / "run", CONFIG | {"extra": 1})
-    with pytest.raises(ValueError, match=r"steps is 10 there and nothing here"):
-        open_run(tmp_path / "run", {key: value for key, value in CONFIG.items() if key != "steps"})
+    for config, sentence in (
+        (other, r"another run: optimizer\.lr is 1e-06 there and 2e-06 here; steps is 10 there and 20 here\. Give the "),
+        (other, r"another directory \(--run\), or .* --run OTHER --from .*/run/step-000004\.$"),
+        (CONFIG | {"extra": 1}, r"extra is nothing there and 1 here"),
+        ({key: CONFIG[key] for key in CONFIG if key != "steps"}, r"steps is 10 there and nothing here"),
+        (dict.fromkeys("abcdefgh", 1), r"a is nothing there and 1 here; .*; and 9 more"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            open_run(tmp_path / "run", config)
+        with pytest.raises(ValueError, match=sentence):
+            check_run(tmp_path / "run", config)
     with pytest.raises(ValueError, match="already"):
         open_run(tmp_path / "run", CONFIG, resume=False)
-    assert contents_of_config(tmp_path / "run") == before
-    open_run(tmp_path / "run", CONFIG | {"steps": 20}, may_change=["steps"])
-    open_run(tmp_path / "run", CONFIG | {"steps": 20})
+    assert contents(tmp_path / "run") == before
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_what_may_change_is_written_and_what_it_was_is_kept(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run", CONFIG) as run:
+        train(run, 1, 4)
+        assert run.changed == {}
+    first = contents_of_config(tmp_path / "run")
+    for number, changes in enumerate(({"steps": 20}, {"steps": 30, "optimizer": {"lr": 1.0, "betas": [0.9, 0.95]}})):
+        with open_run(tmp_path / "run", CONFIG | changes, may_change=["steps", "optimizer.lr"]) as run:
+            run.record(step=4)
+            assert run.changed == {"steps": [10 + 10 * number, 20 + 10 * number]} | (
+                {"optimizer.lr": [1e-6, 1.0]} if number else {}
+            )
+    assert (tmp_path / "run" / "configs" / "001.yaml").read_text() == first
+    assert "steps: 20" in (tmp_path / "run" / "configs" / "002.yaml").read_text()
+    assert "steps: 30" in contents_of_config(tmp_path / "run")
+    starts = read_record(tmp_path / "run")["starts"]
+    assert starts[1] == {"step": 4, "changed": {"steps": [20, 30], "optimizer.lr": [1e-6, 1.0]}}
+    open_run(tmp_path / "run", read_config(tmp_path / "run")).close()
+
+
+@pytest.mark.parametrize("left", ["config", "start", "samples", "partial checkpoint", "broken config"])
+def test_a_start_that_made_no_step_does_not_bind_the_next(tmp_path: Path, left: str) -> None:
+    run = open_run(tmp_path / "run", CONFIG)
+    if left == "start":
+        run.log(0, {"eval/loss": 1.0}, phase="start")
+    elif left == "samples":
+        run.sample(1, [Sample("p", "c")])
+    elif left == "partial checkpoint":
+        save(run, 1, complete=False)
+    elif left == "broken config":
+        (tmp_path / "run" / "config.yaml").write_text("a: [")
+    kill(run)
+    other = CONFIG | {"model": "tiny-moe"}
+    with open_run(tmp_path / "run", other) as run:
+        assert run.resume() is None
+        train(run, 1, 2)
+    with open_run(tmp_path / "whole", other) as run:
+        run.resume()
+        train(run, 1, 2)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
+def test_a_broken_config_of_a_run_is_a_sentence(tmp_path: Path) -> None:
+    with open_run(tmp_path, CONFIG) as run:
+        train(run, 1, 1)
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"config.yaml cannot be read \(.*\), so whose run it is cannot be told"):
+        open_run(tmp_path, CONFIG)
+
+
+def test_one_process_a_run(tmp_path: Path) -> None:
+    with open_run(tmp_path, CONFIG) as run:
+        words = rf"{tmp_path} is in use by process {os.getpid()} on .*, since .*\. Wait for it, end it, or give another"
+        with pytest.raises(OSError, match=words):
+            open_run(tmp_path, CONFIG)
+        train(run, 1, 2)
+    holder = "import sys, time; from pathlib import Path; from postlude.recipes.lock import RunLock; "
+    holder += "lock = RunLock(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holder, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(OSError, match=f"in use by process {process.pid} on "):
+            open_run(tmp_path, CONFIG)
+        process.kill()
+    assert (tmp_path / "run.lock").exists(), "a kill leaves the file"
+    with open_run(tmp_path, CONFIG) as run:
+        assert run.resume() is None
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_checkpoints_that_are_set_aside_count_no_more_and_stay(tmp_path: Path) -> None:
+    with open_run(tmp_path, CONFIG) as run:
+        for _ in range(2):
+            train(run, 1, 8)
+            run.set_aside(run.checkpoints()[1:], "later")
+            run.set_aside(run.checkpoints()[:1], "damaged")
+            run.resume_at(0)
+        assert run.checkpoints() == []
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"step-00000{step}" for step in ("4.damaged", "4.damaged-2", "8.later", "8.later-2")]
 
 
 def contents_of_config(path: Path) -> str:
@@ -196,9 +303,9 @@ def test_new_empty_and_unrelated_directories_are_fine(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "slurm.out").touch()
     for name in ("empty", "logs", "new/below"):
-        open_run(tmp_path / name, CONFIG, resume=False)
+        open_run(tmp_path / name, CONFIG, resume=False).close()
     (tmp_path / "strange").mkdir()
-    (tmp_path / "strange" / "metrics.jsonl").touch()
+    (tmp_path / "strange" / "metrics.jsonl").write_text('{"step": 1, "phase": "sft"}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl but no config.yaml"):
         open_run(tmp_path / "strange", CONFIG)
     (tmp_path / "file").touch()
@@ -233,6 +340,7 @@ def test_tensorboard_forgets_what_is_done_again(tmp_path: Path) -> None:
     killed = open_run(tmp_path, CONFIG)
     killed.resume()
     train(killed, 1, 6)
+    kill(killed)
     time.sleep(1.1)  # an event file's name has the second in it
     with open_run(tmp_path, CONFIG) as run:
         run.resume()

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
 from rich.console import Console
 
 from postlude.layout import Layout
+from postlude.recipes.beginning import Beginning, checkpoint_named, step_named
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config import load, to_yaml
+from postlude.recipes.ending import DONE
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
+def run(options: argparse.Namespace, console: Console) -> int:
     """Run a recipe, or continue it where it stopped."""
     chosen = RECIPES[options.command]
-    config: Any = load(chosen.config, options.config, [part for part in options.overrides if part != "--"])
+    overrides = [part for part in options.overrides if part != "--"]
+    if options.from_checkpoint is not None:
+        overrides += ["--model", str(checkpoint_named(options.from_checkpoint))]
+    config: Any = load(chosen.config, options.config, overrides)
+    beginning = Beginning(None if options.resume_from is None else step_named(options.resume_from), options.again)
     # torch: a mistake in the config is named before that
     from postlude.launcher import on_ranks
     from postlude.recipes.preflight import Start, Subject, preflight, print_findings
@@ -30,5 +37,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
             console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
             print_findings(subject, found, console)
     if options.dry_run:
-        return
-    on_ranks(chosen.run, config, options.device, nproc=size, timeout=options.timeout, device=options.device)
+        return DONE
+    ending = on_ranks(
+        chosen.run, config, options.device, beginning, nproc=size, timeout=options.timeout, device=options.device
+    )
+    if ending.sentence and os.environ.get("RANK", "0") == "0":
+        print(f"postlude {options.command}: {ending.sentence}", file=sys.stderr)
+    return ending.code

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+from postlude.recipes.beginning import NEWEST, Beginning
 from postlude.recipes.configs import DistillConfig, DPOConfig, EvalConfig, GRPOConfig, SFTConfig
+from postlude.recipes.ending import Ending
 
 if TYPE_CHECKING:
     from postlude.recipes.preflight import Check, Subject
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A config, the file beside this one that has `checks(subject)` and `run(config, device)`, and what it does.
+    """A config, and the file beside this one that has its `checks(subject)` and `run(config, device, beginning)`.
 
     That file is imported when it is needed, and torch with it.
     """
@@ -25,9 +26,9 @@ class Recipe:
     module: str
     help: str
 
-    def run(self, config: Any, device: str) -> Path:
-        """Run it on every rank. Returns the report's path."""
-        return cast(Path, self._file.run(config, device))
+    def run(self, config: Any, device: str, beginning: Beginning = NEWEST) -> Ending:
+        """Run it on every rank."""
+        return cast(Ending, self._file.run(config, device, beginning))
 
     def checks(self, subject: Subject) -> list[Check]:
         """What must hold before it is run: looked at in the command's own process."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from postlude.data import Batch
 from postlude.data.chat import Encoded
 from postlude.engine import Engine
+from postlude.recipes.beginning import NEWEST, Beginning
 from postlude.recipes.configs import MASK, DistillConfig, OwnAnswers
+from postlude.recipes.ending import Ending
 from postlude.recipes.examples import Examples, Indexed
 from postlude.recipes.preflight import Check, Subject, check_teacher, of_environment, of_rows, of_teacher, of_training
 from postlude.recipes.rollouts import Rollouts, shown, summary
@@ -98,6 +99,6 @@ def checks(subject: Subject) -> list[Check]:
     return [*of_training(subject), *of_teacher(subject, config.teacher, config.top_k), *learned_on]
 
 
-def run(config: DistillConfig, device: str = "cpu") -> Path:
-    """Run or continue `config` on the ranks that are started. Returns the report's path."""
-    return train(DistillTrainer(config, device))
+def run(config: DistillConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+    """Run or continue `config` on the ranks that are started."""
+    return train(DistillTrainer(config, device), beginning)

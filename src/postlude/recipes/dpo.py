@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from postlude.data import Batch
 from postlude.data.chat import Encoded, preference_batch
 from postlude.engine.reference import Reference
+from postlude.recipes.beginning import NEWEST, Beginning
 from postlude.recipes.configs import DPOConfig
+from postlude.recipes.ending import Ending
 from postlude.recipes.examples import Encodings
 from postlude.recipes.preflight import Check, Subject, of_rows, of_training
 from postlude.recipes.settings import built
@@ -50,6 +51,6 @@ def checks(subject: Subject) -> list[Check]:
     return [*of_training(subject), *of_rows(subject, subject.config.data)]
 
 
-def run(config: DPOConfig, device: str = "cpu") -> Path:
-    """Run or continue `config` on the ranks that are started. Returns the report's path."""
-    return train(DPOTrainer(config, device))
+def run(config: DPOConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+    """Run or continue `config` on the ranks that are started."""
+    return train(DPOTrainer(config, device), beginning)

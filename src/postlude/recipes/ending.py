@@ -13,6 +13,11 @@ ENDING = "ending.json"
 Outcome = Literal["finished", "interrupted", "failed"]
 
 
+DONE, FAILED, MISTAKE = 0, 1, 2
+"""Exit codes: all is done; a run ended because of something in it; nothing was begun, for a mistake of the user's. One
+that a signal ended has 128 and the signal's number."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """What became of a run, the last step it logged, and the sentence it ended with where it ended badly."""
@@ -20,6 +25,8 @@ class Ending:
     outcome: Outcome
     step: int
     sentence: str = ""
+    code: int = DONE
+    """The command's exit code."""
 
 
 def write_ending(run: Path, ending: Ending) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from pathlib import Path
+from contextlib import ExitStack, closing
 
 import torch
 import torch.distributed as dist
 
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.recipes import schema
+from postlude.recipes.beginning import NEWEST, Beginning
+from postlude.recipes.changes import MAY_CHANGE
 from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
 from postlude.recipes.configs import EvalConfig
@@ -17,8 +18,9 @@ from postlude.recipes.ending import Ending
 from postlude.recipes.live import LiveView
 from postlude.recipes.preflight import Check, Subject, of_environment, of_model
 from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
-from postlude.recipes.run import open_run
-from postlude.recipes.verdict import EVALUATED, REPORT
+from postlude.recipes.run import check_run, open_run
+from postlude.recipes.surroundings import surroundings
+from postlude.recipes.verdict import EVALUATED
 from postlude.rollout.gathered import SharedGenerator
 
 PAGE = 256  # tasks answered at a time
@@ -29,19 +31,23 @@ def checks(subject: Subject) -> list[Check]:
     return [*of_model(subject), *of_environment(subject, subject.config.environment, subject.config.answers)]
 
 
-def run(config: EvalConfig, device: str = "cpu") -> Path:
-    """Evaluate on the ranks that are started. Returns the report's path."""
-    directory = open_run(
-        config.run, schema.plain(type(config), config), may_change=("run", "wandb"), wandb=config.wandb
-    )
-    directory.resume_at(-1)
+def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+    """Evaluate on the ranks that are started. It is done in one go: an evaluation that was ended begins again."""
+    if beginning.resume_from is not None:
+        raise ValueError("an evaluation has no checkpoints to go back to; leave out --resume-from.")
+    plain = schema.plain(type(config), config)
+    check_run(config.run, plain, may_change=MAY_CHANGE)
     tokenizer = load_tokenizer(config.model)
     default = torch.bfloat16 if device == "cuda" else torch.float32
     model = load_model(
         config.model, dtype=getattr(torch, config.dtype) if config.dtype else default, device=device
     ).eval()
     clock = Clock()
-    with closing(directory), closing(config.environment.build(config.seed)) as environment:
+    with ExitStack() as held:
+        environment = held.enter_context(closing(config.environment.build(config.seed)))
+        directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, wandb=config.wandb))
+        directory.resume_at(-1)
+        directory.record(step=0, command=beginning.command, **surroundings(torch.device(device)))
         rollouts = Rollouts(
             SharedGenerator(model, tokenizer),
             environment,
@@ -60,6 +66,7 @@ def run(config: EvalConfig, device: str = "cpu") -> Path:
                 live.update(min(first + PAGE, count), summary(answers))
         directory.sample(0, shown(answers, tokenizer))
         directory.log(0, scores(answers, config.samples) | summary(answers) | clock.take(), phase=EVALUATED)
-    conclude(config.run, Ending("finished", 0))
+    ending = Ending("finished", 0)
+    conclude(config.run, ending)
     dist.barrier()
-    return config.run / REPORT
+    return ending

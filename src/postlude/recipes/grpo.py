@@ -17,7 +17,9 @@ from postlude.data.datasets import Sampler
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
+from postlude.recipes.beginning import NEWEST, Beginning
 from postlude.recipes.configs import GRPOConfig
+from postlude.recipes.ending import Ending
 from postlude.recipes.metrics import LOSS, SKIPPED
 from postlude.recipes.preflight import Check, Subject, of_environment, of_training
 from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
@@ -157,8 +159,8 @@ class GRPOTrainer(Trainer):
         if self.warm:
             self.engine.set_optimizer(self.config.optimizer)
         if self.config.has_reference:
-            if not (self.run.path / REFERENCE).exists():  # from an earlier start of the same run
-                self.engine.save(self.run.path / REFERENCE)
+            self.run.discard(REFERENCE)  # that of an earlier start, which may have come here in another way
+            self.engine.save(self.run.path / REFERENCE)
             self.reference = self.engine.reference()
 
     def _columns(self, answered: Sequence[Answered]) -> dict[str, list[Any]]:
@@ -228,9 +230,9 @@ def checks(subject: Subject) -> list[Check]:
     ]
 
 
-def run(config: GRPOConfig, device: str = "cpu") -> Path:
-    """Run or continue `config` on the ranks that are started. Returns the report's path."""
-    return train(GRPOTrainer(config, device))
+def run(config: GRPOConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+    """Run or continue `config` on the ranks that are started."""
+    return train(GRPOTrainer(config, device), beginning)
 
 
 def _differing(answers: Sequence[Answered]) -> set[int]:

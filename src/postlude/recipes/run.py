@@ -1,6 +1,7 @@
 """A run on disk: its config, metrics, samples and checkpoints. A run that was killed goes on as if it had not been.
 
-    config.yaml                 what was asked for
+    config.yaml                 what was asked for; configs/ keeps those that a changed command took the place of
+    run.json                    each start: when, where, with which versions, from which step
     metrics.jsonl               a JSON object a step
     samples.jsonl               a JSON object a sample rollout
     tensorboard/                the metrics again, as event files
@@ -11,8 +12,8 @@ Every rank makes the same calls. The first rank writes; the others hold an `Onlo
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,14 +23,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import yaml
 
+from postlude.recipes.beginning import CHECKPOINTS, STEP
+from postlude.recipes.changes import MISSING, covered, differences, told
+from postlude.recipes.lock import RunLock
 from postlude.recipes.sinks import LineFile, Sink, TensorBoard, WeightsAndBiases, write_whole
 
-CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
-CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
+METRICS, SAMPLES, TENSORBOARD = "metrics.jsonl", "samples.jsonl", "tensorboard"
 COMPLETE = "state.json"  # what a checkpoint has once it is all there
-STEP = re.compile(r"step-(\d+)")
 DELETING = ".deleting"
-MISSING = object()
 Value = TypeVar("Value")
 
 
@@ -54,9 +56,17 @@ class RunDirectory:
     knows of a step whose metrics are not on disk.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, wandb: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        wandb: str | None = None,
+        lock: RunLock | None = None,
+        changed: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = Path(path).expanduser().absolute()
-        self._wandb = wandb
+        self.changed = dict(changed or {})
+        self._wandb, self._lock = wandb, lock
         self._metrics = LineFile(self.path / METRICS)
         self._samples = LineFile(self.path / SAMPLES)
         self._sinks: list[Sink] = []
@@ -107,13 +117,37 @@ class RunDirectory:
             found = self.checkpoints()
             return found[-1] if found else None
 
-        return _first_rank_says(look)
+        return first_rank_says(look)
 
     def resume(self) -> Path | None:
         """Go back to the newest checkpoint, or to nothing where there is none; returns it. Load it next."""
         checkpoint = self.latest_checkpoint()
         self.resume_at(-1 if checkpoint is None else step_of(checkpoint))
         return checkpoint
+
+    def set_aside(self, checkpoints: Sequence[Path], why: str) -> None:
+        """Keep checkpoints under names by which they no longer count, step-000100.why."""
+        for path in checkpoints:
+            aside, count = path.with_name(f"{path.name}.{why}"), 1
+            while aside.exists():
+                count += 1
+                aside = path.with_name(f"{path.name}.{why}-{count}")
+            path.rename(aside)
+
+    def discard(self, name: str) -> None:
+        """Take away something below the directory that will be made again; every rank calls it."""
+
+        def remove() -> None:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+        first_rank_says(remove)
+
+    def record(self, **entries: Any) -> None:
+        """Add a start to what `run.json` says of the run: `entries`, and which settings it came with anew."""
+        starts = read_record(self.path).get("starts", [])
+        changed = {"changed": self.changed} if self.changed else {}
+        record = {"starts": [*starts, _plain(entries) | changed]}
+        write_whole(self.path / RECORD, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def resume_at(self, step: int) -> None:
         """Forget what was written of later steps: they will be done again. -1 forgets everything.
@@ -146,10 +180,14 @@ class RunDirectory:
         return old
 
     def close(self) -> None:
-        """Put everything on disk for good."""
-        self._metrics.close()
-        self._samples.close()
-        self._close_sinks()
+        """Put everything on disk for good, and let another process have the run."""
+        try:
+            self._metrics.close()
+            self._samples.close()
+            self._close_sinks()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def _open_sinks(self) -> list[Sink]:
         if not self._sinks:
@@ -160,9 +198,9 @@ class RunDirectory:
         return self._sinks
 
     def _close_sinks(self) -> None:
-        for sink in self._sinks:
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
             sink.close()
-        self._sinks = []
 
 
 class Onlooker(RunDirectory):
@@ -175,6 +213,12 @@ class Onlooker(RunDirectory):
         """Nothing: the first rank does."""
 
     def resume_at(self, step: int) -> None:
+        """Nothing: the first rank does."""
+
+    def set_aside(self, checkpoints: Sequence[Path], why: str) -> None:
+        """Nothing: the first rank does."""
+
+    def record(self, **entries: Any) -> None:
         """Nothing: the first rank does."""
 
     def prune(self, keep: int) -> list[Path]:
@@ -192,17 +236,39 @@ def open_run(
 ) -> RunDirectory:
     """Make a run's directory, or open it again if `resume` and `config` allow; every rank calls it.
 
-    A directory with another config is refused, by the first key that differs, save those in `may_change` (dotted: it
-    or what is below it). `wandb` names a project there, if the run shall be shown there too.
+    No other process may hold it. A directory with the steps of another config is refused, by the keys that differ, save
+    those in `may_change` (dotted: it or what is below it), whose new values take the place of the old. `wandb` names a
+    project there, if the run shall be shown there too. What is refused leaves everything as it was.
     """
+    directory = Path(path).expanduser().absolute()
 
-    def prepare() -> None:
+    def prepare() -> tuple[RunLock, dict[str, Any]]:
         if wandb is not None:
             WeightsAndBiases.check()
-        _prepare(Path(path).expanduser().absolute(), config, resume, may_change)
+        _changes(directory, config, resume, may_change)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(directory)
+        try:
+            changed = _changes(directory, config, resume, may_change)  # again, now that no one else writes there
+            _claim(directory, config, bool(changed))
+        except BaseException:
+            lock.release()
+            raise
+        return lock, changed
 
-    _first_rank_says(prepare)
-    return RunDirectory(path, wandb=wandb) if is_first_rank() else Onlooker(path)
+    if not is_first_rank():
+        first_rank_says(lambda: None)
+        return Onlooker(directory)
+    held: list[tuple[RunLock, dict[str, Any]]] = []
+    first_rank_says(lambda: held.append(prepare()))
+    lock, changed = held[0]
+    return RunDirectory(directory, wandb=wandb, lock=lock, changed=changed)
+
+
+def check_run(path: str | os.PathLike[str], config: Mapping[str, Any], *, may_change: Collection[str] = ()) -> None:
+    """Refuse what `open_run` would refuse of this config, and touch nothing; every rank calls it."""
+    directory = Path(path).expanduser().absolute()
+    first_rank_says(lambda: _changes(directory, config, True, may_change))
 
 
 def is_first_rank() -> bool:
@@ -245,25 +311,67 @@ def read_samples(run: Path) -> list[dict[str, Any]]:
     return LineFile(run / SAMPLES).read()
 
 
-def _prepare(path: Path, config: Mapping[str, Any], resume: bool, may_change: Collection[str]) -> None:
+def read_record(run: Path) -> dict[str, Any]:
+    """What `run.json` says of a run's starts; empty where there is none."""
+    path = run / RECORD
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Collection[str]) -> dict[str, Any]:
+    """Which settings are new to the run that a directory holds, each with its old and new value; or why it is refused.
+
+    A directory without steps is no run yet: whatever config is there was of a start that came to nothing.
+    """
     if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file; a run needs a directory.")
+        raise NotADirectoryError(f"{path} is a file; a run needs a directory (--run).")
     asked = yaml.safe_load(_as_yaml(config))
-    if (path / CONFIG).is_file():
-        difference = _difference(asked, read_config(path), may_change)
-        if difference:
+    steps = _has_steps(path)
+    if not (path / CONFIG).is_file():
+        if steps:
             raise ValueError(
-                f"{path} belongs to another run: {difference}. Give the same config to resume it, or another directory."
+                f"{path} holds {steps} but no {CONFIG}, so whose it is cannot be told. Give another directory (--run)."
             )
-        if not resume:
-            raise ValueError(f"{path} holds a run of this config already. Resume it, or give another directory.")
-    elif path.is_dir():
-        found = [name for name in (METRICS, SAMPLES, CHECKPOINTS) if (path / name).exists()]
-        if found:
-            raise ValueError(
-                f"{path} holds {found[0]} but no {CONFIG}, so whose it is cannot be told. Give another directory."
-            )
-    (path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        return {}
+    if not steps:
+        return {}
+    found = list(differences(asked, _config_of(path)))
+    refused = [each for each in found if not covered(each[0], may_change)]
+    if refused:
+        saved = RunDirectory(path).checkpoints()
+        other = f", or begin a new run with its weights: --run OTHER --from {path}/{saved[-1].name}" if saved else ""
+        raise ValueError(
+            f"{path} belongs to another run: {told(refused)}. Give the same config to go on with it, another directory "
+            f"(--run){other}."
+        )
+    if not resume:
+        raise ValueError(f"{path} holds a run of this config already. Resume it, or give another directory.")
+    return {key: [None if value is MISSING else value for value in (old, new)] for key, old, new in found}
+
+
+def _has_steps(path: Path) -> str:
+    """The name of what shows that a step was made here; empty where none was."""
+    if RunDirectory(path).checkpoints():
+        return CHECKPOINTS
+    return METRICS if any(line.get("phase") != "start" for line in read_metrics(path)) else ""
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    try:
+        return read_config(path)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path / CONFIG} cannot be read ({' '.join(str(error).split())}), so whose run it is cannot be told. Mend "
+            "it, or give another directory (--run)."
+        ) from error
+
+
+def _claim(path: Path, config: Mapping[str, Any], changed: bool) -> None:
+    """Write the config; one that it takes the place of is kept where the run has steps of it."""
+    (path / CHECKPOINTS).mkdir(exist_ok=True)
+    if changed:
+        (path / EARLIER).mkdir(exist_ok=True)
+        number = 1 + len(list((path / EARLIER).iterdir()))
+        write_whole(path / EARLIER / f"{number:03d}.yaml", (path / CONFIG).read_bytes())
     write_whole(path / CONFIG, _as_yaml(config).encode())
 
 
@@ -274,23 +382,6 @@ def _as_yaml(config: Mapping[str, Any]) -> str:
         raise TypeError(
             f"{CONFIG} cannot hold this config ({error}); use numbers, strings, lists and dicts."
         ) from error
-
-
-def _difference(asked: Any, found: Any, may_change: Collection[str], key: str = "") -> str:
-    """The first key whose values differ, with both of them; empty if all agree."""
-    if key in may_change:
-        return ""
-    if isinstance(asked, dict) and isinstance(found, dict):
-        for name in [*asked, *(name for name in found if name not in asked)]:
-            inner = f"{key}.{name}" if key else str(name)
-            difference = _difference(asked.get(name, MISSING), found.get(name, MISSING), may_change, inner)
-            if difference:
-                return difference
-        return ""
-    if asked == found:
-        return ""
-    there, here = ("nothing" if value is MISSING else repr(value) for value in (found, asked))
-    return f"{key} is {there} there and {here} here"
 
 
 def _plain(value: Any) -> Any:
@@ -306,7 +397,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _first_rank_says(work: Callable[[], Value]) -> Value:
+def first_rank_says(work: Callable[[], Value]) -> Value:
     """What `work` gives on the first rank, or raises there, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from postlude.data import Batch
 from postlude.data.chat import Encoded, sft_batch
+from postlude.recipes.beginning import NEWEST, Beginning
 from postlude.recipes.configs import SFTConfig
+from postlude.recipes.ending import Ending
 from postlude.recipes.examples import Encodings
 from postlude.recipes.preflight import Check, Subject, of_rows, of_training
 from postlude.recipes.settings import built
@@ -39,6 +40,6 @@ def checks(subject: Subject) -> list[Check]:
     return [*of_training(subject), *of_rows(subject, subject.config.data)]
 
 
-def run(config: SFTConfig, device: str = "cpu") -> Path:
-    """Run or continue `config` on the ranks that are started. Returns the report's path."""
-    return train(SFTTrainer(config, device))
+def run(config: SFTConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+    """Run or continue `config` on the ranks that are started."""
+    return train(SFTTrainer(config, device), beginning)

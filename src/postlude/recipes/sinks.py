@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from torch import float64, tensor
-
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as they stand in a file
 
 
@@ -95,7 +93,8 @@ class TensorBoard:
     def __init__(self, directory: Path, *, first_step: int | None) -> None:
         self._writer: Any = None
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch import float64, tensor
+            from torch.utils.tensorboard import SummaryWriter  # slow, and it may not be there
         except ImportError:
             warnings.warn(
                 "No TensorBoard files are written: the package is missing (pip install tensorboard). "
@@ -104,6 +103,7 @@ class TensorBoard:
             )
             return
         self._writer = SummaryWriter(str(directory), purge_step=first_step)
+        self._numbers = lambda values: tensor(values, dtype=float64)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Numbers become scalars, lists histograms."""
@@ -113,7 +113,7 @@ class TensorBoard:
             if isinstance(value, list):
                 finite = [entry for entry in value if isinstance(entry, int | float) and math.isfinite(entry)]
                 if finite:
-                    self._writer.add_histogram(key, tensor(finite, dtype=float64), step)
+                    self._writer.add_histogram(key, self._numbers(finite), step)
             elif isinstance(value, int | float):
                 self._writer.add_scalar(key, value, step)
         self._writer.flush()

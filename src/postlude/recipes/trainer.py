@@ -20,20 +20,34 @@ from postlude.hf.load import load_tokenizer
 from postlude.objectives import Objective
 from postlude.optimizer import OptimizerConfig
 from postlude.recipes import schema
+from postlude.recipes.beginning import NEWEST, Beginning
+from postlude.recipes.changes import MAY_CHANGE
 from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
 from postlude.recipes.ending import Ending, Outcome, forget_ending
 from postlude.recipes.live import LiveView
 from postlude.recipes.metrics import LOSS, SKIPPED, SPEED
-from postlude.recipes.run import RunDirectory, is_first_rank, open_run
+from postlude.recipes.run import (
+    Onlooker,
+    RunDirectory,
+    check_run,
+    first_rank_says,
+    is_first_rank,
+    open_run,
+    step_of,
+)
 from postlude.recipes.settings import Training
-from postlude.recipes.verdict import MODEL, REPORT
+from postlude.recipes.surroundings import surroundings
+from postlude.recipes.verdict import MODEL
 
-MAY_CHANGE = ("run", "layout", "budget", "recompute", "save_every", "keep", "wandb", "steps", "max_skipped", "export")
+LATER = "later"  # what checkpoints are called after which the run was gone back
 
 
 class Trainer(ABC):
-    """A run in progress: its directory, its engine, and how far it has come. Every rank holds one."""
+    """A run in progress: its directory, its engine, and how far it has come. Every rank holds one.
+
+    To make one reads and checks all that the run needs; its directory is not touched before `resume`.
+    """
 
     name: str
     """What the recipe is called."""
@@ -46,9 +60,9 @@ class Trainer(ABC):
 
     def __init__(self, config: Training, device: str, optimizer: OptimizerConfig | None = None) -> None:
         self.settings = config
-        self.run: RunDirectory = open_run(
-            config.run, schema.plain(type(config), config), may_change=MAY_CHANGE, wandb=config.wandb
-        )
+        self.run: RunDirectory = Onlooker(config.run)  # until it is resumed
+        self.asked = schema.plain(type(config), config)
+        check_run(config.run, self.asked, may_change=MAY_CHANGE)
         torch.manual_seed(config.seed)  # nothing here draws from it, but an objective of the user's may
         self.tokenizer: Any = load_tokenizer(config.model)
         self.engine = Engine(
@@ -90,13 +104,39 @@ class Trainer(ABC):
         """Give back what the run holds."""
         self.run.close()
 
-    def resume(self) -> None:
-        """Go on from the newest checkpoint. A run without one begins by measuring where it starts."""
-        checkpoint = self.run.resume()
+    def resume(self, beginning: Beginning) -> None:
+        """Take the directory, and go on from a checkpoint. A run without one begins by measuring where it starts."""
+        self.run = open_run(self.settings.run, self.asked, may_change=MAY_CHANGE, wandb=self.settings.wandb)
+        checkpoint = self._chosen(beginning.resume_from)
+        at = -1 if checkpoint is None else step_of(checkpoint)
+        if at > self.last:
+            raise ValueError(
+                f"{self.run.path} is at step {at} already, but is to end at step {self.last}. Raise steps, or go back "
+                "with --resume-from."
+            )
+        if is_first_rank():
+            forget_ending(self.run.path)
+        self.run.set_aside([path for path in self.run.checkpoints() if step_of(path) > at], LATER)
+        self.run.resume_at(at)
         if checkpoint is not None:
             self.restore(checkpoint)
-        elif found := self._evaluated():
+        self.run.record(step=self.step, command=beginning.command, **surroundings(self.engine.device))
+        if checkpoint is None and (found := self._evaluated()):
             self.run.log(0, found | self.timed.take(), phase="start")
+
+    def _chosen(self, step: int | None) -> Path | None:
+        """The checkpoint to go on from: that of a step, or the newest. The first rank looks."""
+
+        def look() -> Path | None:
+            found = {step_of(path): path for path in self.run.checkpoints()}
+            if step is None:
+                return found[max(found)] if found else None
+            if step not in found:
+                there = ", ".join(path.name for path in found.values()) or "none"
+                raise ValueError(f"{self.run.path} has no checkpoint of step {step} to go back to; it has {there}.")
+            return found[step]
+
+        return first_rank_says(look)
 
     def advance(self) -> dict[str, Any]:
         """One step with all that belongs to it; returns its metrics."""
@@ -130,14 +170,15 @@ class Trainer(ABC):
         found = {LOSS: result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
         return found | {SKIPPED: float(moved.skipped), "tokens": result.tokens}
 
-    def finish(self) -> Path:
-        """Write the report, and the model as a Hugging Face directory; returns the report's path."""
+    def finish(self) -> Ending:
+        """Write the report, and the model as a Hugging Face directory."""
         self.engine.finish_saving()
         if self.settings.export:
             self.engine.export_hf(self.run.path / MODEL, tokenizer=self.tokenizer)
-        conclude(self.settings.run, Ending("finished", self.step))
+        ending = Ending("finished", self.step)
+        conclude(self.settings.run, ending)
         dist.barrier()
-        return self.settings.run / REPORT
+        return ending
 
     def _evaluated(self) -> dict[str, float]:
         done = self.step - self.warm
@@ -147,13 +188,11 @@ class Trainer(ABC):
             return self.evaluate()
 
 
-def train(trainer: Trainer) -> Path:
-    """Run or continue until the last step. Returns the report's path."""
+def train(trainer: Trainer, beginning: Beginning = NEWEST) -> Ending:
+    """Run or continue until the last step."""
     with closing(trainer):
-        if is_first_rank():
-            forget_ending(trainer.run.path)
         try:
-            trainer.resume()
+            trainer.resume(beginning)
             title = f"{trainer.name} {trainer.settings.model}"
             with LiveView(trainer.last, title=title, start=trainer.step) as live:
                 while trainer.step < trainer.last:

@@ -1,0 +1,70 @@
+"""Which settings a run may be given anew when it goes on, and how two configs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+MISSING = object()
+SHOWN = 3  # differences that a sentence names
+
+MAY_CHANGE = (
+    # where and how it is computed
+    "run",
+    "layout",
+    "budget",
+    "recompute",
+    # how long, and how fast
+    "steps",
+    "epochs",
+    "optimizer.lr",
+    "optimizer.schedule",
+    "optimizer.weight_decay",
+    "optimizer.max_grad_norm",
+    "warm_start.optimizer.lr",
+    "warm_start.optimizer.schedule",
+    "warm_start.optimizer.weight_decay",
+    "warm_start.optimizer.max_grad_norm",
+    # how often, and where to
+    "save_every",
+    "keep",
+    "evaluation.every",
+    "held_out.every",
+    "wandb",
+    "export",
+    # when to give up, and who judges
+    "max_skipped",
+    "limits",
+    "environment.workers",
+    "environment.timeout",
+    "data.environment.workers",
+    "data.environment.timeout",
+)
+"""Dotted paths: each, or what is below it, may be changed when a run goes on, and counts from then on."""
+
+
+def differences(new: Any, old: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every dotted path at which two configs differ, with the old value and the new; MISSING where there is none."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        for name in [*new, *(name for name in old if name not in new)]:
+            inner = f"{path}.{name}" if path else str(name)
+            yield from differences(new.get(name, MISSING), old.get(name, MISSING), inner)
+    elif new != old:
+        yield path, old, new
+
+
+def covered(path: str, by: Collection[str]) -> bool:
+    """Whether a path is one of these, or below one."""
+    return any(path == each or path.startswith(f"{each}.") for each in by)
+
+
+def told(found: list[tuple[str, Any, Any]]) -> str:
+    """Differences in words."""
+    words = [f"{path} is {shown(old)} there and {shown(new)} here" for path, old, new in found[:SHOWN]]
+    beyond = len(found) - SHOWN
+    return "; ".join(words) + (f"; and {beyond} more" if beyond > 0 else "")
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence has it."""
+    return "nothing" if value is MISSING else repr(value)

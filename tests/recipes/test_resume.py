@@ -1,0 +1,118 @@
+"""A run that goes on: what may be new, which checkpoint it goes on from, and what a start that failed leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.cli import main
+from postlude.recipes.beginning import NEWEST, Beginning, again, checkpoint_named, step_named
+from postlude.recipes.commands import RECIPES
+from postlude.recipes.config import load
+from postlude.recipes.run import read_metrics, read_record
+from tests.conftest import Ranks
+
+SMALL = ("--budget=128", "--batch=4", "--save_every=1", "--keep=9", "--export=false", "--optimizer.lr=1e-3")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """Rows to learn from, as an option."""
+    path = tmp_path / "rows.jsonl"
+    said = [{"prompt": f"{one}+1=", "completion": str(one + 1)} for one in range(16)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in said))
+    return f"--data.path={path}"
+
+
+def trained(group: Any, run: str, *overrides: str, beginning: Beginning = NEWEST) -> list[dict[str, Any]]:
+    """A run of SFT; its metrics but for what the clock says."""
+    RECIPES["sft"].run(load(RECIPES["sft"].config, None, [*SMALL, "--run", run, *overrides]), "cpu", beginning)
+    return [{name: row[name] for name in ("step", "loss", "grad_norm", "lr")} for row in read_metrics(Path(run))]
+
+
+def from_step(group: Any, step: int, run: str, *overrides: str) -> list[dict[str, Any]]:
+    return trained(group, run, *overrides, beginning=Beginning(step))
+
+
+def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, tmp_path: Path, rows: str) -> None:
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    (expected,) = ranks(1, trained, whole, rows, "--steps=4")
+    ranks(1, trained, parts, rows, "--steps=2")
+    (found,) = ranks(1, trained, parts, rows, "--steps=4", "--optimizer.lr=1e-2", "--save_every=2", "--keep=1")
+    assert found[:2] == expected[:2]
+    assert [row["lr"] for row in found] == [1e-3, 1e-3, 1e-2, 1e-2]
+    assert found[2]["loss"] == expected[2]["loss"], "its weights are those of the run so far"
+    assert found[3]["loss"] != expected[3]["loss"], "the third step went further"
+    start = read_record(Path(parts))["starts"][-1]
+    assert start["step"] == 2
+    assert start["changed"] == {
+        "steps": [2, 4],
+        "optimizer.lr": [1e-3, 1e-2],
+        "save_every": [1, 2],
+        "keep": [9, 1],
+    }
+    with pytest.raises(pytest.fail.Exception, match=r"batch is 4 there and 8 here.*--from .*/parts/step-000004"):
+        ranks(1, trained, parts, rows, "--steps=4", "--batch=8")
+    with pytest.raises(pytest.fail.Exception, match="is at step 4 already, but is to end at step 3"):
+        ranks(1, trained, parts, rows, "--steps=3")
+
+
+def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows: str) -> None:
+    run = str(tmp_path / "run")
+    (expected,) = ranks(1, trained, run, rows, "--steps=4")
+    with pytest.raises(pytest.fail.Exception, match="no checkpoint of step 7 to go back to; it has step-000001, "):
+        ranks(1, from_step, 7, run, rows, "--steps=4")
+    (found,) = ranks(1, from_step, 2, run, rows, "--steps=4")
+    assert found == expected
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    kept = [f"step-00000{step}" for step in ("1", "2", "3", "3.later", "4", "4.later")]
+    assert names == kept, "what was saved after it is not lost"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("--model=no/such/model", "no/such/model"),
+        ("--data.path=no/rows.jsonl", "no/rows.jsonl"),
+        ("--data.prompt=question", 'no column "question"'),
+        ("--objective=nothing.py:mine", "nothing.py"),
+        ("--held_out.rows=16", "16 of 16 rows are to be held out"),
+        ("--budget=4", "too many for the budget"),
+    ],
+)
+def test_a_start_that_fails_leaves_no_directory(
+    tmp_path: Path, rows: str, wrong: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {part.partition("=")[0]: part for part in (*SMALL, rows, "--steps=1", wrong)}
+    assert main(["sft", "--run", str(tmp_path / "run"), *settings.values()]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["grpo", "a b.yaml"], "postlude grpo 'a b.yaml'"),
+        (["grpo", "--resume-from", "step-1", "--lr=1"], "postlude grpo --lr=1"),
+        (["grpo", "--resume-from=step-1", "--from", "a/step-2"], "postlude grpo --from a/step-2"),
+    ],
+)
+def test_the_command_that_goes_on(words: list[str], expected: str) -> None:
+    assert again(words) == expected
+
+
+def test_how_steps_and_checkpoints_are_named(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000100"
+    checkpoint.mkdir(parents=True)
+    assert [step_named(text) for text in ("step-100", "step-000100", "100")] == [100, 100, 100]
+    for text in ("run/step-100", "run/step-000100", "run/checkpoints/step-000100"):
+        assert checkpoint_named(str(tmp_path / text)) == checkpoint
+    with pytest.raises(ValueError, match="'newest' names no step; write step-100"):
+        step_named("newest")
+    with pytest.raises(ValueError, match="names no checkpoint; write RUN/step-100"):
+        checkpoint_named(str(tmp_path / "run"))
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*/step-000099; .*/run has step-000100"):
+        checkpoint_named(str(tmp_path / "run" / "step-99"))
