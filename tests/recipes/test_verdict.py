@@ -15,6 +15,7 @@ from rich.console import Console
 
 from postlude.recipes.conclusion import tell
 from postlude.recipes.ending import Ending, read_ending, write_ending
+from postlude.recipes.live import LiveView
 from postlude.recipes.metrics import METRICS, explain, glossary, title
 from postlude.recipes.numbers import labels, share, short
 from postlude.recipes.report import write_report
@@ -145,6 +146,13 @@ def test_the_best_loss_is_the_smallest(tmp_path: Path) -> None:
     found = read_verdict(tmp_path).score
     assert found is not None
     assert (found.best, found.best_step) == (1.0, 1)
+
+
+def test_a_number_has_one_name_while_the_run_goes_on() -> None:
+    out = io.StringIO()
+    with LiveView(8, console=Console(file=out, width=100), unit="task") as live:
+        live.update(4, {"accuracy": 0.75, "loss": 0.5})
+    assert out.getvalue().startswith("task 4/8  accuracy 0.75  loss 0.5  eta")
 
 
 @given(

@@ -60,7 +60,7 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
         count = min(config.tasks, len(environment.tasks))
         tasks = [environment.tasks[index] for index in range(len(environment.tasks) - count, len(environment.tasks))]
         answers: list[Answered] = []
-        with LiveView(count, title=f"eval {config.model}") as live:
+        with LiveView(count, title=f"eval {config.model}", unit="task") as live:
             for first in range(0, count, PAGE):
                 answers += rollouts.answer(tasks[first : first + PAGE], config.samples, step=0, first=first)
                 live.update(min(first + PAGE, count), summary(answers))

@@ -22,7 +22,8 @@ from postlude.recipes.numbers import duration, short
 from postlude.recipes.run import flatten, is_first_rank
 
 SHOWN = (  # label, and the first of these metrics that a step has
-    ("reward", (REWARD, "accuracy")),
+    ("reward", (REWARD,)),
+    ("accuracy", ("accuracy",)),
     ("length", (LENGTH,)),
     ("kl", ("kl_reference", "kl_old", "kl_forward")),
     ("entropy", ("entropy",)),
@@ -42,7 +43,7 @@ NARROW = 72  # columns; below, values stand in one column, not two
 class LiveView:
     """A context manager that is told of every step. On a rank that is not the first it does nothing.
 
-    `start` is the last step done before, when a run is resumed.
+    `start` is the last step done before, when a run is resumed; `unit` is what is counted, if not steps.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class LiveView:
         *,
         title: str = "postlude",
         start: int = 0,
+        unit: str = "step",
         console: Console | None = None,
         silent: bool | None = None,
     ) -> None:
-        self.total, self.title, self.step = total, title, start
+        self.total, self.title, self.step, self.unit = total, title, start, unit
         self._console = console or Console()
         self._silent = not is_first_rank() if silent is None else silent
         self._history: dict[str, deque[float]] = {}
@@ -100,7 +102,7 @@ class LiveView:
 
     def _line(self, flat: Mapping[str, float]) -> str:
         values = [f"{label} {short(value)}" for label, value in _shown(flat)]
-        return "  ".join([f"step {self.step}/{self.total}", *values, f"eta {duration(self._eta())}"])
+        return "  ".join([f"{self.unit} {self.step}/{self.total}", *values, f"eta {duration(self._eta())}"])
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -114,7 +116,7 @@ class LiveView:
         head.add_column(no_wrap=True, justify="right")
         spent = time.monotonic() - self._began
         head.add_row(
-            Text(f"step {self.step:,}/{self.total:,}", style="bold"),
+            Text(f"{self.unit} {self.step:,}/{self.total:,}", style="bold"),
             ProgressBar(total=max(self.total, 1), completed=self.step),
             Text(f"{duration(spent)} · eta {duration(self._eta())}", style="dim"),
         )

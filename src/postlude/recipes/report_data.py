@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from postlude.recipes.metrics import EVAL
-from postlude.recipes.run import read_config, read_metrics, read_samples
+from postlude.recipes.run import read_config, read_metrics, read_record, read_samples
 from postlude.recipes.verdict import Verdict, read_verdict
-
-RECORD = "run.json"
 
 SMOOTHED_FROM = 40  # values; fewer are shown as they are
 CALM = 3.0  # times its range that a smooth series goes up and down in all
@@ -106,6 +103,7 @@ def _read(path: Path, name: str) -> RunData:
                 if len(found):
                     lists.setdefault(key, {})[step] = found
     samples = read_samples(path)
+    starts = read_record(path).get("starts", [])
     if not lists:
         lists = _from_samples(samples)
     return RunData(
@@ -116,16 +114,9 @@ def _read(path: Path, name: str) -> RunData:
         series={key: {part: _series(found) for part, found in parts.items()} for key, parts in numbers.items()},
         distributions={key: sorted(found.items()) for key, found in lists.items()},
         samples=samples,
-        machine=_dotted(read_machine(path)),
+        machine=_dotted(starts[-1]) if starts else {},
         verdict=read_verdict(path),
     )
-
-
-def read_machine(run: Path) -> dict[str, Any]:
-    """What a run recorded of where it was last started, and with what; empty where it recorded nothing."""
-    path = run / RECORD
-    starts = json.loads(path.read_text()).get("starts", []) if path.is_file() else []
-    return dict(starts[-1]) if starts else {}
 
 
 def _series(found: Mapping[int, float]) -> Series:
