@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from postlude.data import Microbatch, pack
+from postlude.data import Microbatch, cut, pack
+from postlude.mesh import Axis
 from postlude.ops.packing import Packing
 
 some_lengths = st.lists(st.integers(1, 9), max_size=8)
@@ -167,3 +168,17 @@ def test_shapes_that_disagree_are_refused(microbatch, changes, sentence):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         replace(microbatch, **changes)
     assert str(error.value) == sentence
+
+
+def test_what_the_host_knows_of_columns_goes_along_to_a_device_and_not_into_a_cut():
+    weights = [[0.0, 1.0, 0.0, 1e-60], [1.0, 0.5, 0.0, 0.0, 2.0], [3.0]]
+    ids = [torch.arange(2 * len(each)).view(-1, 2) - 1 for each in weights]
+    (microbatch,) = pack([[1] * len(each) for each in weights], budget=16, columns={"weights": weights, "ids": ids})
+    assert microbatch.facts == {}
+    there = microbatch.to("cpu")
+    assert there.target_count == 7  # every token but the first of a sequence is predicted
+    assert there.facts["weights"].weighed == 3  # 1e-60 is none in fp32
+    assert (there.facts["weights"].least, there.facts["weights"].most) == (0.0, 2.0)
+    assert (there.facts["ids"].least, there.facts["ids"].most) == (1, 8)
+    assert cut(there, Axis(), multiple_of=8).facts == {}
+    assert pack([[1]], budget=2, columns={"weights": [[1.0]]})[0].to("cpu").facts["weights"].weighed == 0

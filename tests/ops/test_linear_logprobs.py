@@ -14,7 +14,7 @@ from torch import Tensor
 
 from postlude.ops.linear_logprobs import backends, linear_logprobs
 from tests.ops.dense_head import Operands, assert_close, assert_same_head, dense
-from tests.ops.watch import Watch
+from tests.ops.watch import Waits, Watch
 
 fused = functools.partial(linear_logprobs, backend="torch")
 
@@ -352,6 +352,63 @@ def test_errors_are_sentences(change: dict[str, Any], sentence: str) -> None:
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, **change}
     with pytest.raises(ValueError, match=sentence):
         linear_logprobs(**arguments)
+
+
+PROMISED = {"every": torch.tensor([12, 1, 2]), "some": torch.tensor([12, -100, 2]), "none": torch.full((3,), -100)}
+
+
+@pytest.mark.parametrize("targets", PROMISED.values(), ids=PROMISED)
+def test_a_promised_count_gives_the_same_and_reads_nothing_back(targets: Tensor) -> None:
+    results, waits = [], []
+    for count in (None, int((targets != -100).sum())):
+        operands = Operands.random(3, 4, 13)
+        with Waits() as watch:
+            stats = fused(operands.hidden, operands.weight, targets, entropy=True, lse=True, target_count=count)
+            (stats.logprob + stats.entropy + stats.lse).sum().backward()
+        results.append((stats.logprob, stats.entropy, stats.lse, operands.hidden.grad, operands.weight.grad))
+        waits.append(len(watch.sites))
+    assert waits == [1, 0]
+    for counted, promised in zip(*results, strict=True):
+        assert torch.equal(counted, promised)
+
+
+@pytest.mark.parametrize(
+    ("targets", "promised", "temperature"),
+    [
+        ([0, 13, 2], 3, [1.0, 1.0, 1.0]),
+        ([0, 13, -100], 2, [1.0, 1.0, 1.0]),
+        ([0, 13, -100], 1, [1.0, 1.0, 1.0]),
+        ([0, 1, -100], 1, [1.0, 1.0, 1.0]),
+        ([0, 1, -100], 3, [1.0, 1.0, 1.0]),
+        ([0, 1, 2], 0, [1.0, 1.0, 1.0]),
+        ([-100, -100, -100], 2, [1.0, 1.0, 1.0]),
+        ([0, 1, 2], 3, [1.0, 0.0, 1.0]),
+    ],
+    ids=["outside", "outside but counted", "outside", "too few", "too many", "none", "none there", "cold"],
+)
+def test_a_broken_promise_makes_nan(targets: list[int], promised: int, temperature: list[float]) -> None:
+    """Nothing that could be trained on without a word: the loss is no number, and neither is a gradient there is."""
+    operands = Operands.random(3, 4, 13)
+    stats = fused(
+        operands.hidden,
+        operands.weight,
+        torch.tensor(targets),
+        temperature=torch.tensor(temperature),
+        target_count=promised,
+        entropy=True,
+    )
+    for row in (stats.logprob, stats.entropy):
+        assert row.isnan().any()
+    stats.logprob.sum().backward()
+    if promised:
+        assert operands.weight.grad.isnan().all()
+        assert operands.hidden.grad.isnan().any()
+
+
+def test_a_count_of_more_targets_than_there_are_is_refused() -> None:
+    operands = Operands.random(3, 4, 13)
+    with pytest.raises(ValueError, match="target_count is 4, but there are 3 targets"):
+        fused(operands.hidden, operands.weight, operands.targets, target_count=4)
 
 
 def test_a_bad_temperature_at_an_ignored_token_is_no_error() -> None:

@@ -15,6 +15,7 @@ from postlude.ops.logprobs_at import linear_logprobs_at
 from tests.conftest import Ranks
 from tests.equality import assert_equal
 from tests.ops.dense_head import Operands
+from tests.ops.watch import Waits
 
 TOKENS, FEATURES, VOCABULARY, REAL, K = 12, 6, 37, 33, 4
 SHARDS = [(37,), (20, 17), (10, 9, 9, 9), (30, 3, 0, 4)]  # the last: a rank of padding alone, and one without rows
@@ -100,3 +101,24 @@ def test_what_is_refused() -> None:
         linear_logprobs_at(whole.hidden, whole.weight, whole.targets, ids.clamp_min(33), vocab_size=REAL)
     with pytest.raises(ValueError, match="integers of shape"):
         linear_logprobs_at(whole.hidden, whole.weight, whole.targets, ids.float(), vocab_size=REAL)
+
+
+def test_a_promised_count_reads_nothing_back_and_an_id_outside_is_nan() -> None:
+    whole, ids, _ = operands()
+    count = int((whole.targets != -100).sum())
+    _, expected = linear_logprobs_at(whole.hidden, whole.weight, whole.targets, ids, vocab_size=REAL)
+    with Waits() as watch:
+        _, found = linear_logprobs_at(
+            whole.hidden, whole.weight, whole.targets, ids, vocab_size=REAL, target_count=count
+        )
+        wrong = ids.clone()
+        wrong[:, 0] = REAL
+        _, spoilt = linear_logprobs_at(
+            whole.hidden, whole.weight, whole.targets, wrong, vocab_size=REAL, target_count=count
+        )
+        spoilt.sum().backward()
+    assert watch.sites == []
+    assert torch.equal(found, expected)
+    kept = whole.targets != -100
+    assert spoilt[kept, 0].isnan().all()
+    assert whole.hidden.grad[kept].isnan().all()

@@ -1,11 +1,14 @@
-"""A look at what torch really does: the largest tensor, and the matrix products."""
+"""A look at what torch really does: the largest tensor, the matrix products, and what would wait for a GPU."""
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,3 +41,59 @@ class Watch(TorchDispatchMode):
     def operations(self) -> int:
         """Multiplications of all matrix products."""
         return sum(rows * inner * columns for rows, inner, columns in self.products)
+
+
+# Results that are numbers on the host, and results whose shape depends on values.
+NUMBERS = {"_local_scalar_dense", "is_nonzero", "equal"}
+SHAPES = {"nonzero", "masked_select", "bincount", "histc", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
+READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # on the CPU no operator is called for these
+
+
+class Waits(TorchFunctionMode):
+    """Records, while active, where postlude asks for what on a GPU would make the host wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: list[str] = []  # "file.py:function"
+        self.operators = _Operators(self.sites)
+
+    def __enter__(self) -> Waits:
+        self.operators.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.operators.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            self.sites.append(_site())
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, sites: list[str]) -> None:
+        super().__init__()
+        self.sites = sites
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if (
+            name in NUMBERS | SHAPES
+            or (name.startswith("index") and _chooses(args))
+            or (name == "repeat_interleave" and isinstance(args[-1], Tensor) and kwargs.get("output_size") is None)
+        ):
+            self.sites.append(_site())
+        return func(*args, **kwargs)
+
+
+def _chooses(args: Any) -> bool:
+    """Whether an index picks out what is True."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
+    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
+
+
+def _site() -> str:
+    frames = [frame for frame in traceback.extract_stack() if "/postlude/" in frame.filename]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "elsewhere"

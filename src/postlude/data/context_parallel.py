@@ -72,6 +72,7 @@ def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch
         places=take(microbatch.places, -1),
         target_count=target_count,
         padding=padding,
+        facts={},
         context=_context(cp, widths, numbers, pieces) if cp.size > 1 else None,
     )
 

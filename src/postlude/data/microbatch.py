@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from postlude.mesh import Axis
 from postlude.ops.collectives import sum_over_group
-from postlude.ops.packing import Packing
+from postlude.ops.packing import Packing, to_device
 
 IGNORE = -100
 """The target of a position that predicts nothing: the last one of each sequence, and padding."""
@@ -36,8 +36,25 @@ class ContextCut:
     def to(self, device: torch.device | str) -> ContextCut:
         """Return the same cut with every tensor on `device`."""
         return replace(
-            self, queries=self.queries.to(device), keys=self.keys.to(device), key_rows=self.key_rows.to(device)
+            self, queries=self.queries.to(device), keys=self.keys.to(device), key_rows=to_device(self.key_rows, device)
         )
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """What the host saw of a column at the positions with a target, before it went to a device."""
+
+    weighed: int
+    """How many of them hold something else than zero: where the column is weights, those that are learned."""
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, column: Tensor, targets: Tensor) -> ColumnFacts:
+        """Of a column [T, ...] and targets [T] on the host."""
+        values = column[targets != IGNORE].float() if column.is_floating_point() else column[targets != IGNORE]
+        weighed = int((values != 0).flatten(1).any(1).sum() if values.ndim > 1 else (values != 0).sum())
+        return cls(weighed, float(values.min()), float(values.max())) if values.numel() else cls(0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +94,8 @@ class Microbatch:
     """The number of tokens here that are padding, on the host."""
     context: ContextCut | None = None
     """How to attend where each sequence is shared with other ranks; None where it is whole."""
+    facts: Mapping[str, ColumnFacts] = field(default_factory=dict)
+    """By column, what the host knows of it; made when the microbatch leaves the host."""
 
     def __post_init__(self) -> None:
         total = self.packing.total
@@ -147,14 +166,18 @@ class Microbatch:
         return sum_over_group(sums, axis.group)
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """Return the same microbatch with every tensor on `device`."""
+        """Return the same microbatch with every tensor on `device`. What the host can know of its columns, it keeps."""
+        facts = self.facts
+        if self.tokens.device.type == "cpu":
+            facts = {name: ColumnFacts.of(column, self.targets) for name, column in self.columns.items()}
         return replace(
             self,
-            tokens=self.tokens.to(device),
+            facts=facts,
+            tokens=to_device(self.tokens, device),
             packing=self.packing.to(device),
-            positions=self.positions.to(device),
-            targets=self.targets.to(device),
-            columns={name: column.to(device) for name, column in self.columns.items()},
-            places=self.places.to(device),
+            positions=to_device(self.positions, device),
+            targets=to_device(self.targets, device),
+            columns={name: to_device(column, device) for name, column in self.columns.items()},
+            places=to_device(self.places, device),
             context=self.context and self.context.to(device),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -119,7 +120,7 @@ class LanguageModel(nn.Module):
             return hidden
         inputs = OutputInputs(
             hidden=self.norm(hidden),
-            head=self.output_head(),
+            head=replace(self.output_head(), counted=(microbatch.targets, microbatch.target_count)),
             microbatch=microbatch,
             layout=self.layout,
             config=self.config,

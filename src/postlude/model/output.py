@@ -43,6 +43,8 @@ class OutputHead:
     softcap: float | None
     tp: Axis = ALONE
     value_head: ValueHead | None = None
+    counted: tuple[Tensor, int] | None = None
+    """Targets [T] and how many of them are not -100, where the host knows: the microbatch's own."""
 
     def gather(self, hidden: Tensor) -> Tensor:
         """This rank's hidden states [T / tp, H] -> all [T, H], each rank to project them to its own rows."""
@@ -68,6 +70,7 @@ class OutputHead:
         hidden: Tensor,
         targets: Tensor,
         *,
+        target_count: int | None = None,
         temperature: float | Tensor = 1.0,
         entropy: bool = False,
         topk: int = 0,
@@ -76,12 +79,15 @@ class OutputHead:
     ) -> TokenStats:
         """fp32 log-prob of `targets` [T] and, on request, entropy and more, without holding logits.
 
-        Positions whose target is -100 are not projected: their value and gradient are 0.
+        Positions whose target is -100 are not projected: their value and gradient are 0. How many others there are is
+        known of the microbatch's own targets. Of targets made from them, `target_count` says it, as in
+        `postlude.linear_logprobs`; without it the host waits for the device to count them.
         """
         return linear_logprobs(
             self.gather(hidden),
             self.weight,
             targets,
+            target_count=self._count(targets, target_count),
             temperature=temperature,
             **self._how(),
             entropy=entropy,
@@ -97,6 +103,7 @@ class OutputHead:
         token_objective: TokenObjective,
         columns: Any = None,
         *,
+        target_count: int | None = None,
         temperature: float | Tensor = 1.0,
         entropy: bool = False,
         lse: bool = False,
@@ -105,7 +112,7 @@ class OutputHead:
         """A loss that treats each token by itself, in one sweep: cheaper than `logprobs` and a loss of its own.
 
         `token_objective(logprob, entropy, columns)` returns a loss a token; the result's `loss` is their sum. See
-        `postlude.linear_objective`.
+        `postlude.linear_objective`, and `logprobs` for `target_count`.
         """
         return linear_objective(
             self.gather(hidden),
@@ -113,6 +120,7 @@ class OutputHead:
             targets,
             token_objective,
             columns,
+            target_count=self._count(targets, target_count),
             temperature=temperature,
             **self._how(),
             entropy=entropy,
@@ -121,7 +129,13 @@ class OutputHead:
         )
 
     def logprobs_at(
-        self, hidden: Tensor, targets: Tensor, ids: Tensor, *, temperature: float | Tensor = 1.0
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        ids: Tensor,
+        *,
+        target_count: int | None = None,
+        temperature: float | Tensor = 1.0,
     ) -> tuple[TokenStats, Tensor]:
         """As `logprobs`, and the log-probs of `ids` [T, k] at every position beside them, fp32 [T, k]."""
         return linear_logprobs_at(
@@ -129,6 +143,7 @@ class OutputHead:
             self.weight,
             targets,
             ids,
+            target_count=self._count(targets, target_count),
             temperature=temperature,
             **self._how(),
         )
@@ -138,6 +153,11 @@ class OutputHead:
         if self.value_head is None:
             raise ValueError(NO_VALUE_HEAD)
         return gather_alike(self.value_head(hidden), self.tp.group)
+
+    def _count(self, targets: Tensor, given: int | None) -> int | None:
+        if given is None and self.counted is not None and targets is self.counted[0]:
+            return self.counted[1]
+        return given
 
     def _how(self) -> dict[str, Any]:
         """How this head makes logits, and who holds its other rows."""
@@ -154,7 +174,7 @@ class OutputHead:
         """The k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
         anything = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
         with torch.no_grad():
-            stats = self.logprobs(hidden, anything, topk=k, temperature=temperature)
+            stats = self.logprobs(hidden, anything, target_count=len(anything), topk=k, temperature=temperature)
         assert stats.topk_logprobs is not None
         assert stats.topk_ids is not None
         return stats.topk_logprobs, stats.topk_ids

@@ -80,8 +80,11 @@ class Distill:
             raise ValueError(
                 f"teacher_ids {tuple(ids.shape)} and teacher_logprobs {tuple(teacher.shape)} must both be [tokens, k]."
             )
-        targets, _ = learned(inputs.microbatch, self.over)
-        stats, student = inputs.head.logprobs_at(inputs.hidden, targets, ids, temperature=self.temperature)
+        _check_ids(inputs)
+        targets, _, count = learned(inputs.microbatch, self.over)
+        stats, student = inputs.head.logprobs_at(
+            inputs.hidden, targets, ids, target_count=count, temperature=self.temperature
+        )
         p = self.logs(teacher.clamp_min(LEAST_LOGPROB))
         q = self.logs(student)
         forward = (p.exp() * (p - q)).sum(-1)
@@ -106,3 +109,14 @@ class Distill:
             return logprobs
         rest = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp_min(LEAST_MASS)
         return torch.cat([logprobs, rest.log()], -1)
+
+
+def _check_ids(inputs: OutputInputs) -> None:
+    """Refuse a teacher of another vocabulary, by what the host saw of its ids."""
+    facts, size = inputs.microbatch.facts.get(TEACHER_IDS), inputs.config.vocab_size
+    if facts is not None and (facts.least < 0 or facts.most >= size):
+        wrong = facts.least if facts.least < 0 else facts.most
+        raise ValueError(
+            f'"{TEACHER_IDS}" holds {wrong:.0f}, which is outside the vocabulary, 0 to {size - 1}. '
+            "Give ids of this model's vocabulary."
+        )

@@ -14,7 +14,7 @@ Columns, each one number a token:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from postlude.checks import above, at_least, one_of
 from postlude.objectives.checks import per_token
@@ -124,16 +124,15 @@ class PolicyGradient:
         from postlude.data import IGNORE
 
         microbatch, head = inputs.microbatch, inputs.head
-        targets, weights = learned(microbatch, self.over)
+        targets, weights, count = learned(microbatch, self.over)
+        how: dict[str, Any] = {"target_count": count, "temperature": self.temperature, "entropy": True}
         kept = targets != IGNORE
         columns = self.columns(microbatch, weights, kept)
         if self.one_sweep:
             columns, corrected = self._corrected(microbatch, columns, columns.old, kept)
-            found = head.objective(
-                inputs.hidden, targets, self.token_losses, columns, temperature=self.temperature, entropy=True
-            )
+            found = head.objective(inputs.hidden, targets, self.token_losses, columns, **how)
             return Loss(found.loss, self.over, self.metrics(microbatch, found.stats, columns, corrected))
-        stats = head.logprobs(inputs.hidden, targets, temperature=self.temperature, entropy=True)
+        stats = head.logprobs(inputs.hidden, targets, **how)
         old = stats.logprob.detach() if columns.old is None else columns.old
         columns, corrected = self._corrected(microbatch, columns, old, kept)
         if self.ratio == "sequence":

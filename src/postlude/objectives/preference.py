@@ -80,9 +80,9 @@ class Preference:
 
         microbatch = inputs.microbatch
         check_pairs(microbatch)
-        targets, _ = learned(microbatch, self.mask)
+        targets, _, count = learned(microbatch, self.mask)
         kept = targets != IGNORE
-        logprob = inputs.head.logprobs(inputs.hidden, targets).logprob
+        logprob = inputs.head.logprobs(inputs.hidden, targets, target_count=count).logprob
         gain = logprob - microbatch.column(REFERENCE).float() if self.reference else logprob
         if self.length_normalised:
             gains = sequence_mean(microbatch, gain, kept)

@@ -39,11 +39,11 @@ class SFT:
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
-        targets, weights = learned(inputs.microbatch, self.over)
+        targets, weights, count = learned(inputs.microbatch, self.over)
         if self.z_loss == 0.0:
-            found = inputs.head.objective(inputs.hidden, targets, _weighted_nll, weights)
+            found = inputs.head.objective(inputs.hidden, targets, _weighted_nll, weights, target_count=count)
             return Loss(found.loss, self.over, metrics={"nll": mean(-found.stats.logprob, self.over)})
-        stats = inputs.head.logprobs(inputs.hidden, targets, lse=True)
+        stats = inputs.head.logprobs(inputs.hidden, targets, target_count=count, lse=True)
         assert stats.lse is not None  # asked for
         metrics = {"nll": mean(-stats.logprob, self.over), "lse": mean(stats.lse, self.over)}
         return Loss(self.z_loss * stats.lse.square() - stats.logprob, self.over, metrics)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from postlude.checks import one_of
 
@@ -55,21 +55,31 @@ def weights(
     return [mask / (counts[name] or 1.0) for name, mask in zip(names, read, strict=True)]
 
 
-def learned(microbatch: Microbatch, over: str) -> tuple[Tensor, Tensor]:
-    """Targets [T] and weights [T] fp32 of a mean over `over`: "tokens" or a column.
+class Learned(NamedTuple):
+    """What a mean is over, in one microbatch."""
 
-    Targets are `IGNORE` where the weight is zero, so that nothing is projected that nothing is learned from.
-    """
+    targets: Tensor
+    """[T], `IGNORE` where the weight is zero, so that nothing is projected that nothing is learned from."""
+    weights: Tensor
+    """[T] fp32."""
+    target_count: int | None
+    """How many targets are left, where the host knows."""
+
+
+def learned(microbatch: Microbatch, over: str) -> Learned:
+    """Targets and weights of a mean over `over`: "tokens" or a column."""
     from postlude.data import IGNORE
 
     if over == "tokens":
-        return microbatch.targets, (microbatch.targets != IGNORE).float()
+        return Learned(microbatch.targets, (microbatch.targets != IGNORE).float(), microbatch.target_count)
     values = microbatch.column(over).float()
     if values.ndim != 1:
         raise ValueError(
             f'column "{over}" has shape {tuple(values.shape)}, but weights are one number a token, [{len(microbatch)}].'
         )
-    return microbatch.targets.masked_fill(values == 0, IGNORE), values
+    facts = microbatch.facts.get(over)
+    targets = microbatch.targets.masked_fill(values == 0, IGNORE)
+    return Learned(targets, values, None if facts is None else facts.weighed)
 
 
 def sequence_mean(microbatch: Microbatch, values: Tensor, kept: Tensor) -> Tensor:

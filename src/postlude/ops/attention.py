@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.ops.packing import Packing
+from postlude.ops.packing import Packing, to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def per_sequence_attention(
     outputs, rows = [], []
     for (asking, asked), starts in _by_lengths(queries, keys).items():
         own_rows, key_rows = (
-            torch.tensor(first, device=query.device)[:, None] + torch.arange(length, device=query.device)
+            to_device(torch.tensor(first), query.device)[:, None] + torch.arange(length, device=query.device)
             for first, length in zip(zip(*starts, strict=True), (asking, asked), strict=True)
         )
         # [sequences, heads, length, width]

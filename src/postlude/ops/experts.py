@@ -16,15 +16,14 @@ from postlude.ops.collectives import Group, exchange_rows
 
 
 def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the slots of `choice` [T, k] by expert.
+    """Sort the slots of `choice` [T, k] by expert. The host waits for nothing.
 
     Returns `order` [T·k] (slot at each sorted row), its inverse, and `counts` [experts], rows per expert.
     """
-    flat = choice.flatten()
-    order = flat.argsort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    return order, inverse, torch.bincount(flat, minlength=experts)
+    chosen, order = choice.flatten().sort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device, dtype=chosen.dtype), right=True)
+    return order, inverse, ends.diff(prepend=ends.new_zeros(1))
 
 
 def replicate_rows(tokens: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -55,7 +54,7 @@ class ExpertRoute:
 
     @classmethod
     def plan(cls, counts: Tensor, ep: Axis) -> ExpertRoute:
-        """From this rank's rows for each of all experts, `counts` [E]. One small exchange."""
+        """From this rank's rows for each of all experts, `counts` [E]. One small exchange, and a wait for it."""
         if ep.group is None:
             return cls(counts, [], [], None, None, None)
         outgoing = counts.view(ep.size, -1)  # [rank, its experts]
@@ -84,7 +83,8 @@ class ExpertRoute:
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Each of `rows` [R, in] by its expert's matrix of `weight` [E, out, in]: [R, out].
 
-    Rows are sorted by expert; `counts` [E] says how many each has.
+    Rows are sorted by expert; `counts` [E] says how many each has. Where the grouped kernel does not fit, the host
+    waits for them.
     """
     if _grouped_kernel_fits(rows, weight):
         product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32))

@@ -31,6 +31,7 @@ def linear_logprobs_at(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
+    target_count: int | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -40,6 +41,7 @@ def linear_logprobs_at(
 
     Positions whose target is ignored hold 0 and give no gradient, whatever their ids. Of `hidden` [N, H] only one
     dimension of tokens is taken. With `group`, one collective more; `hidden`'s gradient is this rank's part, as there.
+    A `target_count` promises of the ids, too, that they are inside the vocabulary: one that is not makes NaN.
     """
     if ids.ndim != 2 or ids.shape[0] != targets.shape[0] or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
@@ -55,6 +57,7 @@ def linear_logprobs_at(
         logit_scale=logit_scale,
         softcap=softcap,
         ignore_index=ignore_index,
+        target_count=target_count,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         group=group,
@@ -66,7 +69,7 @@ def linear_logprobs_at(
     first = 0 if group is not None else vocab_start
     last = vocab_start + weight.shape[0] if vocab_size is None else vocab_size
     outside = kept & ((ids < first) | (ids >= last))
-    if bool(outside.any()):
+    if target_count is None and bool(outside.any()):
         raise ValueError(
             f"id {int(ids[outside][0])} is outside the vocabulary, {first} to {last - 1} "
             f"({int(outside.sum())} such of {ids.numel()}). Give ids of this model's vocabulary."
@@ -74,6 +77,8 @@ def linear_logprobs_at(
     local = ids.long() - vocab_start
     mine = kept & (local >= 0) & (local < weight.shape[0])
     logits: Tensor = _SelectedLogits.apply(hidden, weight, bias, local.where(mine, 0), mine, group)
+    if target_count is not None:
+        logits = logits * torch.zeros_like(logits).masked_fill_(outside, torch.nan).add_(1.0)
     if logit_scale != 1.0:
         logits = logits * logit_scale
     if softcap is not None:

@@ -37,7 +37,7 @@ class Packing:
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Packing:
         """Build the packing of sequences with these `lengths`, with its `cu_seqlens` on `device`."""
         boundaries = list(accumulate(lengths, initial=0))
-        return cls(tuple(lengths), torch.tensor(boundaries, dtype=torch.int32, device=device))
+        return cls(tuple(lengths), to_device(torch.tensor(boundaries, dtype=torch.int32), device))
 
     @property
     def count(self) -> int:
@@ -86,4 +86,13 @@ class Packing:
 
     def to(self, device: torch.device | str) -> Packing:
         """Return the same packing with its `cu_seqlens` on `device`."""
-        return Packing(self.lengths, self.cu_seqlens.to(device))
+        return Packing(self.lengths, to_device(self.cu_seqlens, device))
+
+
+def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
+    """The tensor on `device`. From the host to a GPU it goes without a wait, through memory that the GPU can read."""
+    if device is None:
+        return tensor
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

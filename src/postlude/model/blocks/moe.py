@@ -192,8 +192,11 @@ class MoE(Block):
     @torch.no_grad()
     def count(self, choice: Tensor, context: ForwardContext) -> Tensor:
         """Slots each expert got from this rank's tokens, padding left out: fp32 [experts]. Kept for the bias."""
-        chosen = choice if context.real is None else choice[context.real]
-        counts = torch.bincount(chosen.flatten(), minlength=self.config.experts).float()
+        real = torch.ones_like(choice, dtype=torch.float32)
+        if context.real is not None:
+            real = real * context.real[:, None]
+        # Whole numbers, so their sum is the same in any order.
+        counts = real.new_zeros(self.config.experts).scatter_add_(0, choice.flatten(), real.flatten())
         if self.config.selection_bias:
             if self.load.dtype != torch.float32:
                 raise TypeError(

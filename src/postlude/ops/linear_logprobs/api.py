@@ -49,6 +49,7 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
+    target_count: int | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -75,6 +76,10 @@ def linear_logprobs(
         logit_scale: multiplies before the softcap.
         softcap: bound of the logits before the temperature, or None.
         ignore_index: marks positions without a target.
+        target_count: how many targets are not `ignore_index`, where the host knows: then it never waits for the
+            device. It is a promise, as is that every target is inside the vocabulary and every temperature above 0.
+            Without it the host waits once and refuses what is not so; a broken promise makes every result and
+            gradient of the call NaN.
         vocab_start: vocabulary id of weight's first row.
         vocab_size: ids from this one on are padding: they are not projected, and their weight's gradient is 0.
             By default every row of weight is real. Needed with `group`.
@@ -105,6 +110,7 @@ def linear_logprobs(
         logit_scale=logit_scale,
         softcap=softcap,
         ignore_index=ignore_index,
+        target_count=target_count,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         group=group,

@@ -13,7 +13,7 @@ from torch import Tensor
 from postlude.ops.linear_logprobs.backends import Backend, can_fuse, select_epilogue
 from postlude.ops.linear_logprobs.gemm import operand_dtype
 from postlude.ops.linear_logprobs.plan import Shape
-from postlude.ops.linear_logprobs.statistics import Epilogue, Kernels, Rows
+from postlude.ops.linear_logprobs.statistics import Epilogue, Kernels, Rows, Selection
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Problem:
     fused: bool  # whether kernels() can take these operands
     group: dist.ProcessGroup | None
     memory_budget: int | None
+    broken: Tensor | None = None  # 0-dim bool, whether the number of targets is not what was promised; None if counted
 
     def take(self, tensor: Tensor) -> Tensor:
         """[positions, ...] -> [n, ...]: the projected tokens alone. No copy if that is all of them."""
@@ -41,6 +42,8 @@ class Problem:
         if self.kept is None:
             return tensor
         everywhere = tensor.new_zeros(self.positions, *tensor.shape[1:])
+        if self.broken is not None and not tensor.shape[0] and tensor.is_floating_point():
+            everywhere.masked_fill_(self.broken, torch.nan)  # where no row is left to show it
         return everywhere.index_copy_(0, self.kept, tensor)
 
     def shape(self, hidden: int, *, fused: bool = False) -> Shape:
@@ -65,13 +68,17 @@ def resolve(
     logit_scale: float,
     softcap: float | None,
     ignore_index: int,
+    target_count: int | None,
     vocab_start: int,
     vocab_size: int | None,
     group: dist.ProcessGroup | None,
     backend: Backend,
     memory_budget: int | None,
 ) -> Problem:
-    """Check the arguments, find the tokens to project and make their per-token numbers. On a GPU: one wait."""
+    """Check the arguments, find the tokens to project and make their per-token numbers.
+
+    Without `target_count` the host waits once, for how many there are and whether all is well.
+    """
     _check_shapes(hidden, weight, targets, bias)
     logit_scale = float(logit_scale)
     if softcap is not None and softcap <= 0:
@@ -104,14 +111,23 @@ def resolve(
         dtype=compute,
     )
     fused = can_fuse(epilogue, operand, hidden, weight)
-    # The only wait for the device: how many are kept, and whether all is well.
-    count, ignored, cold = selection.counts.tolist()
     positions = targets.numel()
-    if count + ignored < positions:
-        raise _outside(targets, ignore_index, allowed)
-    if cold:
-        raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
-    rows = Rows(selection.targets, selection.factor, None if softcap is None else logit_scale / softcap)
+    factor, broken = selection.factor, None
+    if target_count is None:
+        count, ignored, cold = selection.counts.tolist()  # the only wait for the device
+        if count + ignored < positions:
+            raise _outside(targets, ignore_index, allowed)
+        if cold:
+            raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
+    else:
+        if not 0 <= target_count <= positions:
+            raise ValueError(
+                f"target_count is {target_count}, but there are {positions} targets, ignored ones included."
+            )
+        count = target_count
+        broken = _broken(selection, count, positions)
+        factor = factor.masked_fill(broken, torch.nan)  # and with it every logit, result and gradient
+    rows = Rows(selection.targets, factor, None if softcap is None else logit_scale / softcap)
     return Problem(
         rows=rows if count == positions else rows[:count],
         kept=None if count == positions else selection.positions[:count],
@@ -124,7 +140,14 @@ def resolve(
         fused=fused,
         group=group,
         memory_budget=memory_budget,
+        broken=broken,
     )
+
+
+def _broken(selection: Selection, count: int, positions: int) -> Tensor:
+    """Whether it is not so that `count` tokens have a target, all are inside and no temperature is cold. No wait."""
+    kept, ignored, cold = selection.counts.unbind()
+    return (kept != count) | (ignored != positions - count) | (cold != 0)
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

@@ -50,7 +50,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Selection:
-    """The tokens to project, in order, at the front of tensors with room for all; what lies behind means nothing."""
+    """The tokens to project, in order, at the front of tensors with room for all; what lies behind means nothing.
+
+    Positions there are still positions: whoever was promised more tokens than there are may look them up.
+    """
 
     counts: Tensor  # [3] int64: tokens to project, ignored tokens, tokens to project at no temperature above 0
     positions: Tensor  # int64

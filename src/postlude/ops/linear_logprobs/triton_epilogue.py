@@ -41,7 +41,7 @@ def select(
     tensors = temperature if isinstance(temperature, Tensor) else None
     selection = Selection(
         counts=targets.new_empty(3),
-        positions=torch.empty_like(targets),
+        positions=torch.zeros_like(targets),
         targets=torch.empty_like(targets),
         factor=torch.empty_like(targets, dtype=dtype),
     )

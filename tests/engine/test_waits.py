@@ -1,0 +1,134 @@
+"""The host does not wait for the device between a step's first kernel and the metrics at its end."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from postlude import Layout
+from postlude import ranks as started
+from postlude.data import Batch
+from postlude.engine import Engine
+from postlude.objectives import SFT, Distill, Objective, PolicyGradient, Preference
+from tests.engine.training import BUDGET, batch, build, config, policy, train
+from tests.ops.watch import Waits
+
+LAYERS = 4  # of both models
+LENGTHS = (12, 17, 3, 25, 6, 11, 9, 14, 2, 12)  # pairs fit the budget
+HOST = {"language_model.py:_enter", "scale.py:count"}  # what looks at the batch on the CPU, where looking is free
+OBJECTIVES: dict[str, Objective] = {
+    "own": policy,
+    "sft": SFT(over="mask"),
+    "z loss": SFT(over="mask", z_loss=0.1),
+    "grpo": PolicyGradient(over="mask", ratio="on_policy"),
+    "gspo": PolicyGradient(over="mask", ratio="sequence"),
+    "dpo": Preference(mask="mask"),
+    "distill": Distill(over="mask"),
+}
+
+
+def columns(given: Batch) -> Batch:
+    """With all that the objectives read; the first answers are not learned at all."""
+    lengths = [len(sequence) for sequence in given.sequences]
+    given.columns["mask"][:2] = [torch.zeros(length) for length in lengths[:2]]
+    extra: dict[str, Any] = {
+        name: [torch.full((length,), -1.0) for length in lengths] for name in ("old_logprobs", "reference_logprobs")
+    }
+    extra["teacher_ids"] = [torch.arange(3).expand(length, 3) for length in lengths]
+    extra["teacher_logprobs"] = [torch.full((length, 3), -2.0) for length in lengths]
+    return Batch(given.sequences, {**given.columns, **extra}, groups=[place // 2 for place in range(len(lengths))])
+
+
+def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list[str]]:
+    """Where the host would wait in the forwards and backwards of each objective."""
+    engine, found = build(layout, config(model), recompute=recompute), {}
+    run = engine.executor.run
+    for name, objective in OBJECTIVES.items():
+        watch = Waits()
+
+        def watched(*given: Any, watch: Waits = watch, **options: Any) -> Any:
+            with watch:
+                return run(*given, **options)
+
+        with mock.patch.object(engine.executor, "run", watched):
+            engine.forward_backward(columns(batch(0, LENGTHS)), objective)
+        found[name] = [site for site in watch.sites if site not in HOST]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "recompute"),
+    [
+        ("", "tiny-moe", "none"),
+        ("tp=2", "tiny-moe", "none"),
+        pytest.param("", "tiny-dense", "none", marks=pytest.mark.slow),
+        pytest.param("", "tiny-moe", "selective", marks=pytest.mark.slow),
+        pytest.param("cp=2", "tiny-moe", "none", marks=pytest.mark.slow),
+        pytest.param("pp=2", "tiny-moe", "none", marks=pytest.mark.slow),
+    ],
+)
+def test_forward_and_backward_wait_for_nothing(ranks: Any, layout: str, model: str, recompute: str) -> None:
+    for found in ranks(Layout.parse(layout).world_size, waits, layout, model, recompute):
+        assert found == {name: [] for name in OBJECTIVES}
+
+
+def test_with_experts_elsewhere_a_layer_waits_once_for_how_many_rows_come(ranks: Any) -> None:
+    for found in ranks(2, waits, "dp_shard=2,ep=2", "tiny-moe", "none"):
+        for sites in found.values():
+            assert set(sites) == {"experts.py:plan"}
+            assert len(sites) % LAYERS == 0  # once a layer and microbatch
+
+
+def told(action: Callable[[], Any]) -> collections.Counter[str]:
+    """The files in which CUDA says that the host waited."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            action()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return collections.Counter(Path(each.filename).name for each in caught if "synchronizing" in str(each.message))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_on_a_gpu_only_metrics_and_the_norm_are_waited_for(model: str, name: str) -> None:
+    """Twice as long a batch has twice the microbatches, and as many waits."""
+    with started("", device="cuda"):
+        engine = Engine(config(model), budget=BUDGET, device="cuda")
+        short, long = (columns(batch(0, lengths)) for lengths in (LENGTHS, LENGTHS + LENGTHS))
+        train(engine, [0, 1])  # whatever is made once is made here
+        found = []
+        for given in (short, long):
+            engine.forward_backward(given, OBJECTIVES[name])
+            engine.optimizer_step()
+            with mock.patch.object(engine.executor, "run", strict(engine.executor.run)):
+                step = told(lambda given=given: engine.forward_backward(given, OBJECTIVES[name]))
+            found.append((step, told(engine.optimizer_step)))
+        assert found[0] == found[1]
+        for step, update in found:
+            assert set(step) <= {"scale.py", "distributed_c10d.py"}  # the metrics
+            assert sum(update.values()) == 1  # the gradient's norm
+
+
+def strict(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A wait is an error here: in every forward and backward of a step."""
+
+    def watched(*given: Any, **options: Any) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(*given, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return watched
