@@ -18,7 +18,7 @@ from postlude.last_words import GRACE, RankError
 from postlude.launcher import launch, ranks
 
 SLACK = 5.0  # seconds; the tests share their machine
-PATIENCE = 60  # seconds until a process that should end by itself is given up
+PATIENCE = 90  # seconds until a process that should end by itself is given up
 
 
 def add_up(factor: int) -> tuple[int, float, str]:
@@ -52,14 +52,19 @@ def misbehave(how: str, who: int, where: str) -> None:
 PLAIN = """
 import sys
 from postlude.launcher import RankError, ranks
-from tests.test_launcher import misbehave
+from tests.test_launcher import misbehave, timeout
 
 try:
-    with ranks(timeout=5) as rank:
+    with ranks(timeout=timeout(sys.argv[1])) as rank:
         misbehave(sys.argv[1], int(sys.argv[2]), sys.argv[3])
 except RankError as error:
     print(error)
 """
+
+
+def timeout(how: str) -> int:
+    """Short where it has to pass, for ranks need to arrive within it, too."""
+    return 10 if how == "sleep" else PATIENCE
 
 
 def alive(pid: int) -> bool:
@@ -94,8 +99,8 @@ def test_results_come_in_rank_order() -> None:
 )
 def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_path: Path, capfd) -> None:
     with pytest.raises(RankError) as failure:
-        launch(misbehave, how, 1, str(tmp_path), nproc=3, timeout=5, device="cpu")
-    assert since_start(tmp_path) < (5 if how == "sleep" else 0) + GRACE + SLACK
+        launch(misbehave, how, 1, str(tmp_path), nproc=3, timeout=timeout(how), device="cpu")
+    assert since_start(tmp_path) < (timeout(how) if how == "sleep" else 0) + GRACE + SLACK
     assert str(failure.value).startswith(sentence)
     assert not any(alive(int(pid.read_text())) for pid in tmp_path.glob("pid-*"))
     printed = capfd.readouterr()
@@ -137,7 +142,7 @@ def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence:
         for survivor in (process for rank, process in enumerate(processes) if rank != who):
             told, _ = survivor.communicate(timeout=PATIENCE)
             assert told.startswith(sentence)
-        assert since_start(tmp_path) < (5 if how == "sleep" else 0) + 2 * GRACE + SLACK
+        assert since_start(tmp_path) < (timeout(how) if how == "sleep" else 0) + 2 * GRACE + SLACK
     finally:
         for process in processes:
             process.kill()
@@ -202,3 +207,68 @@ def test_half_an_environment_is_a_sentence(monkeypatch) -> None:
         pass
     with pytest.raises(ValueError, match="at least one rank"):
         launch(add_up, nproc=0)
+
+
+STOPPED = """
+import signal, sys, time
+from pathlib import Path
+from postlude.launcher import launch
+from tests.test_launcher import wait_for_a_signal
+
+if __name__ == "__main__":
+    print(launch(wait_for_a_signal, sys.argv[1], sys.argv[2], nproc=2, device="cpu", grace=float(sys.argv[3])))
+"""
+
+
+def wait_for_a_signal(how: str, where: str) -> list[int]:
+    """Tell that this rank is there, and wait until it is asked to end; a good one then takes its time to save."""
+    received: list[int] = []
+    if how in ("save", "deaf"):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: received.append(number))
+    Path(where, f"here-{dist.get_rank()}").touch()
+    while how == "deaf" or not received:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    Path(where, f"saved-{dist.get_rank()}").touch()
+    return received
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "number", "code", "saved"),
+    [
+        ("save", signal.SIGTERM, 0, True),
+        ("die", signal.SIGINT, -signal.SIGINT, False),
+        ("deaf", signal.SIGTERM, -signal.SIGTERM, False),
+        ("deaf twice", signal.SIGTERM, -signal.SIGTERM, False),
+    ],
+)
+def test_a_signal_goes_to_the_ranks_who_may_save_before_they_end(
+    how: str, number: signal.Signals, code: int, saved: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
+    grace = {"deaf": 0.5}.get(how, PATIENCE)
+    process = subprocess.Popen(
+        [sys.executable, str(script), how.split(maxsplit=1)[0], str(tmp_path), str(grace)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        while len(list(tmp_path.glob("here-*"))) < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        os.killpg(process.pid, number)  # as a terminal does
+        if how == "deaf twice":
+            time.sleep(0.3)
+            process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    assert len(list(tmp_path.glob("saved-*"))) == (2 if saved else 0)
+    assert out == (f"[[{number}], [{number}]]\n" if saved else "")
+    assert "Traceback" not in err or number == signal.SIGINT  # Python's own, of the one process that is left
+    assert err.count("Traceback") <= 1
+    assert "elastic" not in err

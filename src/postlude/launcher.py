@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -39,7 +42,7 @@ LOUD = (
     "torch.distributed.launcher.api",
     "torch.multiprocessing.spawn",
 )
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those the elastic agent takes for itself
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that ask a process to end
 LOG = logging.getLogger("postlude")
 Result = TypeVar("Result")
 
@@ -60,11 +63,18 @@ def launch(
     timeout: float = 600.0,
     backend: str | None = None,
     device: torch.device | str | None = None,
+    grace: float = 300.0,
 ) -> list[Result]:
     """Run function(*args) on `nproc` ranks of this machine, each inside `ranks`, and return the results in rank order.
 
     The ranks are new processes: function, arguments and results are pickled. The first rank that fails ends all others
     and is named by the `RankError` raised here.
+
+    A signal that would end this process (SIGINT, SIGTERM, SIGHUP, SIGQUIT) is handed to the ranks, whose own handlers
+    may finish a step and save; a cluster may send it to them as well, so a rank may get it twice. If every rank then
+    returns, so does `launch`, and what they return can tell. Otherwise the signal does here what it does where no rank
+    runs: SIGINT raises KeyboardInterrupt (exit code 130), SIGTERM ends the process (143). Ranks that are still there
+    after `grace` seconds, or when a second signal comes, are killed.
     """
     if nproc < 1:
         raise ValueError(f"launch(nproc={nproc}): at least one rank is needed.")
@@ -81,16 +91,20 @@ def launch(
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=notes),
+            signals_to_handle="",  # they are forwarded here
         )
+        forwarding, results, error = Forwarding(grace), {}, None
         try:
-            with _quiet_agent():
+            with _quiet_agent(), forwarding:
                 results = elastic_launch(config, _run_rank)(function, args, notes, timeout, backend, device)
         except ChildFailedError as failure:
             rank, process = failure.get_first_failure()
-            raise _failure(Path(notes), nproc, rank, process.exitcode) from None
-        except SignalException as stop:
-            signal.raise_signal(stop.sigval)  # the ranks are gone; now it means what it always means here
-            raise
+            error = _failure(Path(notes), nproc, rank, process.exitcode)
+    if error is not None and forwarding.received and _ended_by_signal(error):
+        signal.raise_signal(forwarding.received[0])  # now it means what it always means here
+        raise SystemExit(128 + forwarding.received[0])
+    if error is not None:
+        raise error
     return [pickle.loads(results[rank]) for rank in range(nproc)]
 
 
@@ -192,9 +206,11 @@ def _run_rank(
     function: Callable[..., Any], args: tuple[Any, ...], notes: str, timeout: float, backend: str | None, device: Any
 ) -> bytes:
     """The life of a rank under `launch`."""
+    os.setpgrp()  # a key pressed in the terminal is the launcher's, who hands it on once
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what came while torch was imported comes now
         with _without_torchs_own_warnings(), ranks(timeout, backend, device):
             return pickle.dumps(function(*args))
     except BaseException as error:
@@ -228,13 +244,63 @@ def _failure(notes: Path, size: int, rank: int, code: int) -> RankError:
     return RankError(f"rank {rank} of {size} ended with exit code {code} and no result.")
 
 
+def _ended_by_signal(error: RankError) -> bool:
+    """Whether a rank ended as a process does that leaves a signal to Python, or to the system."""
+    return bool(re.search(r" failed: (KeyboardInterrupt|SystemExit)\b| was killed by SIG", str(error)))
+
+
+class Forwarding:
+    """While it is entered, signals that would end this process go to its children instead: each once, then their end.
+
+    Children begin with these signals blocked, so that none of them dies of one while it is still importing.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self.grace = grace
+        self.received: list[int] = []
+        self.over = threading.Event()
+        self.before = set(multiprocessing.active_children())
+        self.handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Forwarding:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python hears of no signal
+            self.handlers = {number: signal.getsignal(number) for number in SIGNALS}
+            for number in SIGNALS:
+                signal.signal(number, lambda number, _: self.received.append(number))
+            self.thread = threading.Thread(target=self._forward, name="postlude-signals", daemon=True)
+            self.thread.start()
+            self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the thread above still takes them
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.handlers:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+            self.over.set()
+            self.thread.join()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+
+    def _forward(self) -> None:
+        told: set[int] = set()
+        deadline = float("inf")
+        while not self.over.wait(0.05):
+            if not self.received:
+                continue
+            deadline = min(deadline, time.monotonic() + self.grace)
+            for child in set(multiprocessing.active_children()) - self.before:
+                if len(self.received) > 1 or time.monotonic() > deadline:
+                    child.kill()
+                elif child.pid is not None and child.pid not in told:
+                    told.add(child.pid)
+                    with suppress(ProcessLookupError):
+                        os.kill(child.pid, self.received[0])
+
+
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Keep the elastic agent's tables from the console, and give back the signals it takes."""
+    """Keep the elastic agent's tables from the console."""
     loggers = [logging.getLogger(name) for name in LOUD]
     before = [logger.disabled for logger in loggers]
-    main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     for logger in loggers:
         logger.disabled = True
     try:
@@ -242,5 +308,3 @@ def _quiet_agent() -> Iterator[None]:
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
-        for number, handler in handlers.items() if main else ():
-            signal.signal(number, handler)
