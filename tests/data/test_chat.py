@@ -27,6 +27,16 @@ THINKS_LAST = (  # as Qwen3's does, it writes an empty thought before the last a
     "{% if loop.last and message.role == 'assistant' %}<think></think>{% endif %}{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PARTS = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }}</call>{% endfor %}",
+)
+CALLS = [{"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}]
+SILENT, IN_PARTS = {"role": "user", "content": None}, {"role": "user", "content": [{"type": "text", "text": "Hé?"}]}
+SEEN = {"role": "user", "content": [{"type": "image", "url": "x.png"}]}
+CALLING = {"role": "assistant", "content": None, "tool_calls": CALLS}
 REWRITES = "{{ messages | length }}" + CHAT_TEMPLATE
 
 
@@ -179,6 +189,29 @@ def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
         (lambda e: e.conversation([], "row 1"), r"row 1 holds \[\], but messages are a list of at least one"),
         (lambda e: e.conversation("hi", "row 1"), r"row 1 holds 'hi', but messages"),
         (lambda e: e.conversation([USER, {"role": "user"}], "row 1"), "message 1 of row 1 is .* has a role and a cont"),
+        (
+            lambda e: e.conversation([SILENT, HELLO], "row 1"),
+            r"message 0 \(user\) of row 1 is null\. Give it",
+        ),
+        (
+            lambda e: e.conversation([USER, CALLING], "row 1"),
+            "message 1 .* row 1 is null beside tool calls",
+        ),
+        (
+            lambda e: e.conversation([IN_PARTS, HELLO], "row 1"),
+            "message 0 .* row 1 is a list of parts.* Join",
+        ),
+        (
+            lambda e: e.conversation([SEEN, HELLO], "row 1"),
+            "message 0 .* row 1 has the part .*'image'",
+        ),
+        (
+            lambda e: e.prompt([{"role": "user", "content": 3}], "row 1"),
+            "message 0 .* row 1 is 3, but a content is",
+        ),
+        (lambda e: e.answer([USER], [CALLING], "row 1"), "message 0 .* row 1 is null beside tool calls"),
+        (lambda e: e.preference(None, [USER, HELLO], [USER, CALLING], "row 1"), "row 1 is null beside tool calls"),
+        (lambda e: e.observation([IN_PARTS], [], chat=True), "the observation is a list of parts"),
         (lambda e: e.conversation([USER], "row 1"), "row 1 has no message of the assistant"),
         (lambda e: e.answer("text", [HELLO], "row 1"), "the prompt of row 1 is text but its answer is messages"),
         (lambda e: e.preference(None, "a", "b", "row 1"), "row 1 has no prompt"),
@@ -192,6 +225,37 @@ def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
 def test_a_row_that_cannot_be_meant_is_a_sentence(call: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         call(encoder())
+
+
+def test_what_a_template_writes_itself_is_left_to_it() -> None:
+    knows = encoder(PARTS)
+    assert knows.conversation([IN_PARTS, HELLO]) == encoder().conversation([USER, HELLO])
+    called = knows.conversation([USER, CALLING])
+    assert learned(called) == "<call>look</call><|im_end|>"
+    assert "None" not in text(called.tokens)
+    with pytest.raises(ValueError, match=r"message 0 \(user\) of row 3 is null\. Give it text"):
+        knows.conversation([SILENT, HELLO], "row 3")
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_rows_encoded_together_equal_each_alone(template: str | None, turns: Any) -> None:
+    one = encoder(template, turns=turns, max_length=50)
+    talks = [(TALK[:2],), (TALK,), ([HELLO, MORE, BYE],), (TALK[:2],)]
+    pairs = [([USER], "Hello.", "Go away"), ("a", "b", "c"), (None, [USER, HELLO], [USER, BYE])]
+    for form, rows in (("conversation", talks), ("answer", [each[:2] for each in pairs[:2]]), ("preference", pairs)):
+        names = [f"row {number}" for number in range(len(rows))]
+        together = one.all(form, rows, names)  # type: ignore[arg-type]
+        for made, row, name in zip(together, rows, names, strict=True):
+            if isinstance(made, TooLong):
+                assert made.row == name
+                with pytest.raises(TooLong, match=f"{name} has {made.length} tokens"):
+                    getattr(one, form)(*row, name)
+            else:
+                assert made == getattr(one, form)(*row, name)
+    assert isinstance(one.all("conversation", talks, "abcd")[1], TooLong)
+    with pytest.raises(ValueError, match="the content of message 0"):
+        one.all("conversation", [([SILENT, HELLO],)], ["row 0"])
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -50,11 +51,12 @@ class Server:
                     outer.headers.append(dict(self.headers))
                     status, headers, answer = outer.reply(body)
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(status)
-                for name, value in {"Content-Length": str(len(data)), **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(data)
+                with suppress(ConnectionError):  # a client that has given up is no mistake of the test
+                    self.send_response(status)
+                    for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(data)
 
             def log_message(self, *arguments: object) -> None:
                 pass

@@ -12,15 +12,21 @@ token, a blank line.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+
+from postlude.data.messages import ASKED, Message, Template
 
 if TYPE_CHECKING:
     from postlude.data.batch import Batch
 
-Message: TypeAlias = Mapping[str, Any]
-"""{"role": "user", "content": "..."}"""
+Result = TypeVar("Result")
+Work: TypeAlias = Generator[list[str], list[list[int]], Result]
+"""The encoding of one row: it asks for the tokens of texts, is told them, and in the end returns what it made."""
+Form: TypeAlias = Literal["conversation", "answer", "preference"]
+"""What a dataset's rows are, by the method of `Encoder` that takes them."""
 Prompt: TypeAlias = str | Sequence[Message]
 """Text to go on from, or messages to answer."""
 
@@ -38,8 +44,8 @@ class ChatTokenizer(Protocol):
     chat_template: Any
     eos_token_id: int | None
 
-    def __call__(self, text: str, *, add_special_tokens: bool = ...) -> Any:
-        """The tokens of text, under "input_ids"."""
+    def __call__(self, text: Any, *, add_special_tokens: bool = ...) -> Any:
+        """The tokens of text, or of each of several, under "input_ids"."""
         ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
@@ -53,6 +59,10 @@ class ChatTokenizer(Protocol):
     def get_added_vocab(self) -> dict[str, int]:
         """The tokens that stand outside the ordinary vocabulary, special ones among them."""
         ...
+
+
+class Opening(str):
+    """Text that begins a sequence, so that the tokenizer's own opening token comes before it."""
 
 
 class TooLong(ValueError):
@@ -98,7 +108,11 @@ class Encoder:
 
     def prompt(self, prompt: Prompt, row: str = "the prompt") -> list[int]:
         """The tokens that a model is to go on from: text as it is, messages with the assistant's header after them."""
-        tokens = self._text(prompt) if isinstance(prompt, str) else self._render(_checked(prompt, row), header=True)
+        if isinstance(prompt, str):
+            text: str = Opening(prompt)
+        else:
+            text = self._render(self._template.checked(prompt, row), header=True)
+        (tokens,) = self._tokens([text])
         if self.max_length is None or len(tokens) <= self.max_length:
             return tokens
         if not self.truncate:
@@ -107,7 +121,7 @@ class Encoder:
 
     def conversation(self, messages: Sequence[Message], row: str = "the conversation") -> Encoded:
         """A whole conversation, its assistant turns learned."""
-        return self._fitted(self._learned(_checked(messages, row), 0, row), row)
+        return self._alone(self._conversation(messages, row))
 
     def answer(self, prompt: Prompt, completion: Prompt, row: str = "the pair") -> Encoded:
         """A prompt and the completion to learn.
@@ -115,15 +129,7 @@ class Encoder:
         After text, the completion is text, and ends with the end token. After messages it is the assistant's message,
         as text or as messages.
         """
-        if isinstance(prompt, str):
-            if not isinstance(completion, str):
-                raise ValueError(
-                    f"the prompt of {row} is text but its answer is messages. Give both as text or both as messages."
-                )
-            before, after = self._text(prompt), self._ids(completion) + self._end()
-            return self._fitted(Encoded(before + after, [0] * len(before) + [1] * len(after)), row)
-        before_messages = _checked(prompt, row)
-        return self._fitted(self._learned([*before_messages, *_reply(completion, row)], len(before_messages), row), row)
+        return self._alone(self._answer(prompt, completion, row))
 
     def preference(
         self, prompt: Prompt | None, chosen: Prompt, rejected: Prompt, row: str = "the pair"
@@ -133,8 +139,41 @@ class Encoder:
         Where they are whole conversations, beginning with something else than the assistant, what both begin with is
         the prompt and `prompt` is not read.
         """
+        return self._alone(self._preference(prompt, chosen, rejected, row))
+
+    def all(self, form: Form, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[Any]:
+        """Encode rows of one form by its method, given the arguments of each, all but `row`, which is in `names`.
+
+        The same as one by one, but the tokenizer is called once for all of them. A row that is too long has its
+        `TooLong` in its place; any other mistake is raised.
+        """
+        works = [getattr(self, f"_{form}")(*row, name) for row, name in zip(rows, names, strict=True)]
+        return self._together(works)
+
+    def _conversation(self, messages: Sequence[Message], row: str) -> Work[Encoded]:
+        learned = yield from self._learned(self._template.checked(messages, row), 0, row)
+        return self._fitted(learned, row)
+
+    def _answer(self, prompt: Prompt, completion: Prompt, row: str) -> Work[Encoded]:
+        if isinstance(prompt, str):
+            if not isinstance(completion, str):
+                raise ValueError(
+                    f"the prompt of {row} is text but its answer is messages. Give both as text or both as messages."
+                )
+            before, after = yield [Opening(prompt), completion]
+            after = after + self._end
+            return self._fitted(Encoded(before + after, [0] * len(before) + [1] * len(after)), row)
+        messages = self._template.checked(prompt, row)
+        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        whole = [*messages, *self._template.checked(said, row)]
+        learned = yield from self._learned(whole, len(messages), row)
+        return self._fitted(learned, row)
+
+    def _preference(
+        self, prompt: Prompt | None, chosen: Prompt, rejected: Prompt, row: str
+    ) -> Work[tuple[Encoded, Encoded]]:
         if not isinstance(chosen, str) and not isinstance(rejected, str):
-            sides = _checked(chosen, row), _checked(rejected, row)
+            sides = self._template.checked(chosen, row), self._template.checked(rejected, row)
             if all(side[0]["role"] != "assistant" for side in sides):
                 shared = _shared(*sides)
                 if shared == 0 or any(len(side) == shared for side in sides):
@@ -143,7 +182,9 @@ class Encoder:
                 prompt, chosen, rejected = sides[0][:shared], sides[0][shared:], sides[1][shared:]
         if prompt is None:
             raise ValueError(f"{row} has no prompt. Give one, or answers that are whole conversations.")
-        return self.answer(prompt, chosen, f"{row} (chosen)"), self.answer(prompt, rejected, f"{row} (rejected)")
+        better = yield from self._answer(prompt, chosen, f"{row} (chosen)")
+        worse = yield from self._answer(prompt, rejected, f"{row} (rejected)")
+        return better, worse
 
     def observation(self, observation: Prompt, after: Sequence[int], *, chat: bool) -> list[int]:
         """The tokens between a sampled turn and the next: the observation with all that the template puts around it.
@@ -154,65 +195,86 @@ class Encoder:
         if not chat:
             if not isinstance(observation, str):
                 raise ValueError("the observation is messages but the prompt was text. Give the observation as text.")
-            return self._ids(observation)
+            return self._tokens([observation])[0]
         row = "the observation"
         heard = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
-        turn = self._render(said, header=False)
-        _, end = self._span(turn, said, 1, row)
-        whole = self._render([*said, *_checked(heard, row)], header=True)
+        said = [ASKED, {"role": "assistant", "content": "."}]
+        turn, whole = self._tokens(
+            [
+                self._render(said, header=False),
+                self._render([*said, *self._template.checked(heard, row)], header=True),
+            ]
+        )
+        ((_, end),) = self._alone(self._spans(turn, said, [1], row))
         if whole[:end] != turn[:end]:
             raise ValueError(self._refusal(1, row))
-        closing = turn[end - 1 : end] if turn[end - 1] in self._special() else []
+        closing = turn[end - 1 : end] if turn[end - 1] in self._special else []
         return ([] if list(after[-1:]) == closing else closing) + whole[end:]
 
-    def _learned(self, messages: list[Message], first: int, row: str) -> Encoded:
+    def _learned(self, messages: list[Message], first: int, row: str) -> Work[Encoded]:
         """Learn the assistant's turns from message `first` on."""
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if not said:
             raise ValueError(f"{row} has no message of the assistant to learn from. Leave it out.")
         if self.turns == "last":
             said = said[-1:]
-        tokens = self._render(messages, header=False)
-        mask = [0] * len(tokens)
-        if GENERATION_MARK.search(self._template()):
-            marked = self.tokenizer.apply_chat_template(
-                messages, **self._settings(), return_dict=True, return_assistant_tokens_mask=True
-            )["assistant_masks"]
+        if self._marked:
+            made = self.tokenizer.apply_chat_template(
+                messages, **self._settings, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            tokens, marks = list(made["input_ids"]), [int(mark) for mark in made["assistant_masks"]]
             # Marks cover every turn. Where some are not to be learned, the prompt of the first that is tells their end.
             earlier = any(message["role"] == "assistant" for message in messages[: said[0]])
-            start = self._start(tokens, messages, said[0], row) if earlier else 0
-            mask[start:] = [int(mark) for mark in marked[start:]]
-        else:
-            for index in said:
-                start, end = self._span(tokens, messages, index, row)
-                mask[start:end] = [1] * (end - start)
+            if earlier:
+                (before,) = yield [self._render(messages[: said[0]], header=True)]
+                start = self._start(tokens, before, said[0], row)
+                marks[:start] = [0] * start
+            return Encoded(tokens, marks)
+        (tokens,) = yield [self._render(messages, header=False)]
+        mask = [0] * len(tokens)
+        for start, end in (yield from self._spans(tokens, messages, said, row)):
+            mask[start:end] = [1] * (end - start)
         return Encoded(tokens, mask)
 
-    def _span(self, tokens: list[int], messages: Sequence[Message], index: int, row: str) -> tuple[int, int]:
-        """Where in `tokens`, those of all messages, the assistant's message `index` begins and ends."""
-        start = self._start(tokens, messages, index, row)
-        through = tokens if index + 1 == len(messages) else self._render(messages[: index + 1], header=False)
+    def _spans(
+        self, tokens: list[int], messages: Sequence[Message], said: Sequence[int], row: str
+    ) -> Work[list[tuple[int, int]]]:
+        """Where in `tokens`, those of all messages, each of the assistant's messages `said` begins and ends."""
+        inner = [index for index in said if index + 1 < len(messages)]
+        asked = [index for index in said if index]
+        found = yield [
+            *(self._render(messages[:index], header=True) for index in asked),
+            *(self._render(messages[: index + 1], header=False) for index in inner),
+        ]
+        before = dict(zip(asked, found, strict=False))
+        through = dict(zip(inner, found[len(asked) :], strict=True))
+        spans = []
+        for index in said:
+            start = self._start(tokens, before[index] if index else self._opening(row), index, row)
+            end = self._stop(tokens, through.get(index, tokens), start)
+            if end is None:
+                raise ValueError(self._refusal(index, row))
+            spans.append((start, end))
+        return spans
+
+    def _stop(self, tokens: list[int], through: list[int], start: int) -> int | None:
+        """The end of a turn that begins at `start`, by the tokens of all up to it; None if it is not in `tokens`."""
         # A template may write a line break after the token that ends the turn. Nobody samples it, so it is not learned.
-        special, end = self._special(), len(through)
-        while end > start and through[end - 1] not in special and self.tokenizer.decode([through[end - 1]]).isspace():
+        special, end = self._special, len(through)
+        while end > start and through[end - 1] not in special and self._is_space(through[end - 1]):
             end -= 1
         if end == start or through[end - 1] not in special:
             end = len(through)
-        if end <= start or tokens[:end] != through[:end]:
-            raise ValueError(self._refusal(index, row))
-        return start, end
+        return None if end <= start or tokens[:end] != through[:end] else end
 
-    def _start(self, tokens: list[int], messages: Sequence[Message], index: int, row: str) -> int:
-        before = self._render(messages[:index], header=True) if index else self._opening(row)
+    def _start(self, tokens: list[int], before: list[int], index: int, row: str) -> int:
         if tokens[: len(before)] != before:
             raise ValueError(self._refusal(index, row))
         return len(before)
 
     def _opening(self, row: str) -> list[int]:
         """The assistant's header where it speaks first."""
-        said = self._render([{"role": "user", "content": "?"}], header=False)
-        whole = self._render([{"role": "user", "content": "?"}], header=True)
+        said, whole = self._tokens([self._render([ASKED], header=header) for header in (False, True)])
         if whole[: len(said)] != said:
             raise ValueError(self._refusal(0, row))
         return whole[len(said) :]
@@ -224,38 +286,93 @@ class Encoder:
             f'{{% generation %}} marks, or turns="last" if only earlier turns are rewritten.'
         )
 
-    def _render(self, messages: Sequence[Message], *, header: bool) -> list[int]:
-        return list(
-            self.tokenizer.apply_chat_template(
-                list(messages), **self._settings(), return_dict=False, add_generation_prompt=header
-            )
+    def _alone(self, work: Work[Result]) -> Result:
+        """Do one row's work."""
+        (made,) = self._together([work])
+        if isinstance(made, TooLong):
+            raise made
+        result: Result = made
+        return result
+
+    def _together(self, works: Sequence[Work[Any]]) -> list[Any]:
+        """Do the work of several rows, calling the tokenizer for all of them at once, in as many rounds as it takes."""
+        made: list[Any] = [None] * len(works)
+        told: dict[int, Any] = dict.fromkeys(range(len(works)))  # None begins it
+        while told:
+            asked = dict[int, list[str]]()
+            for place, tokens in told.items():
+                try:
+                    asked[place] = works[place].send(tokens)
+                except StopIteration as stop:
+                    made[place] = stop.value
+                except TooLong as error:
+                    made[place] = error
+            found = iter(self._tokens([text for texts in asked.values() for text in texts]))
+            told = {place: [next(found) for _ in texts] for place, texts in asked.items()}
+        return made
+
+    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text. One that begins a sequence has the tokenizer's opening token, but no end."""
+        found = dict[str, list[int]]()
+        plain = list(dict.fromkeys(str(text) for text in texts))
+        if plain:
+            found = dict(zip(plain, self.tokenizer(plain, add_special_tokens=False)["input_ids"], strict=True))
+        opening = [str(text) for text in texts if isinstance(text, Opening)]
+        begun = iter(self.tokenizer(opening, add_special_tokens=True)["input_ids"] if opening else ())
+        return [
+            self._unended(list(next(begun)), found[text]) if isinstance(text, Opening) else list(found[text])
+            for text in texts
+        ]
+
+    def _unended(self, tokens: list[int], plain: list[int]) -> list[int]:
+        ended = len(tokens) > len(plain) and self._end == tokens[-1:]
+        return tokens[:-1] if ended and plain[-1:] != tokens[-1:] else tokens
+
+    def _render(self, messages: Sequence[Message], *, header: bool) -> str:
+        """What the template writes."""
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), **self._settings, tokenize=False, add_generation_prompt=header
         )
+        return text
 
+    # What is the same for every row is asked of the tokenizer once: each of these is slow there.
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template(lambda messages: self._render(messages, header=False))
+
+    @cached_property
     def _settings(self) -> dict[str, Any]:
-        return {**self.options, "tokenize": True, "chat_template": self._template()}
-
-    def _template(self) -> str:
         template = self.tokenizer.chat_template
         if isinstance(template, Mapping):
             template = template.get("default")
-        return template or PLAIN_TEMPLATE
+        return {**self.options, "chat_template": template or PLAIN_TEMPLATE}
 
-    def _special(self) -> set[int]:
-        ends = set() if self.tokenizer.eos_token_id is None else {self.tokenizer.eos_token_id}
-        return ends | set(self.tokenizer.get_added_vocab().values())
+    @cached_property
+    def _marked(self) -> bool:
+        return GENERATION_MARK.search(self._settings["chat_template"]) is not None
 
-    def _text(self, text: str) -> list[int]:
-        """The tokens that begin a sequence with `text`: after the tokenizer's own opening token, before no end."""
-        tokens = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
-        plain = self._ids(text)
-        ended = len(tokens) > len(plain) and self._end() == tokens[-1:]
-        return tokens[:-1] if ended and plain[-1:] != tokens[-1:] else tokens
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self._end) | frozenset(self.tokenizer.get_added_vocab().values())
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
+    @cached_property
     def _end(self) -> list[int]:
-        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        end = self.tokenizer.eos_token_id
+        return [] if end is None else [end]
+
+    def _is_space(self, token: int) -> bool:
+        known = self._spaces
+        if token not in known:
+            known[token] = self.tokenizer.decode([token]).isspace()
+        return known[token]
+
+    @cached_property
+    def _spaces(self) -> dict[int, bool]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # what was asked is asked again
 
     def _fitted(self, encoded: Encoded, row: str) -> Encoded:
         if self.max_length is not None and len(encoded) > self.max_length:
@@ -294,30 +411,7 @@ def preference_batch(pairs: Sequence[tuple[Encoded, Encoded]]) -> Batch:
     return Batch([side.tokens for side in sides], {"response_mask": [side.mask for side in sides]}, groups)
 
 
-def _checked(messages: Any, row: str) -> list[Message]:
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"{row} holds {_shown(messages)}, but messages are a list of at least one.")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(
-                f"message {index} of {row} is {_shown(message)}, but a message has a role and a content. "
-                f'Write it as {{"role": "user", "content": "..."}}.'
-            )
-    return list(messages)
-
-
-def _reply(completion: Prompt, row: str) -> list[Message]:
-    if isinstance(completion, str):
-        return [{"role": "assistant", "content": completion}]
-    return _checked(completion, row)
-
-
 def _shared(one: Sequence[Message], other: Sequence[Message]) -> int:
     """How many messages both begin with."""
     both = min(len(one), len(other))
     return next((i for i in range(both) if dict(one[i]) != dict(other[i])), both)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

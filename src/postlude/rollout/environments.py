@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from postlude.data.chat import Message, Prompt
+from postlude.data.chat import Prompt
+from postlude.data.messages import Message
 from postlude.rollout.rewards import RewardPool, Sample, Score
 from postlude.rollout.tasks import Task, Tasks
 

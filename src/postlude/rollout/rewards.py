@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
-from postlude.data.chat import Message, Prompt
+from postlude.data.chat import Prompt
+from postlude.data.messages import Message
 from postlude.rollout.workers import FAILURES, Failure, Outcome, Workers
 
 log = logging.getLogger(__name__)

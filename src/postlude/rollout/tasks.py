@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from postlude.data.chat import Message, Prompt
+from postlude.data.chat import Prompt
 from postlude.data.datasets import Rows
+from postlude.data.messages import Message
 from postlude.rollout.verifiers import GymEntries, GymReward, read_page
 from postlude.rollout.workers import WorkerError, Workers
 
