@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from postlude.data.messages import ASKED, Message, Template
+from postlude.data.pieces import Pieces
 
 if TYPE_CHECKING:
     from postlude.data.batch import Batch
@@ -54,6 +55,11 @@ class ChatTokenizer(Protocol):
 
     def decode(self, token_ids: Any, **options: Any) -> str:
         """The text of tokens."""
+        ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Those tokens by their number, with how they are found in text."""
         ...
 
     def get_added_vocab(self) -> dict[str, int]:
@@ -199,13 +205,8 @@ class Encoder:
         row = "the observation"
         heard = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         said = [ASKED, {"role": "assistant", "content": "."}]
-        turn, whole = self._tokens(
-            [
-                self._render(said, header=False),
-                self._render([*said, *self._template.checked(heard, row)], header=True),
-            ]
-        )
-        ((_, end),) = self._alone(self._spans(turn, said, [1], row))
+        turn, ((_, end),) = self._alone(self._spans(said, [1], row))
+        (whole,) = self._tokens([self._render([*said, *self._template.checked(heard, row)], header=True)])
         if whole[:end] != turn[:end]:
             raise ValueError(self._refusal(1, row))
         closing = turn[end - 1 : end] if turn[end - 1] in self._special else []
@@ -230,19 +231,20 @@ class Encoder:
                 start = self._start(tokens, before, said[0], row)
                 marks[:start] = [0] * start
             return Encoded(tokens, marks)
-        (tokens,) = yield [self._render(messages, header=False)]
+        tokens, spans = yield from self._spans(messages, said, row)
         mask = [0] * len(tokens)
-        for start, end in (yield from self._spans(tokens, messages, said, row)):
+        for start, end in spans:
             mask[start:end] = [1] * (end - start)
         return Encoded(tokens, mask)
 
     def _spans(
-        self, tokens: list[int], messages: Sequence[Message], said: Sequence[int], row: str
-    ) -> Work[list[tuple[int, int]]]:
-        """Where in `tokens`, those of all messages, each of the assistant's messages `said` begins and ends."""
+        self, messages: Sequence[Message], said: Sequence[int], row: str
+    ) -> Work[tuple[list[int], list[tuple[int, int]]]]:
+        """The tokens of all messages, and where among them each of the assistant's messages `said` begins and ends."""
         inner = [index for index in said if index + 1 < len(messages)]
         asked = [index for index in said if index]
-        found = yield [
+        tokens, *found = yield [
+            self._render(messages, header=False),
             *(self._render(messages[:index], header=True) for index in asked),
             *(self._render(messages[: index + 1], header=False) for index in inner),
         ]
@@ -255,7 +257,7 @@ class Encoder:
             if end is None:
                 raise ValueError(self._refusal(index, row))
             spans.append((start, end))
-        return spans
+        return tokens, spans
 
     def _stop(self, tokens: list[int], through: list[int], start: int) -> int | None:
         """The end of a turn that begins at `start`, by the tokens of all up to it; None if it is not in `tokens`."""
@@ -313,15 +315,12 @@ class Encoder:
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text. One that begins a sequence has the tokenizer's opening token, but no end."""
-        found = dict[str, list[int]]()
-        plain = list(dict.fromkeys(str(text) for text in texts))
-        if plain:
-            found = dict(zip(plain, self.tokenizer(plain, add_special_tokens=False)["input_ids"], strict=True))
+        found = self._pieces([str(text) for text in texts])
         opening = [str(text) for text in texts if isinstance(text, Opening)]
         begun = iter(self.tokenizer(opening, add_special_tokens=True)["input_ids"] if opening else ())
         return [
-            self._unended(list(next(begun)), found[text]) if isinstance(text, Opening) else list(found[text])
-            for text in texts
+            self._unended(list(next(begun)), tokens) if isinstance(text, Opening) else tokens
+            for text, tokens in zip(texts, found, strict=True)
         ]
 
     def _unended(self, tokens: list[int], plain: list[int]) -> list[int]:
@@ -347,6 +346,15 @@ class Encoder:
         if isinstance(template, Mapping):
             template = template.get("default")
         return {**self.options, "chat_template": template or PLAIN_TEMPLATE}
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        def encode(texts: list[str]) -> list[list[int]]:
+            tokens: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            return tokens
+
+        fast = getattr(self.tokenizer, "is_fast", False)  # others take special tokens out in ways of their own
+        return Pieces(encode, list(self.tokenizer.added_tokens_decoder.values()) if fast else ())
 
     @cached_property
     def _marked(self) -> bool:
