@@ -103,7 +103,7 @@ def told(action: Callable[[], Any]) -> collections.Counter[str]:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_on_a_gpu_only_metrics_and_the_norm_are_waited_for(model: str, name: str) -> None:
     """Twice as long a batch has twice the microbatches, and as many waits."""
-    with started("", device="cuda"):
+    with started(device="cuda"):
         engine = Engine(config(model), budget=BUDGET, device="cuda")
         short, long = (columns(batch(0, lengths)) for lengths in (LENGTHS, LENGTHS + LENGTHS))
         train(engine, [0, 1])  # whatever is made once is made here
