@@ -16,9 +16,8 @@ from transformers import PretrainedConfig
 from postlude import Layout
 from postlude.data import Batch, pack, unpack
 from postlude.engine import AdamW, Engine, Schedule
-from postlude.engine import engine as engine_module
 from postlude.hf.load import adapt, load_model
-from postlude.model import OutputInputs
+from postlude.model import ModelConfig, OutputInputs
 from postlude.model.blocks import MoE, MoEConfig
 from postlude.objectives import Loss
 from tests.engine.training import (
@@ -381,16 +380,15 @@ def test_recomputing_changes_neither_loss_nor_gradients(ranks: Any, layout: str,
             assert_all_equal(found[recompute][1], gradients)
 
 
-# --- the selection bias of a MoE, which no family has yet: the engine is shown a config that does
+# --- the selection bias of a MoE, which no family has yet: the engine is given a config that does
 
 
-def biased(hf: PretrainedConfig) -> Any:
-    family, model = adapt(hf)
+def biased(hf: PretrainedConfig) -> ModelConfig:
+    _, model = adapt(hf)
     block = model.blocks["E"]
     assert isinstance(block, MoEConfig)
-    return family, dataclasses.replace(
-        model, blocks={**model.blocks, "E": dataclasses.replace(block, selection_bias=True, balance_coefficient=0.0)}
-    )
+    changed = dataclasses.replace(block, selection_bias=True, selection_bias_rate=0.01, balance_coefficient=0.0)
+    return dataclasses.replace(model, blocks={**model.blocks, "E": changed})
 
 
 def selection_biases(engine: Engine) -> dict[str, Tensor]:
@@ -403,16 +401,14 @@ def selection_biases(engine: Engine) -> dict[str, Tensor]:
 
 
 def balancing(group: Any, layout: str, recompute: str, directory: str) -> tuple[dict[str, Tensor], bool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "adapt", biased)
-        engine = build(layout, MOE, recompute=recompute, selection_bias_rate=0.01)
-        for seed in range(3):
-            engine.logprobs(batch(9))  # an evaluation does not count
-            engine.forward_backward(batch(seed), policy)
-            engine.optimizer_step()
-        engine.save(directory)
-        again = build(layout, MOE, seed=1)
-        again.load(directory)
+    engine = build(layout, biased(MOE), recompute=recompute)
+    for seed in range(3):
+        engine.logprobs(batch(9))  # an evaluation does not count
+        engine.forward_backward(batch(seed), policy)
+        engine.optimizer_step()
+    engine.save(directory)
+    again = build(layout, biased(MOE), seed=1)
+    again.load(directory)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, selection_biases(engine))
     together: dict[str, Tensor] = {}

@@ -19,17 +19,19 @@ from postlude.data import Batch, Microbatch, cut, pack, scatter
 from postlude.devices import group_device
 from postlude.engine import checkpoint, weights
 from postlude.engine.condition import Condition
+from postlude.engine.gradients import clip, squared_norm, sum_counted
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.scale import Scale, Tally
 from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_tied
-from postlude.hf.export import describe, write_description, write_hf
-from postlude.hf.load import Source, adapt, fresh_or_filled, read_config
+from postlude.hf.export import describe, is_described, write_description, write_hf
+from postlude.hf.families import FAMILIES
+from postlude.hf.family import Family
+from postlude.hf.load import Source, fresh_or_filled, read_model
 from postlude.layout import Layout, Stage
 from postlude.mesh import Mesh
 from postlude.model import LanguageModel, OutputInputs
-from postlude.model.blocks import MoE
+from postlude.model.blocks import BLOCKS, Block
 from postlude.model.output import NO_VALUE_HEAD
-from postlude.model.parallel import held
 from postlude.model.recompute import Recompute
 from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
@@ -64,6 +66,9 @@ class Engine:
     tokens, deals them out, and puts results back in the caller's order. `device` is by default the rank's, as
     `ranks` chose it. With `critic` the model has a value head, from zero: it is trained, clipped, saved and loaded like
     every other parameter, and is no part of weights that are streamed or exported.
+
+    `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
+    its tensors are streamed under our own names. `blocks` and `families` are the tables of each, with yours added.
     """
 
     def __init__(
@@ -78,8 +83,9 @@ class Engine:
         recompute: Recompute = "none",
         critic: bool = False,
         seed: int = 0,
-        selection_bias_rate: float = 1e-3,
         mesh: Mesh | None = None,
+        blocks: Mapping[str, type[Block]] = BLOCKS,
+        families: Mapping[str, Family] = FAMILIES,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -90,9 +96,9 @@ class Engine:
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
         self.budget = budget
         self.critic = critic
-        self.selection_bias_rate = selection_bias_rate
-        hf = read_config(source)
-        self.family, self.config = adapt(hf)
+        self.block_types = blocks
+        self.families = families
+        self.family, self.config = read_model(source, families)
         on_gpu = self.device.type == "cuda"
         self.compute_dtype = compute_dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.recompute = recompute
@@ -124,6 +130,7 @@ class Engine:
                 stage=Stage(index, self.layout.stages),
                 recompute=self.recompute,
                 value_head=self.critic,
+                blocks=self.block_types,
             )
         shard(stage, self.mesh, self.compute_dtype)
         return stage
@@ -206,14 +213,12 @@ class Engine:
         if finite:
             limit = self.optimizer_config.max_grad_norm
             if limit is not None and norm > limit:
-                for parameter in self.parameters.values():
-                    if parameter.grad is not None:
-                        held(parameter.grad).mul_(limit / norm)
+                clip(self.parameters.values(), limit, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             with self.condition.writing("optimizer_step"):
                 self.optimizer.step()
-                self._update_selection_biases()
+                self._after_step()
             self.step += 1
         else:
             self.skipped += 1
@@ -227,14 +232,13 @@ class Engine:
         self.optimizer_start = self.step
 
     def zero_grad(self) -> None:
-        """Forget the gradients, and what routers have counted for the same step."""
+        """Forget the gradients, and what blocks have counted for the same step."""
         self.condition.check()
         self.condition.mended()
         self.optimizer.zero_grad(set_to_none=True)
-        for stage in self.stages.values():
-            for block in stage.modules():
-                if isinstance(block, MoE) and block.config.selection_bias:
-                    block.load.zero_()
+        for block in self._blocks:
+            for counted in block.counted():
+                counted.zero_()
 
     @torch.no_grad()
     def grad_norm(self) -> float:
@@ -243,7 +247,7 @@ class Engine:
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and not self._is_second_copy(name):
-                squares += held(parameter.grad).double().square().sum() / copies(parameter)
+                squares += squared_norm(parameter.grad) / copies(parameter)
         dist.all_reduce(squares)
         return float(squares.sqrt())
 
@@ -312,6 +316,8 @@ class Engine:
     ) -> Iterator[tuple[str, Tensor]]:
         """The whole model's tensors by their Hugging Face names, in transformers' order, on every rank.
 
+        A model without a family goes by our own names.
+
         They come in buckets of at most `bucket_bytes` (or one tensor), in `dtype`, by default the compute dtype. Every
         rank has to take them all.
         """
@@ -337,7 +343,7 @@ class Engine:
 
     @cached_property
     def _pieces(self) -> list[weights.Piece]:
-        return weights.plan_pieces(self.config, self.family)
+        return weights.plan_pieces(self.config, self.family, self.block_types)
 
     def export_hf(
         self,
@@ -348,9 +354,9 @@ class Engine:
     ) -> Path:
         """Write a directory that transformers loads, in `dtype` or the compute dtype. The first rank writes."""
         dtype = dtype or self.compute_dtype
+        _, hf = describe(self.config, dtype, self.families)
         stream = self.stream_weights(dtype=dtype)
         if dist.get_rank() == 0:
-            _, hf = describe(self.config, dtype)
             sizes = {piece.theirs: piece.size * dtype.itemsize for piece in self._pieces}
             write_hf(directory, hf, sizes, stream, tokenizer)
         else:
@@ -369,14 +375,16 @@ class Engine:
     ) -> None:
         """Write the training state to a new directory: weights, optimizer, schedule, random state and `extra` (JSON).
 
-        With the model's config, and the `tokenizer` if given, beside it, it can be loaded as a model, too. It is copied
-        to host memory at once; without `wait` it is written in the background, and `finish_saving` tells how that went.
+        With the config of a Hugging Face model, and the `tokenizer` if given, beside it, it can be loaded as a model,
+        too. It is copied to host memory at once; without `wait` it is written in the background, and `finish_saving`
+        tells how that went.
         """
         self.condition.check()
         self.finish_saving()
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        _, hf = describe(self.config, self.compute_dtype)
+        known = is_described(self.config, self.families)
+        hf = describe(self.config, self.compute_dtype, self.families)[1] if known else None
         self._saving = checkpoint.save(
             self,
             directory,
@@ -449,14 +457,14 @@ class Engine:
             assert embedding.grad is not None
             sum_tied(embedding.grad, self.mesh)
 
-    def _update_selection_biases(self) -> None:
-        for stage in self.stages.values():
-            for block in stage.modules():
-                if isinstance(block, MoE) and block.config.selection_bias:
-                    for axis in (self.mesh.dp, self.mesh.cp, self.mesh.tp):
-                        if axis.group is not None:
-                            dist.all_reduce(block.load, group=axis.group)
-                    block.update_selection_bias(self.selection_bias_rate)
+    @property
+    def _blocks(self) -> list[Block]:
+        return [block for stage in self.stages.values() for block in stage.blocks]
+
+    def _after_step(self) -> None:
+        sum_counted([counted for block in self._blocks for counted in block.counted()], self.mesh)
+        for block in self._blocks:
+            block.after_step()
 
 
 def _connected(value: Tensor, inputs: OutputInputs) -> Tensor:

@@ -1,8 +1,9 @@
 """Whole tensors out of a model that is spread over ranks: for inference engines, for export and for comparison.
 
-Tensors go by their Hugging Face names and in transformers' order, in buckets of bounded size. Each element of a bucket
-is written by the one rank that speaks for it and is zero elsewhere, so one integer sum over all ranks assembles it bit
-for bit, whatever the layout. The plan depends on the model alone: nothing is negotiated while weights stream.
+Tensors go by their Hugging Face names and in transformers' order, or by ours where there is no family, in buckets of
+bounded size. Each element of a bucket is written by the one rank that speaks for it and is zero elsewhere, so one
+integer sum over all ranks assembles it bit for bit, whatever the layout. The plan depends on the model alone: nothing
+is negotiated while weights stream.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from postlude.hf.family import Family
-from postlude.hf.load import experts_in
+from postlude.hf.family import Family, pieces
 from postlude.hf.tensors import names_in_order
 from postlude.mesh import Mesh
 from postlude.model import LanguageModel, ModelConfig
+from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import held, region
 
 
@@ -38,17 +39,18 @@ class Piece:
         return self.shape.numel()
 
 
-def plan_pieces(config: ModelConfig, family: Family) -> list[Piece]:
-    """Every tensor of the model, in transformers' order."""
+def plan_pieces(config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS) -> list[Piece]:
+    """Every tensor of the model, in transformers' order; under our names and in our order where it has no family."""
     with torch.device("meta"):
-        whole = LanguageModel(config).state_dict()
-    experts = experts_in(config)
-    pieces = {
+        whole = LanguageModel(config, blocks=blocks).state_dict()
+    found = {
         theirs: Piece(theirs, ours, expert, tensor.shape if expert is None else tensor.shape[1:])
         for ours, tensor in whole.items()
-        for expert, theirs in family.pieces(ours, experts)
+        for expert, theirs in pieces(family, ours, tensor.shape)
     }
-    return [pieces[name] for name in names_in_order(config) if name in pieces]
+    order = [] if family is None else names_in_order(config)
+    # What a family of your own names beyond what transformers' model has comes last.
+    return [found[name] for name in dict.fromkeys([*order, *found]) if name in found]
 
 
 def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int, dtype: torch.dtype) -> list[list[Piece]]:

@@ -18,8 +18,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family
-from postlude.hf.load import experts_in
+from postlude.hf.family import Family, pieces
 from postlude.hf.tensors import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
 
@@ -74,9 +73,10 @@ def write_hf(
     return target
 
 
-def write_description(directory: Path, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def write_description(directory: Path, hf: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """What a model directory holds beside its weights."""
-    hf.save_pretrained(directory)
+    if hf is not None:
+        hf.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
@@ -84,7 +84,7 @@ def write_description(directory: Path, hf: PretrainedConfig, tokenizer: PreTrain
 def hf_tensors(model: LanguageModel, family: Family) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under its Hugging Face name, as views of the model's own memory."""
     for name, tensor in model.state_dict().items():
-        for expert, theirs in family.pieces(name, experts_in(model.config)):
+        for expert, theirs in pieces(family, name, tensor.shape):
             yield theirs, tensor if expert is None else tensor[expert]
 
 
@@ -94,7 +94,7 @@ def describe(
     """The family and the transformers config to export a model as."""
     hf = hf_config(config)
     family = families[hf.model_type]
-    if family.to_model(hf) != config:
+    if not is_described(config, families):
         raise ValueError(
             "the model's config was changed after it was read from its Hugging Face config, so the two describe "
             "different models; change the transformers config and load from that instead."
@@ -103,6 +103,12 @@ def describe(
     if not hf.architectures:  # by which other tools pick the class
         hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.model_type]]
     return family, hf
+
+
+def is_described(config: ModelConfig, families: Mapping[str, Family] = FAMILIES) -> bool:
+    """Whether a transformers config still says all that this one does: it has a family, and nothing was changed."""
+    family = families.get(config.family or "")
+    return family is not None and bool(config.hf_config) and family.to_model(hf_config(config)) == config
 
 
 def _write_tensors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,17 +36,23 @@ class Family:
         _, layer, inner = module.split(".", 2)
         # A tensor that is no module's weight or bias is named whole.
         whole = self.names.get(f"{inner}.{leaf}")
+        if whole is None and inner not in self.names:
+            raise ValueError(
+                f"{self.model_type} models have no tensor for {name}. Give a family of your own that names it, or a "
+                "ModelConfig with family=None to go by our names."
+            )
         return f"model.layers.{layer}.{whole or f'{self.names[inner]}.{leaf}'}"
 
-    def pieces(self, name: str, experts: int) -> Iterator[tuple[int | None, str]]:
-        """The tensors that make up ours: (None, their name), or (expert, their name) for each expert in turn.
 
-        There are none for what is `OURS_ALONE`.
-        """
-        if name in OURS_ALONE:
-            return
-        theirs = self.theirs(name)
-        if EXPERT in theirs:
-            yield from ((expert, theirs.replace(EXPERT, str(expert))) for expert in range(experts))
-        else:
-            yield None, theirs
+def pieces(family: Family | None, name: str, shape: Sequence[int]) -> Iterator[tuple[int | None, str]]:
+    """The tensors that make up ours of this name and whole shape: (None, their name), or (expert, their name) for each.
+
+    Without a family there is one, of our own name. There are none for what is `OURS_ALONE`.
+    """
+    if name in OURS_ALONE:
+        return
+    theirs = name if family is None else family.theirs(name)
+    if EXPERT in theirs:
+        yield from ((expert, theirs.replace(EXPERT, str(expert))) for expert in range(shape[0]))
+    else:
+        yield None, theirs

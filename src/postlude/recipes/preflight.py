@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from postlude.data.chat import Encoder
 from postlude.engine import AdamW
 from postlude.hf.family import Family
-from postlude.hf.load import adapt, check_weights, experts_in, load_tokenizer, read_config
+from postlude.hf.load import adapt, check_weights, load_tokenizer, read_config
 from postlude.model import ModelConfig
 from postlude.recipes.examples import Examples, Pairs
 from postlude.recipes.memory import Memory, estimate, parameters_in
@@ -269,7 +269,7 @@ def _layout(subject: Subject) -> str:
             f"{subject.start.ranks}."
         )
     config.fits(layout)
-    if layout.ep > 1 and not experts_in(config):
+    if layout.ep > 1 and not any(block.has_experts for block in config.blocks.values()):
         raise ValueError(f"ep is {layout.ep}, but {subject.config.model} has no experts to spread. Use ep=1.")
     return f"{layout} on {_ranks(layout.world_size)}"
 

@@ -45,7 +45,7 @@ class GatheredGenerator(SharedGenerator):
     def __init__(self, engine: Engine, tokenizer: Decoder, **limits: Any) -> None:
         self.engine = engine
         with torch.device("meta"):
-            model = LanguageModel(engine.config, dtype=engine.compute_dtype)
+            model = LanguageModel(engine.config, dtype=engine.compute_dtype, blocks=engine.block_types)
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)
         self.updated_at = -1
 

@@ -61,6 +61,13 @@ class Generator:
                 f"the model is stage {model.stage.index} of {model.stage.count}, but a generator needs all of it on "
                 "every rank. Use a layout with pp=1."
             )
+        for block in model.blocks:
+            if not block.generates:
+                raise ValueError(
+                    f"{block.name} ({type(block).__name__}) does not say how it goes on from earlier tokens, so its "
+                    "answers would be wrong. Set generates=True on a block that takes each token by itself, or that "
+                    "keeps what it needs in context.cache."
+                )
         self.model = model
         self.tokenizer = tokenizer
         self.max_batch_tokens = max_batch_tokens

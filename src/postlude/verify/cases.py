@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from postlude.data import Batch
 from postlude.hf.builtin import BUILTIN
-from postlude.hf.load import Source, experts_in, read_config
+from postlude.hf.load import Source, read_config
 from postlude.layout import Layout
 from postlude.model import ModelConfig
+from postlude.model.blocks import Block
 from postlude.model.recompute import Recompute
 from postlude.verify.choices import GRID
 
@@ -23,7 +25,10 @@ FRESH_RANGE = 0.1  # fresh weights this wide give outputs that tell tokens apart
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. `initializer_range` widens a fresh model's weights, so that its outputs tell tokens apart."""
+    """One comparison. `initializer_range` widens a fresh model's weights, so that its outputs tell tokens apart.
+
+    `blocks` is a table with blocks of your own, by default the built-in ones'.
+    """
 
     source: Source
     layout: Layout
@@ -33,6 +38,7 @@ class Case:
     tied: bool | None = None
     initializer_range: float | None = None
     seed: int = 0
+    blocks: Mapping[str, type[Block]] | None = None
 
 
 def source_of(model: str) -> tuple[Source, float | None]:
@@ -52,7 +58,8 @@ def source_of(model: str) -> tuple[Source, float | None]:
 
 def fitting(config: ModelConfig) -> list[Layout]:
     """The layouts of the grid that this model can be divided by."""
-    experts, found = experts_in(config), []
+    found = []
+    experts = any(block.has_experts for block in config.blocks.values())
     for layout in GRID:
         with suppress(ValueError):
             config.fits(layout)

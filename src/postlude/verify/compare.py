@@ -6,7 +6,7 @@ The one rank is no engine: a plain model, each microbatch in turn, autograd alon
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,12 @@ from transformers import PretrainedConfig
 from postlude.data import pack, unpack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
-from postlude.hf.load import Source, adapt, experts_in, load_model, read_config
+from postlude.hf.family import pieces
+from postlude.hf.load import Source, load_model, read_config, read_model
 from postlude.layout import Layout
 from postlude.mesh import Mesh
-from postlude.model import LanguageModel, OutputInputs
+from postlude.model import LanguageModel, ModelConfig, OutputInputs
+from postlude.model.blocks import BLOCKS
 from postlude.ops.linear_logprobs import TokenStats
 from postlude.verify.cases import BUDGET, Case, batches
 from postlude.verify.choices import TOLERANCES, objective_named
@@ -79,6 +81,9 @@ def _source(case: Case) -> Source:
     """The source, with the case's changes to its config; a fresh model's weights then follow them."""
     if case.tied is None and case.initializer_range is None:
         return case.source
+    if isinstance(case.source, ModelConfig):
+        changes = {"tied_head": case.tied, "initializer_range": case.initializer_range}
+        return replace(case.source, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
     hf: PretrainedConfig = read_config(case.source)
     if case.tied is not None:
         hf.tie_word_embeddings = case.tied
@@ -97,6 +102,7 @@ def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, A
         compute_dtype=case.compute_dtype,
         recompute=case.recompute,
         seed=case.seed,
+        blocks=case.blocks or BLOCKS,
     )
     answers = {}
     for name, batch in batches(case.objective, engine.config.vocab_size, case.seed).items():
@@ -112,7 +118,7 @@ def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, A
 def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Answer]:
     """What one rank finds: every microbatch in turn, by plain autograd."""
     source = _source(case)
-    model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed)
+    model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=case.blocks or BLOCKS)
     objective = objective_named(case.objective)
     answers = {}
     for name, batch in batches(case.objective, model.config.vocab_size, case.seed).items():
@@ -146,12 +152,12 @@ def _score(inputs: OutputInputs, context: None) -> TokenStats:
 
 
 def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
-    """By Hugging Face names; zero where nothing depends on a parameter."""
-    family, config = adapt(read_config(source))
+    """By the names that weights are streamed under; zero where nothing depends on a parameter."""
+    family, _ = read_model(source)
     found = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for expert, theirs in family.pieces(name, experts_in(config)):
+        for expert, theirs in pieces(family, name, parameter.shape):
             found[theirs] = (gradient if expert is None else gradient[expert]).float().cpu()
     return found
 

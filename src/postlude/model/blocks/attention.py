@@ -101,6 +101,7 @@ class Attention(Block):
     """Softmax attention over the packed sequences. Each tensor-parallel rank has heads of its own."""
 
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
+    generates = True
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)

@@ -26,6 +26,7 @@ class BlockConfig:
     """What every block may choose: whether its norm stands before the work, after it, or both."""
 
     norm: Literal["pre", "post", "both"] = "pre"
+    has_experts: ClassVar[bool] = False  # that expert parallelism can divide
 
     def flops(self, hidden_size: int) -> float:
         """Forward FLOPs a token, roughly: pipeline stages are balanced by it."""
@@ -58,6 +59,8 @@ class Block(nn.Module):
     """
 
     Config: ClassVar[type[BlockConfig]]
+    generates: ClassVar[bool] = False
+    """Whether it can go on from an earlier forward's tokens: it takes each by itself, or asks `context.cache`."""
 
     def __init__(self, config: BlockConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__()
@@ -79,6 +82,16 @@ class Block(nn.Module):
     def apart(self) -> tuple[Part, ...]:
         """The modules of this block that are sharded by themselves: experts, and what stays in fp32."""
         return ()
+
+    def counted(self) -> tuple[Tensor, ...]:
+        """Buffers, fp32, that training forwards add to: this rank's part of a count over the step's tokens.
+
+        Zero again when gradients are forgotten; summed over all ranks before `after_step`.
+        """
+        return ()
+
+    def after_step(self) -> None:
+        """What there is to do after an optimizer step, from what was counted since the last one."""
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
         """Give one parameter of this block (`name` is local) its first value."""

@@ -42,6 +42,7 @@ class MLP(Block):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
 
     Config = MLPConfig
+    generates = True
 
     def __init__(self, config: MLPConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)

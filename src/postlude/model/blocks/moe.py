@@ -31,12 +31,14 @@ class MoEConfig(BlockConfig):
     `scores` turn router logits into weights over all experts. With `groups` > 1 a token first picks its best
     `top_groups` groups (by the sum of each one's best top_k / top_groups experts), then experts inside them.
     `normalise` makes the chosen weights sum to one, `weight_scale` multiplies them after that. `selection_bias` adds a
-    per-expert bias to the choice alone; `update_selection_bias` moves it towards even load, without an auxiliary loss.
+    per-expert bias to the choice alone; after each step it moves by `selection_bias_rate` towards even load, without an
+    auxiliary loss.
 
     `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e the share of slots, p_e the mean score: 1 when even) and
     `z_coefficient` weighs the mean squared logsumexp of the router. Both are means over the tokens of the whole batch.
     """
 
+    has_experts = True
     experts: int
     top_k: int
     intermediate_size: int
@@ -48,6 +50,7 @@ class MoEConfig(BlockConfig):
     groups: int = 1
     top_groups: int = 1
     selection_bias: bool = False
+    selection_bias_rate: float = 1e-3
     router_fp32: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
@@ -104,8 +107,9 @@ class MoE(Block):
     """
 
     Config = MoEConfig
+    generates = True
     selection_bias: Tensor  # [experts] fp32, added where experts are chosen
-    load: Tensor  # [experts] fp32, slots each expert got since the bias was last moved
+    load: Tensor  # [experts] fp32, slots each expert got in this step
 
     def __init__(self, config: MoEConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -132,6 +136,16 @@ class MoE(Block):
         """The experts, and a router that promises fp32."""
         experts = Part(self.experts, experts=True)
         return (Part(self.router, fp32=True), experts) if self.config.router_fp32 else (experts,)
+
+    def counted(self) -> tuple[Tensor, ...]:
+        """The load of each expert."""
+        return (self.load,) if self.config.selection_bias else ()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Raise the bias of experts that saw less than the mean load, lower the others'."""
+        if self.config.selection_bias:
+            self.selection_bias += self.config.selection_bias_rate * torch.sign(self.load.mean() - self.load)
 
     def route(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
         """Choose experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here."""
@@ -230,14 +244,6 @@ class MoE(Block):
             context.report(f"{self.name}.z", context.mean_of_total(squares))
             weights = attach(weights, squares * (config.z_coefficient / batch_tokens))
         return weights
-
-    @torch.no_grad()
-    def update_selection_bias(self, rate: float) -> None:
-        """Raise the bias of experts that saw less than the mean load since the last call, lower the others'."""
-        if not self.config.selection_bias:
-            raise ValueError(f"{self.name} has no selection bias; set selection_bias=True in its config.")
-        self.selection_bias += rate * torch.sign(self.load.mean() - self.load)
-        self.load.zero_()
 
 
 def _only_report(weights: Tensor, loss: Tensor) -> Tensor:
