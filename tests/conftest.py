@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +19,12 @@ import torch.distributed as dist
 torch.backends.mkldnn.enabled = False  # see ops/products.py: the models of tests are small
 
 PATIENCE = 60  # seconds; a rank that waits longer is stuck
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where GPU tests are left out, no GPU is seen: what is tested is then the same on every machine."""
+    if "not gpu" in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 class Ranks:
