@@ -101,6 +101,16 @@ def test_an_evaluation_is_a_table(tmp_path: Path) -> None:
     assert "skipped" not in terminal
 
 
+def test_no_name_is_cut_in_a_narrow_terminal(tmp_path: Path) -> None:
+    names = [f"a_rather_long_metric_{number}" for number in range(9)]
+    with RunDirectory(tmp_path) as run:
+        for step in (0, 1, 2):
+            run.log(step, {"eval": {"reward_mean": step % 2, **dict.fromkeys(names, 0.5)}}, phase="sft")
+    out = io.StringIO()
+    tell(read_verdict(tmp_path), Console(file=out, width=80))
+    assert all(name in out.getvalue() for name in [*names, "before, step 0", "best, step 1", "after, step 2"])
+
+
 @pytest.mark.parametrize("outcome", ["failed", "interrupted"])
 def test_a_bad_end_is_said_first(tmp_path: Path, outcome: Any) -> None:
     run = grpo_run(tmp_path / "run")

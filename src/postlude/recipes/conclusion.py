@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -35,10 +36,10 @@ def tell(verdict: Verdict, console: Console) -> None:
         lines.add_row(fact.label.lower(), Text(fact.text, style="bold red" if fact.warn else "bold"), Text(fact.note))
     console.print(lines)
     table = held_out_table(verdict)
-    if table and (verdict.is_evaluation or len(table[0]) > 4):  # pass@k beside what was said above
-        head, *rows = table
-        shown = Table(*head, title="held out", title_justify="left", title_style="dim")
-        for row in rows:
+    if table and (verdict.is_evaluation or len(table[0]) > 3):  # pass@k and others, beside what was said above
+        (corner, *readings), *measured = zip(*table, strict=True)  # a row a metric: no terminal is too narrow
+        shown = Table(f"held out{corner}", *readings, box=SIMPLE_HEAD)
+        for row in measured:
             shown.add_row(*row)
         console.print(shown)
     for label, path in (("model", verdict.model), ("report", verdict.report)):
