@@ -6,6 +6,8 @@ import json
 import math
 import random
 import re
+import shutil
+import subprocess
 import sys
 import time
 from html.parser import HTMLParser
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from postlude.recipes import report
 from postlude.recipes.ending import Ending, write_ending
 from postlude.recipes.numbers import short
 from postlude.recipes.report import write_report
@@ -171,6 +174,12 @@ def test_it_is_one_file_without_a_network(tmp_path: Path) -> None:
     assert "default-src 'none'" in target.read_text()
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read the script")
+def test_the_script_is_read_without_complaint() -> None:
+    script = Path(report.__file__).with_suffix(".js")
+    subprocess.run(["node", "--check", str(script)], check=True, capture_output=True, timeout=60)
+
+
 def test_text_stays_text(tmp_path: Path) -> None:
     evil = tmp_path / "<b>run"
     tokens = [EVIL, "<i>", "&amp;", '" onclick="alert(1)']
@@ -304,7 +313,7 @@ def test_the_machine_is_told_where_it_was_recorded(tmp_path: Path) -> None:
     start = {"commit": "0123abc", "versions": {"torch": "2.11.0"}, "device": "NVIDIA H200"}
     (run / "run.json").write_text(json.dumps({"starts": [{"commit": "old"}, start]}))
     text = Page(write_report([run], tmp_path / "with.html")).text
-    for word in ("Machine", "0123abc", "versions.torch", "2.11.0", "NVIDIA H200"):
+    for word in ("Machine", "0123abc", "versions.torch", "2.11.0", "NVIDIA H200 · torch 2.11.0 · commit 0123abc"):
         assert word in text
     assert "old" not in text.split("Machine")[1]
 

@@ -35,10 +35,22 @@ def _paths(runs: Sequence[RunData]) -> str:
 
 def _card(run: RunData) -> str:
     found = facts(run.verdict)
-    state = f'<p class="state">{_state(run.verdict)}<code class="soft">{escape(str(run.path))}</code></p>'
+    state = f'<p class="state">{_state(run.verdict)}<code class="soft">{escape(str(run.path))}</code>{_where(run)}</p>'
     large = [fact for place, fact in enumerate(found) if place == 0 or "→" in fact.text]  # what has come a way
     heroes, rest = ("".join(_fact(fact) for fact in found if (fact in large) == which) for which in (True, False))
     return f'<div class="card">{state}<dl class="heroes">{heroes}</dl><dl>{rest}</dl></div>'
+
+
+def _where(run: RunData) -> str:
+    """What the run was made on and with, in a few words."""
+    found = run.machine
+    words = [
+        str(found.get("device") or ""),
+        f"{found['ranks']} ranks" if found.get("ranks", 1) != 1 else "",
+        f"torch {found['versions.torch']}" if "versions.torch" in found else "",
+        f"commit {str(found['commit'])[:8]}" if found.get("commit") else "",
+    ]
+    return f'<span class="soft">{escape(" · ".join(filter(None, words)))}</span>'
 
 
 def _state(verdict: Verdict) -> str:
