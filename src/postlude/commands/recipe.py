@@ -36,6 +36,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if options.dry_run:
             console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
             print_findings(subject, found, console)
+        else:
+            for keep in subject.keep:
+                keep()
     if options.dry_run:
         return DONE
     ending = on_ranks(

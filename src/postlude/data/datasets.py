@@ -68,7 +68,7 @@ def read_rows(path: str | Path, require: Sequence[str] = ()) -> Rows:
     path = Path(path)
     rows: list[Mapping[str, Any]] = []
     places: list[str] = []
-    for file in _files(path):
+    for file in dataset_files(path):
         for place, row in _read_parquet(file) if file.suffix in PARQUET else _read_lines(file):
             rows.append(row)
             places.append(place)
@@ -77,7 +77,8 @@ def read_rows(path: str | Path, require: Sequence[str] = ()) -> Rows:
     return Rows(path.name, rows, places).require(*require)
 
 
-def _files(path: Path) -> list[Path]:
+def dataset_files(path: Path) -> list[Path]:
+    """The files that a dataset is, in their order."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in LINES + PARQUET)
         if not files:

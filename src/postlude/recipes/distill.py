@@ -48,7 +48,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         """Written answers, or tasks for the student to answer."""
         data, budget = self.config.data, self.config.budget
         if isinstance(data, Examples):
-            return data.read(self.tokenizer, budget)
+            return self.encoded(data)
         environment = data.environment.build(self.config.seed)
         self.rollouts = Rollouts(
             GatheredGenerator(self.engine, self.tokenizer),

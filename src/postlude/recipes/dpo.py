@@ -11,8 +11,8 @@ from postlude.data.chat import Encoded, preference_batch
 from postlude.engine.reference import Reference
 from postlude.recipes.beginning import NEWEST, Beginning
 from postlude.recipes.configs import DPOConfig
+from postlude.recipes.encodings import Encodings
 from postlude.recipes.ending import Ending
-from postlude.recipes.examples import Encodings
 from postlude.recipes.preflight import Check, Subject, of_rows, of_training
 from postlude.recipes.settings import built
 from postlude.recipes.supervised import SupervisedTrainer
@@ -31,7 +31,7 @@ class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
 
     def read(self) -> Encodings[tuple[Encoded, Encoded]]:
         """The pairs to learn from."""
-        return self.config.data.read(self.tokenizer, self.config.budget)
+        return self.encoded(self.config.data)
 
     def batch_of(
         self, rows: Sequence[tuple[Encoded, Encoded]], *, held_out: bool = False

@@ -5,16 +5,16 @@ All rows are encoded once before a run begins, so that one that cannot be is kno
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from postlude.data.chat import ChatTokenizer, Encoded, Encoder, TooLong
-from postlude.data.datasets import Rows, Sampler, read_rows
+from postlude.data.chat import ChatTokenizer, Encoded, Encoder, Form
+from postlude.data.datasets import Rows, Sampler
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from postlude.recipes.encodings import Encodings
 
 Row = TypeVar("Row")
 Row_co = TypeVar("Row_co", covariant=True)
@@ -45,21 +45,21 @@ class Examples:
     """What becomes of rows with more tokens than the budget: they end the run before it begins, are left out, or are
     cut off."""
 
-    def read(self, tokenizer: ChatTokenizer, budget: int) -> Encodings[Encoded]:
-        """The rows as tokens."""
-        rows = read_rows(self.path)
+    def read(self, tokenizer: ChatTokenizer, budget: int, cache: Path | None = None) -> Encodings[Encoded]:
+        """The rows as tokens: those kept in `cache`, if they are the same."""
+        from postlude.recipes.encodings import Encodings
+
         encoder = Encoder(tokenizer=tokenizer, max_length=budget, truncate=self.overlong == "cut", turns=self.turns)
+        return Encodings(self, encoder, cache)
+
+    def form(self, rows: Rows) -> tuple[Form, tuple[str | None, ...]]:
+        """What rows are, and the columns that say it."""
         columns = rows.columns
         if self.messages in columns:
-            rows.require(self.messages)
-            return Encodings(rows, lambda row, name: encoder.conversation(row[self.messages], name), self.overlong)
+            return "conversation", (self.messages,)
         if self.text in columns and self.prompt not in columns:
-            rows.require(self.text)
-            return Encodings(rows, lambda row, name: encoder.answer("", row[self.text], name), self.overlong)
-        rows.require(self.prompt, self.completion)
-        return Encodings(
-            rows, lambda row, name: encoder.answer(row[self.prompt], row[self.completion], name), self.overlong
-        )
+            return "answer", (None, self.text)
+        return "answer", (self.prompt, self.completion)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,48 +78,20 @@ class Pairs:
     """What becomes of pairs with an answer of more tokens than half the budget: they end the run before it begins, are
     left out, or are cut off."""
 
-    def read(self, tokenizer: ChatTokenizer, budget: int) -> Encodings[tuple[Encoded, Encoded]]:
-        """The rows as tokens: what was chosen and what was rejected."""
-        rows = read_rows(self.path, require=(self.chosen, self.rejected))
-        encoder = Encoder(tokenizer=tokenizer, max_length=budget // 2, truncate=self.overlong == "cut")
+    def read(
+        self, tokenizer: ChatTokenizer, budget: int, cache: Path | None = None
+    ) -> Encodings[tuple[Encoded, Encoded]]:
+        """The rows as tokens, what was chosen and what was rejected: those kept in `cache`, if they are the same."""
+        from postlude.recipes.encodings import Encodings
+
         return Encodings(
-            rows,
-            lambda row, name: encoder.preference(row.get(self.prompt), row[self.chosen], row[self.rejected], name),
-            self.overlong,
+            self, Encoder(tokenizer=tokenizer, max_length=budget // 2, truncate=self.overlong == "cut"), cache
         )
 
-
-class Encodings(Generic[Row]):
-    """Rows as tokens, without those that were left out."""
-
-    def __init__(self, rows: Rows, encode: Callable[[Any, str], Row], overlong: Overlong) -> None:
-        self.rows, self.encode = rows, encode
-        self.kept: list[int] = []
-        for index in range(len(rows)):
-            try:
-                encode(rows[index], rows.where(index))
-            except TooLong as error:
-                if overlong != "drop":
-                    mends = "drop" if overlong == "cut" else "drop or cut"
-                    raise ValueError(
-                        f"{error.row} has {error.length} tokens, too many for the budget. Raise budget, or set "
-                        f"data.overlong to {mends}."
-                    ) from error
-            else:
-                self.kept.append(index)
-        if not self.kept:
-            raise ValueError(f"every row of {rows.name} is longer than the budget allows. Raise budget.")
-        if len(self.kept) < len(rows):
-            log.warning(
-                "%d of %d rows of %s are too long and left out.", len(rows) - len(self.kept), len(rows), rows.name
-            )
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def __getitem__(self, index: int) -> Row:
-        place = self.kept[index]
-        return self.encode(self.rows[place], self.rows.where(place))
+    def form(self, rows: Rows) -> tuple[Form, tuple[str | None, ...]]:
+        """What rows are, and the columns that say it."""
+        # Whether a prompt is needed is for each row to say: answers may be whole conversations.
+        return "preference", (self.prompt, self.chosen, self.rejected)
 
 
 class Indexed(Protocol[Row_co]):

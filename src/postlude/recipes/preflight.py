@@ -26,9 +26,14 @@ from postlude.engine import AdamW
 from postlude.hf.family import Family
 from postlude.hf.load import adapt, check_weights, load_tokenizer, read_config
 from postlude.model import ModelConfig
+from postlude.recipes.changes import MAY_CHANGE
+from postlude.recipes.encodings import CACHE, Encodings
 from postlude.recipes.examples import Examples, Pairs
+from postlude.recipes.lock import LOCK, RunLock
 from postlude.recipes.memory import Memory, estimate, parameters_in
 from postlude.recipes.rollouts import encode_prompt
+from postlude.recipes.run import check_run
+from postlude.recipes.schema import plain
 from postlude.recipes.settings import (
     Answers,
     EnvironmentSettings,
@@ -88,6 +93,8 @@ class Subject:
     start: Start
     others: list[str] = field(default_factory=list)
     """Models that are held beside the trained one: a reference, a teacher."""
+    keep: list[Callable[[], None]] = field(default_factory=list)
+    """What was found and is worth keeping in the run's directory, once nothing is amiss and it may be touched."""
 
     @cached_property
     def model(self) -> tuple[Family, ModelConfig]:
@@ -122,7 +129,7 @@ class Subject:
 def of_model(subject: Subject) -> Iterator[Check]:
     """What every recipe needs: a device, a place to write to, a model that can be read."""
     yield Check("device", lambda: _device(subject.start.device))
-    yield Check("run", lambda: _writable(subject.config.run))
+    yield Check("run", lambda: _run(subject))
     yield Check("model", lambda: _model(subject))
     yield Check("weights", lambda: _weights(subject.config.model), after=("model",))
     yield Check("tokenizer", lambda: _tokenizer(subject), after=("model",))
@@ -166,13 +173,15 @@ def of_rows(subject: Subject, data: Examples | Pairs) -> Iterator[Check]:
     """Rows that can all be read and encoded, and are within the budget."""
 
     def look() -> str:
-        rows = data.read(subject.tokenizer, subject.config.budget)
+        rows: Encodings[Any] = data.read(subject.tokenizer, subject.config.budget, subject.config.run / CACHE)
+        within_vocabulary(rows.largest, subject)
+        subject.keep.append(rows.store)
         held_out = subject.config.held_out.rows
         if held_out >= len(rows):
             raise ValueError(
                 f"held_out.rows is {held_out}, but {data.path} has {len(rows)} rows. Leave at least one to learn from."
             )
-        return f"{len(rows)} rows"
+        return str(rows)
 
     yield Check("data", look, after=("tokenizer",))
 
@@ -233,13 +242,17 @@ def _device(device: str) -> str:
     return f"{torch.cuda.device_count()} GPU(s)" if device == "cuda" else device
 
 
-def _writable(run: Path) -> str:
+def _run(subject: Subject) -> str:
+    run: Path = subject.config.run
     path = run.expanduser().absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"run is {run}, but {there} is a file. Give --run another directory.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(f"run is {run}, but {there} cannot be written to. Give --run another directory.")
+    check_run(path, plain(type(subject.config), subject.config), may_change=MAY_CHANGE)
+    if (path / LOCK).exists():
+        RunLock(path).release()  # what another process holds is refused
     return str(path)
 
 

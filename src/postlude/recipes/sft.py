@@ -9,8 +9,8 @@ from postlude.data import Batch
 from postlude.data.chat import Encoded, sft_batch
 from postlude.recipes.beginning import NEWEST, Beginning
 from postlude.recipes.configs import SFTConfig
+from postlude.recipes.encodings import Encodings
 from postlude.recipes.ending import Ending
-from postlude.recipes.examples import Encodings
 from postlude.recipes.preflight import Check, Subject, of_rows, of_training
 from postlude.recipes.settings import built
 from postlude.recipes.supervised import SupervisedTrainer
@@ -28,7 +28,7 @@ class SFTTrainer(SupervisedTrainer[Encoded]):
 
     def read(self) -> Encodings[Encoded]:
         """The rows to learn from."""
-        return self.config.data.read(self.tokenizer, self.config.budget)
+        return self.encoded(self.config.data)
 
     def batch_of(self, rows: Sequence[Encoded], *, held_out: bool = False) -> tuple[Batch, dict[str, Any]]:
         """Sequences, and which of their tokens are learned."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch.distributed as dist
+
 from postlude.data import Batch
 from postlude.objectives import Objective
 from postlude.recipes.configs import Supervised
-from postlude.recipes.examples import Course, Indexed
+from postlude.recipes.encodings import CACHE, Encodings
+from postlude.recipes.examples import Course, Examples, Indexed, Pairs
 from postlude.recipes.metrics import EVAL, LOSS
+from postlude.recipes.run import is_first_rank
 from postlude.recipes.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
 
@@ -30,6 +38,18 @@ class SupervisedTrainer(Trainer, Generic[Row]):
     @abstractmethod
     def read(self) -> Indexed[Row]:
         """The rows to learn from."""
+
+    def encoded(self, data: Examples | Pairs) -> Encodings[Any]:
+        """The rows of a dataset as tokens. One rank of a machine encodes them, the others read what it kept."""
+        cache = self.run.path / CACHE
+        first = int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
+        if first:
+            found: Encodings[Any] = data.read(self.tokenizer, self.settings.budget, cache)
+            found.store()
+            if found.rows.dropped and is_first_rank():
+                log.warning("%s: %s.", data.path, found)
+        dist.barrier()
+        return found if first else data.read(self.tokenizer, self.settings.budget, cache)
 
     @abstractmethod
     def batch_of(self, rows: Sequence[Row], *, held_out: bool = False) -> tuple[Batch, dict[str, Any]]:

@@ -1,0 +1,147 @@
+"""Rows as tokens, kept on disk under a name that is made of all they depend on, so that a start encodes nothing twice.
+
+Arrays are memory-mapped: ranks of one machine share what they read. They are written aside and renamed, so that what
+has its name is whole; what a disk made of it since is known by checksums, and made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from postlude.data.chat import ChatTokenizer, Encoded
+from postlude.data.encoding import Chunk
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+VERSION = 1  # of how rows are encoded and kept; raise it where either changes
+ABOUT = "about.json"
+PREFIX = "rows-"
+ARRAYS = ("tokens", "mask", "starts")
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Every row as tokens: `sides` sequences each. Sequence i is tokens[starts[i] : starts[i + 1]], as is its mask."""
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    starts: NDArray[np.int64]
+    sides: int = 1
+    dropped: int = 0
+    """Rows of the dataset that are not here."""
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return (len(self.starts) - 1) // self.sides
+
+    def row(self, index: int) -> list[Encoded]:
+        """The sequences of one row."""
+        return [self._sequence(index * self.sides + side) for side in range(self.sides)]
+
+    def _sequence(self, index: int) -> Encoded:
+        part = slice(int(self.starts[index]), int(self.starts[index + 1]))
+        return Encoded(self.tokens[part].tolist(), self.mask[part].tolist())
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk], *, sides: int) -> KeptRows:
+        """All chunks of a dataset."""
+        found = list(chunks)
+        lengths = np.concatenate([np.zeros(1, np.int64), *(each.lengths for each in found)])
+        return cls(
+            np.concatenate([each.tokens for each in found]),
+            np.concatenate([each.mask for each in found]),
+            np.cumsum(lengths),
+            sides,
+            sum(len(each.too_long) for each in found),
+        )
+
+    def store(self, folder: Path, digest: str) -> None:
+        """Keep the rows, in place of those that were kept under other digests."""
+        target = folder / f"{PREFIX}{digest[:16]}"
+        if target.is_dir():
+            return
+        aside = folder / f".{target.name}.{os.getpid()}"
+        aside.mkdir(parents=True, exist_ok=True)
+        for name in ARRAYS:
+            np.save(aside / f"{name}.npy", getattr(self, name), allow_pickle=False)
+        sums = {name: _checksum(aside / f"{name}.npy") for name in ARRAYS}
+        about = {"digest": digest, "sides": self.sides, "dropped": self.dropped, "checksums": sums}
+        (aside / ABOUT).write_text(json.dumps(about))
+        try:
+            aside.rename(target)
+        except OSError:  # another machine's first rank was faster, with the same
+            shutil.rmtree(aside, ignore_errors=True)
+        for old in folder.glob(f"{PREFIX}*"):
+            if old != target:
+                shutil.rmtree(old, ignore_errors=True)
+
+    @classmethod
+    def load(cls, folder: Path, digest: str) -> KeptRows | None:
+        """What was kept under a digest; None where nothing was, or it is damaged, which is said and cleared away."""
+        target = folder / f"{PREFIX}{digest[:16]}"
+        if not target.is_dir():
+            return None
+        try:
+            about = json.loads((target / ABOUT).read_text())
+            if about["digest"] != digest:
+                return None
+            for name in ARRAYS:
+                if _checksum(target / f"{name}.npy") != about["checksums"][name]:
+                    raise ValueError(f"{name}.npy is not what was written")
+            tokens, mask, starts = (
+                np.load(target / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS
+            )
+            return cls(tokens, mask, starts, about["sides"], about["dropped"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("the encoded rows in %s are damaged (%s); they are made anew.", target, error)
+            shutil.rmtree(target, ignore_errors=True)
+            return None
+
+
+def digest_of(files: Sequence[Path], tokenizer: ChatTokenizer, settings: Mapping[str, Any]) -> str:
+    """What encoded rows depend on, in a word: the dataset's bytes, the tokenizer, its template, all settings."""
+    whole = hashlib.sha256()
+
+    def add(part: str | bytes) -> None:
+        data = part.encode() if isinstance(part, str) else part
+        whole.update(len(data).to_bytes(8, "little") + data)
+
+    add(json.dumps([VERSION, version("transformers"), version("tokenizers")]))
+    add(json.dumps(dict(settings), sort_keys=True, default=str))
+    add(json.dumps([tokenizer.chat_template, tokenizer.eos_token_id], default=str))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)() if backend is None else {}
+    add(json.dumps(vocabulary, sort_keys=True) if backend is None else backend.to_str())
+    add(json.dumps(sorted(tokenizer.get_added_vocab().items())))
+    for file in files:
+        add(file.suffix)
+        add(_hash(file))
+    return whole.hexdigest()
+
+
+def _hash(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()
+
+
+def _checksum(file: Path) -> int:
+    found = 0
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            found = zlib.crc32(block, found)
+    return found

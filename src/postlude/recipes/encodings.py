@@ -1,0 +1,94 @@
+"""A dataset's rows as tokens: encoded once, with a bar to look at, and kept in the run's directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from postlude.data.chat import Encoder
+from postlude.data.datasets import dataset_files, read_rows
+from postlude.data.encoding import CHUNK, encode
+from postlude.data.kept import KeptRows, digest_of
+from postlude.recipes.examples import Examples, Pairs
+
+CACHE = "cache"
+"""Where in a run's directory they are kept."""
+FEW = 2000  # rows that are done before anyone could look
+Row = TypeVar("Row")
+
+
+class Encodings(Generic[Row]):
+    """Rows as tokens, without those that were left out."""
+
+    def __init__(self, data: Examples | Pairs, encoder: Encoder, cache: Path | None = None) -> None:
+        self.cache = cache
+        settings = asdict(data) | {"path": None} | {"length": encoder.max_length, "options": dict(encoder.options)}
+        self.digest = digest_of(dataset_files(data.path), encoder.tokenizer, settings | {"kind": type(data).__name__})
+        kept = None if cache is None else KeptRows.load(cache, self.digest)
+        self.rows = _encoded(data, encoder) if kept is None else kept
+
+    def store(self) -> None:
+        """Keep the rows for the next start."""
+        if self.cache is not None:
+            self.rows.store(self.cache, self.digest)
+
+    def __str__(self) -> str:
+        """How many there are, for a report of what was found."""
+        left_out = f", {self.rows.dropped} more are too long and left out" if self.rows.dropped else ""
+        return f"{len(self)} rows{left_out}"
+
+    @property
+    def largest(self) -> int:
+        """The largest token there is."""
+        return int(self.rows.tokens.max())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        found = self.rows.row(index)
+        row: Any = found[0] if self.rows.sides == 1 else tuple(found)
+        return row  # type: ignore[no-any-return]
+
+
+def _encoded(data: Examples | Pairs, encoder: Encoder) -> KeptRows:
+    rows = read_rows(data.path)
+    form, columns = data.form(rows)
+    optional = {None} if form != "preference" else {None, columns[0]}
+    rows.require(*(column for column in columns if column is not None and column not in optional))
+    values = [[None if column is None else row.get(column) for column in columns] for row in rows]
+    if form == "answer" and columns[0] is None:
+        values = [["", *rest] for _, *rest in values]
+    names = [rows.where(index) for index in range(len(rows))]
+    chunks = []
+    with encoding_bar(len(rows), f"encoding {rows.name}") as advance:
+        for chunk in encode(encoder, form, values, names):
+            if chunk.too_long and data.overlong != "drop":
+                _, row, length = chunk.too_long[0]
+                mends = "drop" if data.overlong == "cut" else "drop or cut"
+                raise ValueError(
+                    f"{row} has {length} tokens, too many for the budget. Raise budget, or set data.overlong to "
+                    f"{mends}."
+                )
+            chunks.append(chunk)
+            advance(CHUNK)
+    kept = KeptRows.of(chunks, sides=2 if form == "preference" else 1)
+    if not len(kept):
+        raise ValueError(f"every row of {rows.name} is longer than the budget allows. Raise budget.")
+    return kept
+
+
+@contextmanager
+def encoding_bar(total: int, title: str) -> Iterator[Callable[[int], None]]:
+    """Within, what is yielded is told how many more are done. It shows on a terminal alone, and leaves nothing."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=total < FEW or not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.update(task, advance=count)
