@@ -65,7 +65,7 @@ def test_tokens_are_shown_as_they_are(tmp_path: Path, capsys) -> None:
     assert "gives token 264, but the vocabulary ends at 263" in capsys.readouterr().err
     wider = read_config("tiny-dense")
     wider.vocab_size = 272
-    export_hf(load_model(wider), tmp_path / "inst", tokenizer=tokenizer)
+    export_hf(load_model(wider), tmp_path / "inst", tokenizer=tokenizer, overwrite=True)
     assert main(["logprobs", str(tmp_path / "inst"), "--text", "a[/INST]b"]) == 0
     assert "'[/INST]'" in capsys.readouterr().out
 

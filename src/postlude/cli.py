@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", metavar="SRC", help=MODEL_HELP)
     command.add_argument("target", metavar="DST", help="directory to write")
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the source's)")
+    command.add_argument("--overwrite", action="store_true", help="replace a model that is in DST already")
     command.set_defaults(module="convert", parser=command)
 
     command = commands.add_parser("logprobs", help="score a text token by token", allow_abbrev=False)

@@ -36,6 +36,7 @@ DTYPES = {
 }
 BUCKET_BYTES = 1 << 28
 STATE = "state.json"  # what holds a directory's catalogue, and is written last
+FORMAT = 2
 Catalogue = dict[str, Any]
 
 
@@ -151,6 +152,23 @@ def joined(catalogues: Iterable[Catalogue]) -> Catalogue:
             known = whole["tensors"].setdefault(name, {**entry, "parts": []})
             known["parts"] += entry["parts"]
     return whole
+
+
+def read_state(directory: Path, entries: Sequence[str] = ("files", "tensors")) -> dict[str, Any]:
+    """What `state.json` says: the catalogue and whatever else, if it is of this version and has these entries."""
+    if not (directory / STATE).is_file():
+        raise FileNotFoundError(f"{directory} has no {STATE}, so it is not a checkpoint, or not a complete one.")
+    try:
+        state: dict[str, Any] = json.loads((directory / STATE).read_text())
+        found = state["format"]
+        missing = [entry for entry in entries if entry not in state]
+        if found == FORMAT and missing:
+            raise ValueError(f"{missing[0]!r} is missing")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory / STATE} cannot be read ({error}); load another checkpoint.") from error
+    if found != FORMAT:
+        raise ValueError(f"{directory} has format {found}, but this version of postlude reads format {FORMAT}.")
+    return state
 
 
 def damaged(directory: Path, files: Mapping[str, Mapping[str, int]]) -> list[str]:

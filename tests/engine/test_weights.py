@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from postlude import Layout, export_hf
-from postlude.engine.weights import plan_buckets, plan_pieces
-from postlude.hf.load import adapt, load_model
+from postlude.engine.weights import Interruptible, plan_buckets, plan_pieces
+from postlude.hf.export import hf_tensors
+from postlude.hf.load import adapt, check_weights, load_model, load_tokenizer
 from postlude.verify.choices import GRID
-from tests.engine.training import batch, build, config, policy, same, train, weights
+from tests.engine.training import batch, build, config, policy, same, told, train, weights
 from tests.equality import assert_equal, difference
 
 TIED, MOE = config("tiny-dense"), config("tiny-moe", num_experts=4)
@@ -143,6 +145,69 @@ def test_gradients_are_zero_before_there_are_any(ranks: Any) -> None:
     for before, learning in ranks(2, gradients_before_and_after):
         assert learning
         assert not any(tensor.any() for tensor in before.values())
+
+
+def stop_early(group: Any, taken: int) -> int:
+    """How many tensors a rank gets of a stream that the first rank leaves after a few."""
+    engine = build("tp=2", TIED)
+    pieces = plan_pieces(engine.config, engine.family)
+    buckets = plan_buckets(pieces, 300_000, torch.float32)
+    assert len(buckets) > 3
+    stream = Interruptible(buckets, engine.tensors, engine.mesh, torch.float32)
+    got = len(list(itertools.islice(stream, taken if dist.get_rank() == 0 else None)))
+    stream.end()
+    dist.barrier()  # nobody is left in the stream
+    return got
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5, 1000])
+def test_a_stream_that_the_first_rank_leaves_ends_everywhere(ranks: Any, taken: int) -> None:
+    count = len(plan_pieces(adapt(TIED)[1], adapt(TIED)[0]))
+    first, other = ranks(2, stop_early, taken)
+    assert first == min(taken, count)
+    assert first <= other < count if taken < 1000 else other == count
+
+
+def export_nowhere(group: Any, directory: str) -> tuple[str, str]:
+    engine = build("dp_shard=2", TIED)
+    refused = told(lambda: engine.export_hf(directory))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr("postlude.hf.export.save_file", full)
+        return refused, told(lambda: engine.export_hf(directory, overwrite=True))
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_an_export_that_the_first_rank_cannot_write_fails_on_all(ranks: Any, tmp_path: Path) -> None:
+    export_hf(load_model(TIED), tmp_path / "model")
+    for refused, failed in ranks(2, export_nowhere, str(tmp_path / "model")):
+        assert refused.startswith(f"FileExistsError: {tmp_path / 'model'} holds a model already (config.json);")
+        assert failed == "OSError: [Errno 28] No space left on device"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def save_as_a_model(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], bool]:
+    engine = build(layout, MOE, critic=True)
+    train(engine, [1])
+    engine.save(directory, tokenizer=load_tokenizer("tiny-moe"))
+    return weights(engine), same(weights(build(layout, directory)), weights(engine))
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2"])
+def test_a_checkpoint_is_a_model_with_its_config_and_tokenizer(ranks: Any, tmp_path: Path, layout: str) -> None:
+    directory = tmp_path / "step-000001"
+    (expected, again), *_ = ranks(2, save_as_a_model, layout, str(directory))
+    assert again
+    model = load_model(directory)
+    family, expected = adapt(MOE)[0], dict(sorted(expected.items()))
+    assert same(dict(sorted(hf_tensors(model, family))), expected)
+    assert load_tokenizer(directory).decode([72, 105]) == "Hi"
+    assert check_weights(directory) == len(expected)
+    export_hf(model, tmp_path / "model")  # whose files others read
+    assert same(dict(sorted(hf_tensors(load_model(tmp_path / "model"), family))), expected)
 
 
 def export(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[Tensor], bool, float]:

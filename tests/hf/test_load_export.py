@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, LlamaConfig
 
 from postlude import LanguageModel, Stage, export_hf, load_model, load_tokenizer, pack
-from postlude.hf.load import read_config
+from postlude.hf.card import ModelCard
+from postlude.hf.load import read_config, read_generation
 from tests.hf.families import CONFIGS, saved
 
 
@@ -55,7 +57,7 @@ def test_sharded_directories_in_and_out(tmp_path: Path) -> None:
 def test_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
     export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
     model = load_model("tiny-dense", seed=3)
-    export_hf(model, tmp_path / "model", tokenizer=load_tokenizer("tiny-dense"))
+    export_hf(model, tmp_path / "model", tokenizer=load_tokenizer("tiny-dense"), overwrite=True)
     assert [path.name for path in (tmp_path / "model").glob("*.safetensors*")] == ["model.safetensors"]
     assert torch.equal(load_model(tmp_path / "model").embedding.weight, model.embedding.weight)
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([72, 105]) == "Hi"
@@ -67,8 +69,74 @@ def test_export_touches_nothing_but_the_model(tmp_path: Path) -> None:
     kept = [directory / "model_ema.safetensors", directory / "notes.txt", tmp_path / "model.partial"]
     for path in kept:
         path.write_text("mine")
-    export_hf(load_model("tiny-moe", seed=2), tmp_path / "model")
+    (directory / "README.md").write_text("mine, too")
+    export_hf(load_model("tiny-moe", seed=2), tmp_path / "model", overwrite=True)
     assert all(path.read_text() == "mine" for path in kept)
+    assert (directory / "README.md").read_text() == "mine, too"
+
+
+def test_another_model_is_not_overwritten_unasked(tmp_path: Path, monkeypatch) -> None:
+    old = load_model("tiny-dense")
+    directory = export_hf(old, tmp_path / "model")
+    monkeypatch.setattr("postlude.hf.export.save_file", None)  # it is refused before anything is written
+    with pytest.raises(FileExistsError, match=r"model holds a model already \(config.json\); .* --overwrite"):
+        export_hf(load_model("tiny-dense", seed=1), directory)
+    (directory / "config.json").unlink()
+    with pytest.raises(FileExistsError, match=r"model holds a model already \(model.safetensors\)"):
+        export_hf(load_model("tiny-dense", seed=1), directory)
+    (directory / "state.json").touch()
+    with pytest.raises(FileExistsError, match="is a training checkpoint; export to another directory"):
+        export_hf(load_model("tiny-dense", seed=1), directory, overwrite=True)
+
+
+def test_an_export_has_ordinary_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        directory = export_hf(load_model("tiny-dense"), tmp_path / "model", tokenizer=load_tokenizer("tiny-dense"))
+    finally:
+        os.umask(before)
+    assert oct(directory.stat().st_mode & 0o777) == "0o750"
+    assert {oct(path.stat().st_mode & 0o777) for path in directory.iterdir()} == {"0o640"}
+
+
+def test_a_mixture_of_two_models_is_never_there_to_be_loaded(tmp_path: Path, monkeypatch) -> None:
+    directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
+    replace, moved = Path.replace, []
+
+    def power_cut(path: Path, target: Path) -> None:
+        if len(moved) == 2:
+            raise OSError("power cut")
+        moved.append(path.name)
+        replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", power_cut)
+    with pytest.raises(OSError, match="power cut"):
+        export_hf(load_model("tiny-dense"), directory, overwrite=True)
+    assert len(moved) == 2
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        load_model(directory)
+
+
+def test_an_export_says_what_it_is_and_how_to_generate(tmp_path: Path) -> None:
+    model, tokenizer = load_model("tiny-dense"), load_tokenizer("tiny-dense")
+    card = ModelCard("org/base", "By hand.", {"lr": 1e-3, "layout": {"tp": 2}}, {"accuracy": "0.1 → 0.9 | best"})
+    directory = export_hf(model, tmp_path / "mine", tokenizer=tokenizer, card=card)
+    readme = (directory / "README.md").read_text()
+    for line in (
+        "base_model: org/base", "# mine", "Made from `org/base`.", "By hand.", "| lr | 0.001 |",
+        '| layout | {"tp": 2} |', "| accuracy | 0.1 → 0.9 \\| best |", "| architecture | LlamaForCausalLM |",
+    ):  # fmt: skip
+        assert line in readme.splitlines()
+    generation = GenerationConfig.from_pretrained(directory)
+    assert (generation.eos_token_id, generation.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    (directory / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [257, 259]}')
+    again = export_hf(load_model(directory), tmp_path / "again", generation=read_generation(directory))
+    assert json.loads((again / "generation_config.json").read_text()) == {
+        "temperature": 0.6,
+        "eos_token_id": [257, 259],
+    }
+    bare = export_hf(load_model(CONFIGS["qwen3"]()), tmp_path / "bare")
+    assert json.loads((bare / "generation_config.json").read_text())["eos_token_id"] == CONFIGS["qwen3"]().eos_token_id
 
 
 def test_a_stage_is_not_exported_as_if_it_were_the_model(tmp_path: Path) -> None:
@@ -94,7 +162,7 @@ def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -
 
     monkeypatch.setattr("postlude.hf.export.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        export_hf(load_model("tiny-dense", seed=1), tmp_path / "model")
+        export_hf(load_model("tiny-dense", seed=1), tmp_path / "model", overwrite=True)
     assert torch.equal(load_model(tmp_path / "model").embedding.weight, old.embedding.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

@@ -25,9 +25,8 @@ from postlude.engine.condition import Condition
 from postlude.engine.weights import speaks_for
 from postlude.mesh import Mesh
 from postlude.model.parallel import held, region
-from postlude.parts import STATE, Catalogue, Part, Reader, Staging, damaged, joined
+from postlude.parts import FORMAT, STATE, Catalogue, Part, Reader, Staging, damaged, joined, read_state
 
-FORMAT = 2
 ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files", "tensors")
 CRITIC = "model/value_head.weight"
 RANDOM = "rng/cpu"
@@ -163,7 +162,7 @@ def load(trained: Trained, directory: str | os.PathLike[str]) -> dict[str, Any]:
     checkpoint holds and tells the others; each opens only the files that have parts it needs.
     """
     source = Path(directory).expanduser().resolve()
-    state = first_rank_says(lambda: read_state(source))
+    state = first_rank_says(lambda: read_state(source, ENTRIES))
     _check_files(source, state["files"])
     if state["optimizer"] != type(trained.optimizer_config).__name__:
         raise ValueError(
@@ -195,7 +194,7 @@ def check(directory: str | os.PathLike[str]) -> None:
     It reads all of it, in this process alone, and needs no engine.
     """
     source = Path(directory).expanduser().resolve()
-    state = read_state(source)
+    state = read_state(source, ENTRIES)
     _refuse_damaged(source, damaged(source, state["files"]))
     for name, entry in state["tensors"].items():
         if sum(math.prod(size) for _, _, size in entry["parts"]) != math.prod(entry["shape"]):
@@ -210,23 +209,6 @@ def parts_to_save(trained: Trained) -> dict[str, Part]:
         if own and held(tensor).numel():
             found[name] = _part(tensor)
     return found
-
-
-def read_state(source: Path) -> dict[str, Any]:
-    """What `state.json` says, if it is complete and of this version."""
-    if not (source / STATE).is_file():
-        raise FileNotFoundError(f"{source} has no {STATE}, so it is not a checkpoint, or not a complete one.")
-    try:
-        state: dict[str, Any] = json.loads((source / STATE).read_text())
-        found = state["format"]
-        missing = [entry for entry in ENTRIES if entry not in state]
-        if found == FORMAT and missing:
-            raise ValueError(f"{missing[0]!r} is missing")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{source / STATE} cannot be read ({error}); load another checkpoint.") from error
-    if found != FORMAT:
-        raise ValueError(f"{source} has format {found}, but this version of postlude reads format {FORMAT}.")
-    return state
 
 
 def _named(trained: Trained) -> dict[str, Tensor]:

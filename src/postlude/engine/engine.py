@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from postlude.agreement import RankFailure, agreed
 from postlude.data import Batch, Microbatch, cut, pack, scatter
 from postlude.devices import group_device
 from postlude.engine import checkpoint, weights
@@ -23,10 +25,11 @@ from postlude.engine.gradients import clip, squared_norm, sum_counted
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.scale import Scale, Tally
 from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_tied
-from postlude.hf.export import describe, is_described, write_description, write_hf
+from postlude.hf.card import ModelCard
+from postlude.hf.export import Description, describe, is_described, write_hf
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family
-from postlude.hf.load import Source, fresh_or_filled, read_model
+from postlude.hf.load import Source, fresh_or_filled, read_generation, read_model
 from postlude.layout import Layout, Stage
 from postlude.mesh import Mesh
 from postlude.model import LanguageModel, OutputInputs
@@ -99,6 +102,7 @@ class Engine:
         self.block_types = blocks
         self.families = families
         self.family, self.config = read_model(source, families)
+        self.generation = read_generation(source)
         on_gpu = self.device.type == "cuda"
         self.compute_dtype = compute_dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.recompute = recompute
@@ -351,18 +355,38 @@ class Engine:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | None = None,
+        card: ModelCard | None = None,
+        overwrite: bool = False,
     ) -> Path:
-        """Write a directory that transformers loads, in `dtype` or the compute dtype. The first rank writes."""
+        """Write a directory that transformers loads, in `dtype` or the compute dtype. The first rank writes.
+
+        It gets a model `card`, and the source's generation_config.json. A directory that holds a model is only written
+        to if `overwrite` says so. Where the first rank cannot write, every rank hears of it before the next bucket.
+        """
+        self.condition.check()
         dtype = dtype or self.compute_dtype
         _, hf = describe(self.config, dtype, self.families)
-        stream = self.stream_weights(dtype=dtype)
-        if dist.get_rank() == 0:
+        buckets = weights.plan_buckets(self._pieces, 1 << 30, dtype)
+        stream = weights.Interruptible(buckets, self.tensors, self.mesh, dtype)
+
+        def write() -> None:
+            description = Description(hf, tokenizer, self.generation)
             sizes = {piece.theirs: piece.size * dtype.itemsize for piece in self._pieces}
-            write_hf(directory, hf, sizes, stream, tokenizer)
-        else:
-            for _ in stream:
-                pass
-        dist.barrier()
+            write_hf(directory, description, sizes, iter(stream), card=card or ModelCard(), overwrite=overwrite)
+
+        def take() -> None:
+            try:
+                if dist.get_rank() == 0:
+                    write()
+                else:
+                    deque(stream, maxlen=0)
+            finally:
+                stream.end()
+
+        try:
+            agreed(take, lambda _: None)
+        except RankFailure as failure:
+            raise failure.cause from None
         return Path(directory)
 
     def save(
@@ -385,14 +409,8 @@ class Engine:
             self._saving_group = dist.new_group(backend="gloo")
         known = is_described(self.config, self.families)
         hf = describe(self.config, self.compute_dtype, self.families)[1] if known else None
-        self._saving = checkpoint.save(
-            self,
-            directory,
-            extra,
-            self._saving_group,
-            self._staging,
-            lambda folder: write_description(folder, hf, tokenizer),
-        )
+        description = Description(hf, tokenizer, self.generation)
+        self._saving = checkpoint.save(self, directory, extra, self._saving_group, self._staging, description.write)
         if wait:
             self.finish_saving()
 

@@ -93,6 +93,35 @@ def stream(
         yield from zip((piece.theirs for piece in bucket), views, strict=True)
 
 
+class Interruptible:
+    """`stream`, of which the first rank may take less than all. It calls `end` after that, and all ranks stop there."""
+
+    def __init__(
+        self, buckets: Sequence[Sequence[Piece]], tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype
+    ) -> None:
+        self.buckets, self.tensors, self.mesh, self.dtype = buckets, tensors, mesh, dtype
+        self.begun = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self.buckets:
+            self.begun += 1
+            if not self._goes_on(True):
+                return
+            yield from stream([bucket], self.tensors, self.mesh, self.dtype)
+
+    def end(self) -> None:
+        """Say, on the first rank, that it takes no more. Nothing where there is no more."""
+        if dist.get_rank() == 0 and self.begun < len(self.buckets):
+            self._goes_on(False)
+
+    def _goes_on(self, here: bool) -> bool:
+        """What the first rank says."""
+        device = next((tensor.device for tensor in self.tensors.values()), torch.device(self.mesh.device_type))
+        flag = torch.tensor([here], dtype=torch.uint8, device=device)
+        dist.broadcast(flag, 0)
+        return bool(flag.item())
+
+
 def _write(view: Tensor, tensor: Tensor, expert: int | None) -> None:
     part, where = held(tensor), region(tensor)
     if expert is None:

@@ -6,10 +6,11 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,12 +18,16 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from postlude.hf.card import MARK, ModelCard
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family, pieces
+from postlude.hf.load import GENERATION, SPECIAL_TOKENS, read_generation
 from postlude.hf.tensors import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
+from postlude.parts import STATE
 
 MAX_SHARD_BYTES = 5 * 1024**3
+CONFIG, CARD = "config.json", "README.md"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -33,11 +38,16 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     families: Mapping[str, Family] = FAMILIES,
+    generation: Mapping[str, Any] | None = None,
+    card: ModelCard | None = None,
+    overwrite: bool = False,
 ) -> Path:
-    """Write config.json, safetensors (sharded past `max_shard_bytes`) and, if given, the tokenizer.
+    """Write config.json, safetensors (sharded past `max_shard_bytes`), a model card and, if given, the tokenizer.
 
-    Everything is written beside the target and moved in when complete, so an export that fails while it writes leaves
-    an older one as it was. Files that are not a model's are left alone. Returns the directory.
+    `generation` is what generation_config.json says, by default the config's special tokens. Everything is written
+    beside the target and moved in when complete, so an export that fails while it writes leaves an older one as it was.
+    A directory that holds a model is only written to if `overwrite` says so; files that are not a model's are left
+    alone. Returns the directory.
     """
     if model.stage.count != 1 or model.layout.world_size != 1:
         raise ValueError(
@@ -47,38 +57,90 @@ def export_hf(
     dtype = next(model.parameters()).dtype
     family, hf = describe(model.config, dtype, families)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in hf_tensors(model, family)}
-    return write_hf(directory, hf, sizes, hf_tensors(model, family), tokenizer, max_shard_bytes)
+    description = Description(hf, tokenizer, read_generation(hf) if generation is None else generation)
+    return write_hf(
+        directory,
+        description,
+        sizes,
+        hf_tensors(model, family),
+        max_shard_bytes,
+        card=card or ModelCard(),
+        overwrite=overwrite,
+    )
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a model directory holds beside its weights: the config, the tokenizer, and how to generate."""
+
+    hf: PretrainedConfig | None
+    """None where transformers has no config of such a model."""
+    tokenizer: PreTrainedTokenizerBase | None
+    generation: Mapping[str, Any]
+
+    def write(self, directory: Path) -> None:
+        """Write its files."""
+        if self.hf is not None:
+            self.hf.save_pretrained(directory)
+        generation = dict(self.generation)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
+            for name in SPECIAL_TOKENS:
+                if generation.get(name) is None and getattr(self.tokenizer, name, None) is not None:
+                    generation[name] = getattr(self.tokenizer, name)
+        (directory / GENERATION).write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
+
+
+def refuse_overwriting(directory: str | os.PathLike[str], overwrite: bool) -> Path:
+    """Where an export goes. A file there is refused, and so is a model unless it may be overwritten."""
+    target = Path(directory).expanduser().resolve()
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file; export_hf writes a directory.")
+    if (target / STATE).is_file():
+        raise FileExistsError(f"{target} is a training checkpoint; export to another directory.")
+    found = sorted(path.name for path in target.glob("*") if path.name == CONFIG or WEIGHTS.fullmatch(path.name))
+    if found and not overwrite:
+        raise FileExistsError(
+            f"{target} holds a model already ({found[0]}); export to another directory, or say that this one may be "
+            "overwritten (overwrite=True, --overwrite)."
+        )
+    return target
 
 
 def write_hf(
     directory: str | os.PathLike[str],
-    hf: PretrainedConfig,
+    description: Description,
     sizes: Mapping[str, int],
     tensors: Iterator[tuple[str, Tensor]],
-    tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    card: ModelCard,
+    overwrite: bool = False,
 ) -> Path:
-    """Write a model directory from its config and its tensors, which come in the order of `sizes` (bytes of each)."""
-    target = Path(directory).expanduser().resolve()
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file; export_hf writes a directory.")
+    """Write a model directory from its description and tensors, which come in the order of `sizes` (bytes of each)."""
+    target = refuse_overwriting(directory, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    aside = target.parent / f".{target.name}.partial"
+    shutil.rmtree(aside, ignore_errors=True)  # what an export that was killed left
     try:
-        write_description(aside, hf, tokenizer)
+        aside.mkdir()
+        description.write(aside)
         _write_tensors(sizes, tensors, aside, max_shard_bytes)
+        (aside / CARD).write_text(card.text(target.name, _facts(description.hf, sizes)), encoding="utf-8")
+        ordinary = (aside / CARD).stat().st_mode  # by this process's umask; safetensors makes files its maker's alone
+        for path in aside.iterdir():
+            path.chmod(ordinary)
         _move_in(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
-def write_description(directory: Path, hf: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """What a model directory holds beside its weights."""
-    if hf is not None:
-        hf.save_pretrained(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+def _facts(hf: PretrainedConfig | None, sizes: Mapping[str, int]) -> dict[str, str]:
+    if hf is None:
+        return {}
+    dtype = str(hf.dtype).removeprefix("torch.")
+    return {"architecture": ", ".join(hf.architectures or ()), "weights": f"{sum(sizes.values()):,} bytes, {dtype}"}
 
 
 def hf_tensors(model: LanguageModel, family: Family) -> Iterator[tuple[str, Tensor]]:
@@ -134,13 +196,16 @@ def _write_tensors(
 
 
 def _move_in(aside: Path, target: Path) -> None:
+    """Without a moment in which a mixture of two models could be loaded: the config leaves first and comes last."""
     if not target.exists():
         aside.rename(target)
-        target.chmod(0o755)  # a temporary directory is its maker's alone
         return
+    if (target / CARD).is_file() and MARK not in (target / CARD).read_text(encoding="utf-8", errors="replace"):
+        (aside / CARD).unlink()  # somebody's own
     new = {path.name for path in aside.iterdir()}
-    for name in sorted(new):
-        (aside / name).replace(target / name)
+    (target / CONFIG).unlink(missing_ok=True)
     for path in target.iterdir():
         if path.name not in new and WEIGHTS.fullmatch(path.name):
             path.unlink()  # weights of the older export
+    for name in sorted(new, key=lambda name: (name == CONFIG, name)):
+        (aside / name).replace(target / name)

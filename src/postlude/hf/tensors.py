@@ -13,10 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from postlude.hf.family import Family, pieces
 from postlude.model import ModelConfig
+from postlude.parts import Reader, read_state
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MODEL = "model/"  # before the names of a model's tensors in a checkpoint
 
 
 class TensorSource(Protocol):
@@ -62,6 +65,37 @@ class SafetensorsSource:
             yield self._open[path]
         except SafetensorError as error:
             raise ValueError(f"{path} does not hold {name}, as its index says ({error}); fetch both again.") from error
+
+
+class CheckpointSource:
+    """The model in a training checkpoint, whose tensors go by our names there and are in parts."""
+
+    def __init__(self, directory: Path, family: Family | None) -> None:
+        self._reader = Reader(directory, read_state(directory))
+        ours = [name.removeprefix(MODEL) for name in self._reader.tensors if name.startswith(MODEL)]
+        self._piece_of = {
+            theirs: (name, expert)
+            for name in ours
+            for expert, theirs in pieces(family, name, self._reader.shape(MODEL + name))
+        }
+
+    def names(self) -> Iterable[str]:
+        """Every tensor of the model."""
+        return self._piece_of
+
+    def take(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        ours, expert = self._piece_of[name]
+        if expert is None:
+            return self._reader.take(MODEL + ours)
+        shape = self.shape(name)
+        return self._reader.take(MODEL + ours, (expert, *(0 for _ in shape)), (1, *shape))[0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The sizes of one tensor."""
+        ours, expert = self._piece_of[name]
+        whole = self._reader.shape(MODEL + ours)
+        return whole if expert is None else whole[1:]
 
 
 class ModuleSource:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from postlude.data import Batch
 from postlude.engine import Engine
+from postlude.hf.card import ModelCard
 from postlude.hf.load import load_tokenizer
 from postlude.objectives import Objective
 from postlude.optimizer import OptimizerConfig
@@ -34,12 +35,14 @@ from postlude.recipes.run import (
     first_rank_says,
     is_first_rank,
     open_run,
+    read_config,
     step_of,
 )
 from postlude.recipes.settings import Training
 from postlude.recipes.surroundings import surroundings
-from postlude.recipes.verdict import MODEL
+from postlude.recipes.verdict import MODEL, facts, read_verdict
 
+NOT_THE_MODELS = ("run", "model", "wandb")  # settings that say nothing about what was made
 LATER = "later"  # what checkpoints are called after which the run was gone back
 
 
@@ -151,7 +154,7 @@ class Trainer(ABC):
         every = self.settings.save_every
         if self.step == self.last or (every and self.step % every == 0):
             extra = {"step": self.step, **self.state()}
-            self.engine.save(self.run.checkpoint(self.step), extra=extra)
+            self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
             self.run.prune(self.settings.keep)
         return metrics
 
@@ -174,11 +177,21 @@ class Trainer(ABC):
         """Write the report, and the model as a Hugging Face directory."""
         self.engine.finish_saving()
         if self.settings.export:
-            self.engine.export_hf(self.run.path / MODEL, tokenizer=self.tokenizer)
+            card = self._card() if is_first_rank() else None
+            # The directory is the run's own: what an earlier end of it wrote is replaced.
+            self.engine.export_hf(self.run.path / MODEL, tokenizer=self.tokenizer, card=card, overwrite=True)
         ending = Ending("finished", self.step)
         conclude(self.settings.run, ending)
         dist.barrier()
         return ending
+
+    def _card(self) -> ModelCard:
+        """What came of the run, for those who get the model alone."""
+        settings = {name: value for name, value in read_config(self.run.path).items() if name not in NOT_THE_MODELS}
+        verdict = read_verdict(self.run.path)
+        scores = {fact.label: f"{fact.text} {fact.note}".strip() for fact in facts(verdict)}
+        how = f"Trained with `postlude {self.name}` for {self.step} steps."
+        return ModelCard(str(self.settings.model), how, settings, scores)
 
     def _evaluated(self) -> dict[str, float]:
         done = self.step - self.warm
