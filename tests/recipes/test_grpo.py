@@ -148,7 +148,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         ("--optimzer.lr=1", 'did you mean "optimizer.lr"'),
         ("--answers.temperature=0", "nothing to compare"),
         ("--objective.temperature=0.5", "answers are drawn at 1"),
-        ("--samples=1", "a group needs at least 2 answers"),
+        ("--samples=1", '"samples" is "1" on the command line; give a whole number of at least 2'),
         ("--minibatches=3", "does not divide prompts=4"),
         ("--objective.correction.level=token", "Set old_logprobs to recompute"),
         ("--reference=true", "set objective.kl instead"),

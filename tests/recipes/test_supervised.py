@@ -213,12 +213,12 @@ def test_every_field_is_documented(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "override", "sentence"),
     [
-        ("sft", "--batch=0", "batch is 0, but the least is 1"),
-        ("sft", "--epochs=0", "epochs is 0, but must be above 0"),
+        ("sft", "--batch=0", 'config key "batch" is "0" on the command line; give a whole number above 0'),
+        ("sft", "--epochs=0", 'config key "epochs" is "0" on the command line; give a number above 0'),
         ("sft", "--data.overlong=squeeze", "refuse"),
         ("dpo", "--objective.beta=0", "beta"),
-        ("distill", "--top_k=0", "top_k is 0"),
-        ("sft", "--keep=0", "keep is 0"),
+        ("distill", "--top_k=0", '"top_k" is "0"'),
+        ("sft", "--keep=0", '"keep" is "0"'),
     ],
 )
 def test_what_cannot_be_is_said(tmp_path: Path, command: str, override: str, sentence: str) -> None:

@@ -35,7 +35,7 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
     """Evaluate on the ranks that are started. It is done in one go: an evaluation that was ended begins again."""
     if beginning.resume_from is not None:
         raise ValueError("an evaluation has no checkpoints to go back to; leave out --resume-from.")
-    plain = schema.plain(type(config), config)
+    plain = schema.plain(config)
     check_run(config.run, plain, may_change=MAY_CHANGE)
     tokenizer = load_tokenizer(config.model)
     default = torch.bfloat16 if device == "cuda" else torch.float32

@@ -6,12 +6,12 @@ All rows are encoded once before a run begins, so that one that cannot be is kno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from postlude.data.chat import ChatTokenizer, Encoded, Encoder, Form
 from postlude.data.datasets import Rows, Sampler
+from postlude.recipes.schema import Settings
 
 if TYPE_CHECKING:
     from postlude.recipes.encodings import Encodings
@@ -21,8 +21,7 @@ Row_co = TypeVar("Row_co", covariant=True)
 Overlong = Literal["refuse", "drop", "cut"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examples:
+class Examples(Settings):
     """Answers to learn, from a JSONL or parquet file.
 
     A dataset with the column of messages is one of conversations, whose assistant turns are learned. One with the
@@ -62,8 +61,7 @@ class Examples:
         return "answer", (self.prompt, self.completion)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pairs:
+class Pairs(Settings):
     """Pairs of answers, one preferred, from a JSONL or parquet file."""
 
     path: Path

@@ -1,77 +1,240 @@
-"""What a config can hold: its fields' types, defaults and help, read from (nested) dataclasses.
+"""What a config can hold, as one JSON Schema: help, editors and the reader of configs all look at it.
 
-The string under a field is its help. Where a field may hold one of several dataclasses, each is named by a `Kind`:
+A config is a `Settings` (pydantic) made of other ones and of the core's own dataclasses. The string under a field is
+its help, its type carries its bounds. Where a field may hold one of several, `Kinds` names each:
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        steps: int = 100
+    class Config(Settings):
+        steps: PositiveInt = 100
         '''Optimizer steps.'''
-        optimizer: Annotated[AdamW, Kind("adamw")] | Annotated[SGD, Kind("sgd")] = field(default_factory=AdamW)
+        optimizer: Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)] = AdamW()
         '''How weights are moved.'''
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import itertools
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 KIND = "kind"
-"""The key that says which of several dataclasses a section is."""
+"""The key that says which of several a section is."""
+TEXT = "="
+"""The key of text that stands for a section, beside those that are set over it: layout=pp=2 and layout.vpp=2."""
 
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path", Any: "any value"}
+NAME = "x-kind"
+"""In a schema, a section's name; editors pass over it. Those without one are no part of a `Kinds`."""
+
+Node = dict[str, Any]
+WORDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most", "exclusiveMaximum": "below"}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The name of a dataclass among those a field may hold: `Annotated[SGD, Kind("sgd")]`."""
+class Settings(BaseModel):
+    """A config, or a section of one: frozen, with no other keys, described by the strings under its fields."""
 
-    name: str
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, defer_build=True, protected_namespaces=()
+    )
+
+
+class Kinds:
+    """The sections a field may hold, by name: `Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)]`.
+
+    One alone needs no name: `Annotated[Layout, Kinds(Layout)]` says that it can be given as text. Text is read by a
+    class's `parse`.
+    """
+
+    def __init__(self, only: type | None = None, /, **classes: type) -> None:
+        self.classes: dict[str, type] = classes if only is None else {"": only}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Choose by the key, leave it out of what is validated, and write it again."""
+
+        def section(cls: type) -> CoreSchema:
+            return core_schema.no_info_before_validator_function(functools.partial(_contents, cls), handler(cls))
+
+        return core_schema.tagged_union_schema(
+            {name: section(cls) for name, cls in self.classes.items()},
+            discriminator=self.name_of,
+            serialization=core_schema.wrap_serializer_function_ser_schema(self._named, schema=handler(source)),
+            metadata={KIND: self},
+        )
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Any of the sections, each with its name beside it, or that name, or text."""
+        found = []
+        for name, choice in core["choices"].items():
+            reads_text = {TEXT: True} if hasattr(self.classes[name], "parse") else {}
+            found.append(handler(choice) | {NAME: name} | reads_text)
+        names = [{"enum": list(self.classes)}] if "" not in self.classes else []
+        texts = [{"type": "string"}] if any(TEXT in each for each in found) else []
+        return {"anyOf": [*found, *names, *texts]}
+
+    def name_of(self, value: Any) -> str | None:
+        """The name of a section, given as a value or as keys."""
+        if isinstance(value, Mapping):
+            return "" if "" in self.classes else cast("str | None", value.get(KIND))
+        return next((name for name, cls in self.classes.items() if isinstance(value, cls)), None)
+
+    def _named(self, value: Any, write: Any) -> Any:
+        name = self.name_of(value)
+        return {KIND: name} | write(value) if name else write(value)
+
+
+def _contents(cls: type, value: Any) -> Any:
+    """What is validated as `cls`: keys without the kind's, over those that text stands for."""
+    if not isinstance(value, Mapping):
+        return value
+    text = plain(cls.parse(value[TEXT])) if TEXT in value else {}  # type: ignore[attr-defined]
+    return text | {name: each for name, each in value.items() if name not in (KIND, TEXT)}
+
+
+class _JsonSchema(GenerateJsonSchema):
+    """Defaults as a config would have them, and `none` wherever nothing may be given."""
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        found = super().default_schema(schema)
+        default = schema["default_factory"]() if "default_factory" in schema else schema["default"]  # type: ignore[call-arg]
+        inner: Any = schema["schema"]
+        while inner["type"] == "nullable":
+            inner = inner["schema"]
+        kinds = inner.get("metadata", {}).get(KIND)
+        name = kinds.name_of(default) if kinds is not None else None
+        written = plain(default)
+        return found | {"default": {KIND: name} | written if name else written}
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return {"anyOf": [self.generate_inner(schema["schema"]), {"enum": [None, "none"]}]}
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def is_section(value: Any) -> bool:
+    """Whether it has keys of its own."""
+    return isinstance(value, BaseModel) or is_dataclass(value)
+
+
+def plain(value: Any) -> Any:
+    """A config, or a value in one, as YAML has it: mappings, lists and scalars."""
+    if is_section(value):
+        return plain(value.model_dump() if isinstance(value, BaseModel) else asdict(value))
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def json_schema(config: type) -> Node:
+    """The JSON Schema of a config's file, for editors."""
+    whole = TypeAdapter(config).json_schema(schema_generator=_JsonSchema)
+    for node in list(_nodes(whole)):
+        if node.get(NAME):
+            section = whole["$defs"][node["$ref"].rpartition("/")[2]]
+            section["properties"] = {KIND: {"const": node[NAME]}} | section["properties"]
+    return whole
+
+
+def _nodes(node: Any) -> Iterator[Node]:
+    if isinstance(node, dict):
+        yield node
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _nodes(each)
+
+
+@functools.cache
+def structure(config: type) -> Node:
+    """The same without references: every section in its place."""
+    whole = json_schema(config)
+    definitions = whole.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        target = definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else {}
+        node = target | {key: each for key, each in node.items() if key != "$ref"}
+        return {key: each if key == "default" else inlined(each) for key, each in node.items()}
+
+    found: Node = inlined(whole)
+    return found
+
+
+def alternatives(node: Node) -> list[Node]:
+    """All that may stand at a field, but nothing."""
+    flat = [each for part in node["anyOf"] for each in alternatives(part)] if "anyOf" in node else [node]
+    return [each for each in flat if None not in each.get("enum", ())]
+
+
+def optional(node: Node) -> bool:
+    """Whether nothing may be given."""
+    return None in node.get("enum", ()) or any(optional(part) for part in node.get("anyOf", ()))
+
+
+def sections(node: Node) -> dict[str, Node]:
+    """What has keys of its own among all that may stand at a field, by kind. One alone has the kind ""."""
+    found = [each for each in alternatives(node) if "properties" in each]
+    named = {each.get(NAME, ""): each for each in found}
+    if len(named) < len(found):
+        raise TypeError(
+            f"a config cannot hold one of {', '.join(each['title'] for each in found)}; name them by Kinds."
+        )
+    return named
 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of a config. `default` is MISSING if it must be given; `kind` names the dataclass it belongs to."""
+    """One field of a config. `default` is MISSING if it must be given; `kind` names the section it belongs to."""
 
     path: str
-    type: Any
+    node: Node
     default: Any
     help: str
     kind: str = ""
 
 
-def options(config: type, default: Any = None, path: str = "", kind: str = "") -> Iterator[Option]:
-    """Every field, those of nested dataclasses after the one that holds them, with the defaults of `default`."""
-    for each in settable(config):
-        here, fallback = join(path, each.name), default_of(each, default)
-        hint = hints(config)[each.name]
-        yield Option(here, hint, fallback, helps(config).get(each.name, ""), kind)
-        inner = here if sections(hint) else join(here, "*")
-        found = sections(hint) or {name: cls for part in get_args(bare(hint)) for name, cls in sections(part).items()}
+def options(config: type) -> Iterator[Option]:
+    """Every field, those of nested sections after the one that holds them."""
+    return options_of(structure(config))
+
+
+def options_of(section: Node, path: str = "", default: Any = None, kind: str = "") -> Iterator[Option]:
+    """The same of one section, with the values of `default` in place of the fields' own."""
+    for name, node in section["properties"].items():
+        if name == KIND:
+            continue  # said where one is chosen
+        here, fallback = join(path, name), default[name] if default is not None else node.get("default", MISSING)
+        yield Option(here, node, fallback, node.get("description", ""), kind)
+        inner, found = here, sections(node)
+        for shape in () if found else alternatives(node):
+            inner, found = join(here, "*"), sections(shape.get("items", {}))
         if len(found) > 1:
-            named = next((name for name, cls in found.items() if type(fallback) is cls), MISSING)
-            yield Option(join(inner, KIND), Literal[tuple(found)], named, "Which of these it is.", kind)
-        for name, cls in found.items():
-            yield from options(cls, fallback if type(fallback) is cls else None, inner, name or kind)
+            named = fallback[KIND] if isinstance(fallback, dict) else MISSING
+            yield Option(join(inner, KIND), {"enum": list(found)}, named, "Which of these it is.", kind)
+        for each, nested in found.items():
+            same = isinstance(fallback, dict) and fallback.get(KIND, "") == each
+            yield from options_of(nested, inner, fallback if same else None, each or kind)
 
 
 def describe(config: type) -> str:
     """Every option with its type, default and help, as text for `--help`."""
     lines = []
     for option in options(config):
-        kind, takes = f" ({option.kind})" if option.kind else "", words(option.type)
-        default = ", required" if option.default is MISSING else f", default {_shown(option)}"
-        if is_dataclass(option.default) or (option.default is MISSING and "" in sections(option.type)):
+        kind, nested = f" ({option.kind})" if option.kind else "", sections(option.node)
+        default = ", required" if option.default is MISSING else f", default {_shown(option.default)}"
+        if nested and (isinstance(option.default, dict) or (option.default is MISSING and "" in nested)):
             default = ""  # that of each of its fields follows
-        lines.append(f"--{option.path}{kind}: {takes}{default}")
+        lines.append(f"--{option.path}{kind}: {words(option.node)}{default}")
         lines += textwrap.wrap(option.help, 108, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -81,88 +244,30 @@ def undocumented(config: type) -> list[str]:
     return list(dict.fromkeys(option.path for option in options(config) if not option.help))
 
 
-def words(annotation: Any) -> str:
-    """What a field of this type takes, as it is said to a user."""
-    kind = bare(members(annotation)[0])
-    origin, args = get_origin(kind), get_args(kind)
-    if found := sections(annotation):
-        kinds = f" of kind {_alternatives(found)}" if len(found) > 1 else ""
-        text = ", or text" if any(hasattr(cls, "parse") for cls in found.values()) else ""
-        said = f"keys and values{kinds}{text}"
-    elif len(members(annotation)) > 1:
-        raise TypeError(f"a config cannot have the type {annotation}; a union is of dataclasses that each have a Kind.")
-    elif kind in WORDS:
-        said = WORDS[kind]
-    elif origin is Literal:
-        said = _alternatives(args)
-    elif origin is list or (origin is tuple and Ellipsis in args):
-        said = f"a list, each {words(args[0])}"
-    elif origin is tuple:
-        said = f"a list of {len(args)}: {', '.join(words(part) for part in args)}"
-    elif origin in (dict, Mapping) and args[0] is str:
-        said = f"names and values, each {words(args[1])}"
+def words(node: Node) -> str:
+    """What a field takes, as it is said to a user."""
+    if found := sections(node):
+        said = "keys and values" + (f" of kind {_listed(list(found))}" if len(found) > 1 else "")
+        said += ", or text" if any(TEXT in each for each in found.values()) else ""
     else:
-        raise TypeError(f"a config cannot have the type {annotation}.")
-    return f"{said} or none" if optional(annotation) else said
+        said = " or ".join(_takes(each) for each in alternatives(node))
+    return f"{said} or none" if optional(node) else said
 
 
-def plain(annotation: Any, value: Any) -> Any:
-    """A config's value as YAML has it: mappings, lists and scalars. Dataclasses of several kinds say which they are."""
-    cls = type(value)
-    if is_dataclass(cls):
-        names = {each: name for name, each in sections(annotation).items() if name}
-        head = {KIND: names[cls]} if names else {}
-        return head | {each.name: plain(hints(cls)[each.name], getattr(value, each.name)) for each in settable(cls)}
-    args = get_args(bare(members(annotation)[0]))
-    if isinstance(value, Mapping):
-        return {name: plain(args[1] if args else Any, each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part, each) for part, each in zip(items(args, len(value)), value, strict=True)]
-    return str(value) if isinstance(value, Path) else value
-
-
-def items(args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """The types of a list's items, given the arguments of its type."""
-    return args if len(args) > 1 and Ellipsis not in args else (args or (Any,))[:1] * count
-
-
-def optional(annotation: Any) -> bool:
-    """Whether it may be None."""
-    return NoneType in get_args(bare(annotation))
-
-
-def sections(annotation: Any) -> dict[str, type]:
-    """The dataclasses a field may hold, by kind. One alone has the kind ""."""
-    parts = members(annotation)
-    if len(parts) == 1:
-        return {"": bare(parts[0])} if is_dataclass(bare(parts[0])) else {}
-    named = {extra.name: bare(part) for part in parts for extra in get_args(part)[1:] if isinstance(extra, Kind)}
-    return named if len(named) == len(parts) else {}
-
-
-def members(annotation: Any) -> tuple[Any, ...]:
-    """The parts of a union but None; anything else by itself."""
-    inner = bare(annotation)
-    if get_origin(inner) not in (Union, UnionType):
-        return (annotation,)
-    return tuple(part for part in get_args(inner) if part is not NoneType)
-
-
-def bare(annotation: Any) -> Any:
-    """The type without its annotations."""
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-
-
-def settable(config: type) -> list[Field[Any]]:
-    """The fields that are given, not derived."""
-    return [each for each in fields(config) if each.init]
-
-
-def default_of(each: Field[Any], instance: Any) -> Any:
-    """A field's value in `instance`; without one, its default, or MISSING."""
-    if instance is not None:
-        return getattr(instance, each.name)
-    return each.default if each.default_factory is MISSING else each.default_factory()
+def _takes(node: Node) -> str:
+    if "enum" in node or "const" in node:
+        return _listed(node.get("enum") or [node["const"]])
+    if "prefixItems" in node:
+        return f"a list of {len(node['prefixItems'])}: {', '.join(map(words, node['prefixItems']))}"
+    if node.get("type") == "array":
+        return f"a list, each {words(node['items'])}"
+    if node.get("type") == "object":
+        rest = node["additionalProperties"]
+        return f"names and values, each {words(rest if isinstance(rest, dict) else {})}"
+    if node.get("format") == "path":
+        return "a path"
+    bounds = [f"{said} {node[bound]:g}" for bound, said in BOUNDS.items() if bound in node]
+    return " ".join([WORDS.get(node.get("type", ""), "any value"), *filter(None, [" and ".join(bounds)])])
 
 
 def join(path: str, name: str) -> str:
@@ -170,34 +275,10 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def hints(config: type) -> Mapping[str, Any]:
-    """Field types with their annotations."""
-    return get_type_hints(config, include_extras=True)
+def _shown(default: Any) -> str:
+    return "none" if default is None else json.dumps(default, ensure_ascii=False)
 
 
-@functools.cache
-def helps(config: type) -> Mapping[str, str]:
-    """The strings under the fields, by field; those of base classes too."""
-    found: dict[str, str] = {}
-    for cls in reversed(config.__mro__):
-        try:
-            source = inspect.getsource(cls) if is_dataclass(cls) else ""
-        except (OSError, TypeError):  # made without a file
-            continue
-        tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
-        for body in [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)][:1]:
-            for field, below in itertools.pairwise(body):
-                match field, below:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                        found[name] = inspect.cleandoc(text)
-    return found
-
-
-def _shown(option: Option) -> str:
-    value = plain(option.type, option.default)
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _alternatives(choices: Any) -> str:
+def _listed(choices: list[Any]) -> str:
     *most, last = (f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
     return f"{', '.join(most)} or {last}" if most else last

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from postlude.data.datasets import read_rows
 from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
-from postlude.recipes.schema import Kind
+from postlude.recipes.schema import Kinds, Settings
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn
 from postlude.rollout.rewards import RewardPool
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
 from postlude.rollout.verifiers import MathReward
 
+Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Recompute = Literal["none", "selective", "full"]
-OptimizerSettings: TypeAlias = Annotated[AdamW, Kind("adamw")] | Annotated[SGD, Kind("sgd")]
+OptimizerSettings: TypeAlias = Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gym:
+class Gym(Settings):
     """Tasks that reasoning-gym makes."""
 
     task: str
     """Name of the task, such as chain_sum."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict)
     """The task's own settings."""
-    size: int = 10_000
+    size: PositiveInt = 10_000
     """How many tasks there are to draw from."""
     template: str | None = None
     """The prompt, made of an entry's fields: "{metadata[expression]} =". None asks the question as a chat message."""
@@ -37,9 +40,9 @@ class Gym:
     """The tag that the answer is asked for in; none takes the whole completion. Not used with a template."""
     system: str | None = None
     """A system message before the question. Not used with a template."""
-    workers: int = 0
+    workers: NonNegativeInt = 0
     """Processes that score answers; 0 scores them in this one."""
-    timeout: float = 30.0
+    timeout: Positive = 30.0
     """Seconds after which an answer counts as wrong because its score does not come."""
 
     def build(self, seed: int) -> Environment:
@@ -58,8 +61,7 @@ class Gym:
         return SingleTurn(tasks, RewardPool(gym.reward(), workers=self.workers, timeout=self.timeout))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
+class Prompts(Settings):
     """Prompts of a JSONL or parquet file, and the processes that judge what is said to them."""
 
     path: Path
@@ -70,9 +72,9 @@ class Prompts:
     """Whether a prompt of text is a user's message."""
     system: str | None = None
     """A system message before it."""
-    workers: int = 4
+    workers: NonNegativeInt = 4
     """Processes that judge."""
-    timeout: float = 30.0
+    timeout: Positive = 30.0
     """Seconds after which a judgement counts as failed."""
 
     def tasks(self) -> Tasks:
@@ -80,7 +82,6 @@ class Prompts:
         return DatasetTasks(read_rows(self.path), prompt=self.prompt, chat=self.chat, system=self.system)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Dataset(Prompts):
     """Prompts of a file, judged by a function of yours or by comparing mathematics."""
 
@@ -93,16 +94,15 @@ class Dataset(Prompts):
         return SingleTurn(self.tasks(), RewardPool(score, workers=self.workers, timeout=self.timeout))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Conversation(Prompts):
     """Prompts of a file, each the beginning of a conversation with a function of yours."""
 
     reply: str
     """path/to/file.py:name of reply(prompt, completions, example). Text or messages that it returns are read next; a
     number, or a dict of numbers, is the reward and the end."""
-    max_turns: int
+    max_turns: PositiveInt
     """The most turns the model has."""
-    unfinished_reward: float = 0.0
+    unfinished_reward: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """What a conversation without an end by then earns."""
 
     def build(self, seed: int) -> Environment:
@@ -117,20 +117,17 @@ class Conversation(Prompts):
         )
 
 
-EnvironmentSettings: TypeAlias = (
-    Annotated[Gym, Kind("reasoning_gym")]
-    | Annotated[Dataset, Kind("dataset")]
-    | Annotated[Conversation, Kind("conversation")]
-)
+EnvironmentSettings: TypeAlias = Annotated[
+    Gym | Dataset | Conversation, Kinds(reasoning_gym=Gym, dataset=Dataset, conversation=Conversation)
+]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveFile:
+class ObjectiveFile(Settings):
     """An objective of yours: a function of `OutputInputs` that returns a `Loss`, or a class of such functions."""
 
     file: str
     """path/to/file.py:name."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict)
     """Handed to it as keywords."""
 
     @classmethod
@@ -167,25 +164,21 @@ class Templated:
             ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answers:
+class Answers(Settings):
     """How answers are drawn."""
 
-    max_new_tokens: int = 256
+    max_new_tokens: PositiveInt = 256
     """The most tokens of an answer."""
-    temperature: float = 1.0
+    temperature: NonNegative = 1.0
     """Logits are divided by it."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Choose among the likeliest k tokens; 0 leaves all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Choose among the fewest tokens of this probability together."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Choose among tokens at least this share as likely as the likeliest."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end an answer."""
-
-    def __post_init__(self) -> None:
-        _ = self.sampling  # what that refuses is refused here
 
     @property
     def sampling(self) -> Sampling:
@@ -200,48 +193,38 @@ class Answers:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Settings):
     """Answers to tasks that are never trained on: before the first step, every so many steps, and after the last."""
 
-    every: int = 50
+    every: NonNegativeInt = 50
     """Steps between evaluations; 0 leaves them out."""
-    tasks: int = 64
+    tasks: PositiveInt = 64
     """How many tasks are held out."""
-    samples: int = 1
+    samples: PositiveInt = 1
     """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
-    temperature: float = 0.0
+    temperature: NonNegative = 0.0
     """Of these answers; 0 takes the likeliest token."""
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, "every", "temperature")
-        at_least(self, 1, "tasks", "samples")
 
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
+class HeldOut(Settings):
     """Rows that are never trained on, measured before the first step, every so many steps, and after the last."""
 
-    every: int = 50
+    every: NonNegativeInt = 50
     """Steps between evaluations; 0 leaves them out."""
-    rows: int = 0
+    rows: NonNegativeInt = 0
     """How many of the dataset's last rows are held out; 0 holds out none, and leaves evaluations out."""
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, "every", "rows")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(Settings):
     """What every recipe's config begins with."""
 
     model: str = "tiny-dense"
     """A Hugging Face directory, a GGUF file, or a built-in model."""
     run: Path = Path("runs/run")
     """The directory of the run. If it holds one with the same config, that is continued."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Of everything random."""
-    budget: int = 8192
+    budget: PositiveInt = 8192
     """The most tokens of a microbatch, and so of a sequence."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """What is computed in; none takes bfloat16 on a GPU and float32 elsewhere."""
@@ -249,36 +232,23 @@ class Model:
     """A Weights & Biases project to log to as well."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Training(Model):
     """What is common to recipes that train."""
 
-    layout: Layout = field(default_factory=Layout)
+    layout: Annotated[Layout, Kinds(Layout)] = Layout()
     """How the model is divided, such as pp=2,tp=2."""
-    optimizer: OptimizerSettings = field(default_factory=AdamW)
+    optimizer: OptimizerSettings = AdamW()
     """How weights are moved."""
     recompute: Recompute = "none"
     """What is computed again in the backward instead of kept."""
-    save_every: int = 50
+    save_every: NonNegativeInt = 50
     """Steps between checkpoints; 0 saves the last one alone."""
-    keep: int = 2
+    keep: PositiveInt = 2
     """How many checkpoints stay."""
-    max_skipped: int = 10
+    max_skipped: NonNegativeInt = 10
     """How many optimizer steps in a row may be skipped, their gradients not finite, before the run ends."""
     export: bool = True
     """Whether the trained model is written at the end, as a Hugging Face directory: model/ in the run's."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "budget", "keep")
-        at_least(self, 0, "save_every", "max_skipped")
-
-
-def at_least(config: Any, least: float, *names: str) -> None:
-    """Refuse a field that is smaller."""
-    for name in names:
-        value = getattr(config, name)
-        if value < least:
-            raise ValueError(f"{name} is {value}, but the least is {least}.")
 
 
 def room_for_prompts(answers: Answers, budget: int) -> None:

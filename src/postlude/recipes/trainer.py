@@ -64,7 +64,7 @@ class Trainer(ABC):
     def __init__(self, config: Training, device: str, optimizer: OptimizerConfig | None = None) -> None:
         self.settings = config
         self.run: RunDirectory = Onlooker(config.run)  # until it is resumed
-        self.asked = schema.plain(type(config), config)
+        self.asked = schema.plain(config)
         check_run(config.run, self.asked, may_change=MAY_CHANGE)
         torch.manual_seed(config.seed)  # nothing here draws from it, but an objective of the user's may
         self.tokenizer: Any = load_tokenizer(config.model)

@@ -78,6 +78,12 @@ class Written:
             return f'"{self.scalar.value}"' if self.scalar.value else "empty"
         return "a list" if self.items is not None else "a mapping"
 
+    def inside(self, part: str | int) -> Written | None:
+        """What stands at a key, or at a place of a list."""
+        if isinstance(part, int) and self.items is not None:
+            return self.items[part]
+        return self.entries.get(str(part))
+
     @property
     def null(self) -> bool:
         """Nothing, said in so many words."""
