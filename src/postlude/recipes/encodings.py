@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +27,7 @@ class Encodings(Generic[Row]):
 
     def __init__(self, data: Examples | Pairs, encoder: Encoder, cache: Path | None = None) -> None:
         self.cache = cache
-        settings = asdict(data) | {"path": None} | {"length": encoder.max_length, "options": dict(encoder.options)}
+        settings = data.model_dump() | {"path": None} | {"length": encoder.max_length, "options": dict(encoder.options)}
         self.digest = digest_of(dataset_files(data.path), encoder.tokenizer, settings | {"kind": type(data).__name__})
         kept = None if cache is None else KeptRows.load(cache, self.digest)
         self.rows = _encoded(data, encoder) if kept is None else kept

@@ -250,7 +250,7 @@ def _run(subject: Subject) -> str:
         raise NotADirectoryError(f"run is {run}, but {there} is a file. Give --run another directory.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(f"run is {run}, but {there} cannot be written to. Give --run another directory.")
-    check_run(path, plain(type(subject.config), subject.config), may_change=MAY_CHANGE)
+    check_run(path, plain(subject.config), may_change=MAY_CHANGE)
     if (path / LOCK).exists():
         RunLock(path).release()  # what another process holds is refused
     return str(path)
