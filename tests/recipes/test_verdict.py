@@ -184,14 +184,8 @@ def test_labels_are_as_short_as_they_can_be() -> None:
 
 
 def test_a_share_is_never_rounded_to_nothing_or_to_all() -> None:
-    assert [share(part, 1000) for part in (0, 1, 10, 500, 999, 1000)] == [
-        "0 %",
-        "<1 %",
-        "1 %",
-        "50 %",
-        ">99 %",
-        "100 %",
-    ]
+    found = [share(part, 1000).split() for part in (0, 1, 10, 500, 999, 1000)]
+    assert [number for number, _ in found] == ["0", "<1", "1", "50", ">99", "100"]
     assert short(0.82031) == "0.8203"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+PERCENT = "\N{NO-BREAK SPACE}%"
 MOST_DIGITS = 17  # of a float; with them all no two are alike
 
 
@@ -37,8 +38,8 @@ def share(part: float, whole: float) -> str:
         return "–"
     percent = 100 * part / whole
     if 0 < percent < 1:
-        return "<1 %"
-    return ">99 %" if 99 < percent < 100 else f"{percent:.0f} %"
+        return f"<1{PERCENT}"
+    return f">99{PERCENT}" if 99 < percent < 100 else f"{percent:.0f}{PERCENT}"
 
 
 def labels(values: Sequence[float]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from postlude.recipes.metrics import EVAL, LENGTH, LOSS, MEMORY, REWARD, SPEED, TIME
+from postlude.recipes.metrics import EVAL, LENGTH, LOSS, MEMORY, PASS, REWARD, SPEED, TIME
 from postlude.recipes.report_charts import as_json, colour, curve, distribution, phases
 from postlude.recipes.report_data import RunData, read_runs
 from postlude.recipes.report_samples import samples
@@ -97,7 +97,11 @@ def _curves(runs: Sequence[RunData]) -> str:
     drawn = [(index, run) for index, run in enumerate(runs) if not run.verdict.is_evaluation]  # those are a table
     keys = list(dict.fromkeys(key for _, run in drawn for key in run.series if not key.startswith(TIME)))
     known = [key for key in CURVES if key in keys]
-    known[1:1] = sorted(key for key in keys if key.startswith(EVAL) and key not in CURVES)
+    place = sum(key in keys for key in CURVES[:2])
+    known[place:place] = sorted(
+        (key for key in keys if key.startswith(EVAL) and key not in CURVES),
+        key=lambda key: (not key.startswith(PASS), key),
+    )
     more = sorted(key for key in keys if key not in known)
     count = sum(key in run.series for _, run in drawn for key in keys)
     points = min(max(ALL_POINTS // max(count, 1), FEWEST_POINTS), MOST_POINTS)
