@@ -67,6 +67,12 @@ def test_the_objective_in_the_readme_is_the_example() -> None:
     assert example[example.index("import torch") :] in README.read_text()
 
 
+def test_the_block_in_the_architecture_is_the_example() -> None:
+    example = (ROOT / "examples" / "block.py").read_text()
+    block = example[example.index("@dataclass") : example.index("CONFIG = ")].strip()
+    assert block in (ROOT / "docs" / "architecture.md").read_text()
+
+
 def test_architecture_has_a_worked_example_for_each_extension() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     for heading in ("## Add a block", "## Add a family", "## Add an objective"):

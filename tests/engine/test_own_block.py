@@ -1,0 +1,128 @@
+"""A block and a model of one's own, which no table and no Hugging Face family knows: trained in the engine on ranks.
+
+It is the block of examples/block.py and docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples.block import CONFIG, TABLE
+from torch import Tensor
+
+from postlude import LanguageModel, Layout
+from postlude.model.blocks import Block, BlockConfig
+from postlude.model.context import ForwardContext
+from postlude.model.pattern import SYMBOLS, Pattern
+from postlude.rollout.gathered import GatheredGenerator
+from postlude.verify.cases import Case
+from postlude.verify.compare import Report, compare
+from tests.engine.training import LENGTHS, batch, build, policy, same, told, train, weights
+from tests.meshes import mesh
+
+
+def verify(group: Any, case: Case) -> Report | None:
+    return compare(case, mesh=mesh(case.layout))
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2"])
+def test_a_block_of_ones_own_equals_one_rank_in_a_layout(ranks: Any, layout: str) -> None:
+    case = Case(CONFIG, Layout.parse(layout), "sft", initializer_range=0.1, blocks=TABLE)
+    report = ranks(2, verify, case)[0]
+    assert set(report.gradients) == set(LanguageModel(CONFIG, blocks=TABLE).state_dict())
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+def living(group: Any, directory: str) -> tuple[Any, ...]:
+    """Train in one layout; go on from its checkpoint in another. What streams, and what is refused."""
+    engine = build("tp=2", CONFIG, blocks=TABLE)
+    before = weights(engine)
+    train(engine, [0, 1])
+    engine.save(directory)
+    again = build("pp=2", CONFIG, blocks=TABLE, seed=1)
+    again.load(directory)
+    whole = LanguageModel(CONFIG, blocks=TABLE)
+    again.copy_weights(whole)
+    trained = weights(engine)
+    return (
+        [name for name in before if torch.equal(before[name], trained[name])],
+        same(weights(again), trained) and same(whole.state_dict(), trained),
+        told(lambda: engine.export_hf(f"{directory}/export")),
+        told(lambda: GatheredGenerator(engine, None)),  # type: ignore[arg-type]
+        told(lambda: build("cp=2", CONFIG, blocks=TABLE)),
+        told(lambda: build("tp=2", CONFIG)),
+    )
+
+
+def test_a_model_of_ones_own_is_saved_loaded_and_streamed_or_says_why_not(ranks: Any, tmp_path: Path) -> None:
+    for unmoved, alike, exported, generated, cut, unknown in ranks(2, living, str(tmp_path / "checkpoint")):
+        assert not unmoved
+        assert alike
+        assert exported.startswith("ValueError: this model's config did not come from a Hugging Face config")
+        assert generated.startswith("ValueError: layers.0.convolution (Convolution) does not say how it goes on from")
+        assert cut == "ValueError: layers.0.convolution looks at neighbours, which cp=2 cuts apart. Use cp=1."
+        assert unknown.startswith("ValueError: pattern [C-]{2}[*-]{2} uses 'C' (convolution), which has no block yet")
+
+
+# --- what a block does after a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingConfig(BlockConfig):
+    def flops(self, hidden_size: int) -> float:
+        return 1.0
+
+
+class Counting(Block):
+    """Changes nothing, and keeps the tokens of each step: counted on every rank, added up after the step."""
+
+    Config = CountingConfig
+    tokens: Tensor  # [1] of this rank, this step
+    totals: Tensor  # [2] tokens and steps so far
+
+    def __init__(self, config: CountingConfig, model: Any, name: str, mesh: Any) -> None:
+        super().__init__(config, model, name, mesh)
+        self.register_buffer("tokens", torch.zeros(1), persistent=False)
+        self.register_buffer("totals", torch.zeros(2))
+
+    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        if self.training:
+            self.tokens += len(hidden) if context.real is None else context.real.sum()
+        return 0.0 * hidden
+
+    def counted(self) -> tuple[Tensor, ...]:
+        return (self.tokens,)
+
+    def after_step(self) -> None:
+        self.totals += torch.stack((self.tokens[0], torch.ones(())))
+
+
+COUNTING = replace(
+    CONFIG,
+    pattern=Pattern.parse("[*-][*Q]", symbols={**SYMBOLS, "Q": "counting"}),
+    blocks={**CONFIG.blocks, "Q": CountingConfig()},
+)
+
+
+def counting(group: Any, layout: str) -> list[list[float]]:
+    engine = build(layout, COUNTING, blocks={**TABLE, "Q": Counting})
+    engine.forward_backward(batch(0), policy)
+    engine.zero_grad()  # a step that is given up counts nothing
+    engine.logprobs(batch(0))  # nor does an evaluation
+    engine.forward_backward(batch(1, (5, 7)), policy)
+    engine.forward_backward(batch(2, (4,)), policy)
+    engine.optimizer_step()
+    train(engine, [3])
+    return [tensor.tolist() for name, tensor in engine.tensors.items() if name.endswith("totals")]
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2", "cp=2", ""])
+def test_what_a_block_counts_is_of_the_whole_step_in_every_layout(ranks: Any, layout: str) -> None:
+    found = ranks(Layout.parse(layout).world_size, counting, layout)
+    totals = [each for rank in found for each in rank]
+    assert len(totals) == (1 if layout in ("", "pp=2") else 2)
+    assert all(each == [16.0 + sum(LENGTHS), 2.0] for each in totals)
