@@ -322,8 +322,8 @@ class Engine:
 
         A model without a family goes by our own names.
 
-        They come in buckets of at most `bucket_bytes` (or one tensor), in `dtype`, by default the compute dtype. Every
-        rank has to take them all.
+        They come in buckets of at most `bucket_bytes` (or one tensor), in `dtype`, by default the compute dtype; what a
+        block keeps in fp32 comes in fp32 at least. Every rank has to take them all.
         """
         self.condition.check()
         dtype = dtype or self.compute_dtype
@@ -371,7 +371,7 @@ class Engine:
 
         def write() -> None:
             description = Description(hf, tokenizer, self.generation)
-            sizes = {piece.theirs: piece.size * dtype.itemsize for piece in self._pieces}
+            sizes = {piece.theirs: piece.bytes(dtype) for piece in self._pieces}
             write_hf(directory, description, sizes, iter(stream), card=card or ModelCard(), overwrite=overwrite)
 
         def take() -> None:

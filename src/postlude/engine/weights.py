@@ -32,19 +32,29 @@ class Piece:
     ours: str
     expert: int | None
     shape: torch.Size
+    least: torch.dtype
+    """The least precise dtype it is given in: fp32 for what the model keeps in fp32."""
 
     @property
     def size(self) -> int:
         """Elements."""
         return self.shape.numel()
 
+    def dtype(self, asked: torch.dtype) -> torch.dtype:
+        """What it is given in where `asked` is asked for."""
+        return torch.promote_types(asked, self.least)
+
+    def bytes(self, asked: torch.dtype) -> int:
+        """How much that is."""
+        return self.size * self.dtype(asked).itemsize
+
 
 def plan_pieces(config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS) -> list[Piece]:
     """Every tensor of the model, in transformers' order; under our names and in our order where it has no family."""
     with torch.device("meta"):
-        whole = LanguageModel(config, blocks=blocks).state_dict()
+        whole = LanguageModel(config, dtype=torch.bfloat16, blocks=blocks).state_dict()  # what is wider, is kept so
     found = {
-        theirs: Piece(theirs, ours, expert, tensor.shape if expert is None else tensor.shape[1:])
+        theirs: Piece(theirs, ours, expert, tensor.shape if expert is None else tensor.shape[1:], tensor.dtype)
         for ours, tensor in whole.items()
         for expert, theirs in pieces(family, ours, tensor.shape)
     }
@@ -58,7 +68,7 @@ def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int, dtype: torch.dtype)
     buckets: list[list[Piece]] = []
     filled = 0
     for piece in pieces:
-        needed = piece.size * dtype.itemsize
+        needed = piece.bytes(dtype)
         if not buckets or filled + needed > bucket_bytes:
             buckets.append([])
             filled = 0
@@ -73,23 +83,22 @@ def stream(
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors by their names, on every rank. `tensors` are those this rank holds parts of, by our names.
 
+    They come in `dtype`, but for those that are kept in a wider one.
     Every rank takes every tensor, in step: a rank that stops early leaves the others waiting.
     """
     spoken = {name: tensor for name, tensor in tensors.items() if speaks_for(name, tensor, mesh)}
     device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
     for bucket in buckets:
-        size = sum(piece.size for piece in bucket)
-        whole_words = -(-size * dtype.itemsize // 4) * 4 // dtype.itemsize
-        flat = torch.zeros(whole_words, dtype=dtype, device=device)
-        offset, views = 0, []
-        for piece in bucket:
-            view = flat[offset : offset + piece.size].view(piece.shape)
-            offset += piece.size
+        words = [-(-piece.bytes(dtype) // 8) for piece in bucket]  # each begins where any dtype may
+        flat = torch.zeros(sum(words), dtype=torch.int64, device=device)
+        views = []
+        for piece, room in zip(bucket, flat.split(words), strict=True):
+            view = room.view(piece.dtype(dtype))[: piece.size].view(piece.shape)
             views.append(view)
             if piece.ours in spoken:
                 _write(view, spoken[piece.ours], piece.expert)
         if dist.is_initialized():
-            dist.all_reduce(flat.view(torch.int32))
+            dist.all_reduce(flat)
         yield from zip((piece.theirs for piece in bucket), views, strict=True)
 
 

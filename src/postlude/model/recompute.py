@@ -1,7 +1,8 @@
 """Activation recompute: what a logical layer keeps for its backward, and what it computes again.
 
-"full" keeps a layer's input alone. "selective" keeps what its products and attention give and makes the cheap rest
-again, step by step. Experts' exchanges are never repeated; gathers within a step are.
+"full" keeps a layer's input alone, so the backward repeats all of its forward, exchanges with experts included: to
+keep what they brought would be top_k times that input. "selective" keeps what products and attention give and what
+exchanges brought, and makes the cheap rest again, step by step; gathers within a step are repeated.
 """
 
 from __future__ import annotations
