@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from postlude.mesh import ALONE, Axis
+from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
 
 
@@ -112,8 +113,11 @@ class WideLinear(nn.Module):
         super().__init__()
         self.weight = stored(out_features, in_features, axis=tp, cut=None, dtype=torch.float32)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, recompute: Recompute = "none") -> Tensor:
         """[T, in] -> [T, out] fp32."""
+        return recomputed(self._work, recompute, hidden)
+
+    def _work(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden.float(), local(self.weight).float())
 
 

@@ -123,11 +123,14 @@ class MoE(Block):
         self.shared = SharedExpert(config, model.hidden_size, mesh.tp) if config.shared_intermediate_size else None
 
     def steps(self) -> tuple[Step, ...]:
-        """Dispatch and combine are where tokens change ranks."""
+        """Dispatch and combine are where tokens change ranks.
+
+        Steps with a part that is sharded by itself are not run again as a whole: it would be gathered amid a backward.
+        """
         return (
-            compute("route", self.route),
+            compute("route", self.route, again=not self.config.router_fp32),
             exchange("dispatch", self.dispatch),
-            compute("experts", self.run_experts, again=False),  # sharded by themselves, they see to it themselves
+            compute("experts", self.run_experts, again=False),
             exchange("combine", self.combine),
             compute("merge", self.merge),
         )
@@ -150,14 +153,16 @@ class MoE(Block):
     def route(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
         """Choose experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here."""
         tokens = self.norm(hidden)
-        logits, scores = self.score(tokens)
+        selective = self.config.router_fp32 and context.recompute == "selective"
+        inside: Recompute = "selective" if selective else "none"
+        logits, scores = self.score(tokens, inside)
         choice = self.choose(scores.detach())
         counts = self.count(choice, context)
         weights = scores.gather(-1, choice)
         if self.config.normalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
         weights = (weights * self.config.weight_scale).to(tokens.dtype)
-        shared = self.shared(tokens) if self.shared is not None else None
+        shared = recomputed(self.shared, inside, tokens) if self.shared is not None else None
         weights = self.balance(weights, logits, scores, counts, context)
         return {"tokens": tokens, "choice": choice, "weights": weights, "shared": shared}
 
@@ -185,9 +190,9 @@ class MoE(Block):
         """Add the routed and the shared experts to the residual stream."""
         return {"hidden": hidden + self.post_norm(routed if shared is None else routed + shared)}
 
-    def score(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, tokens: Tensor, recompute: Recompute = "none") -> tuple[Tensor, Tensor]:
         """Router logits and scores over all experts, fp32 [T, experts]."""
-        logits = self.router(tokens).float()
+        logits = self.router(tokens, recompute) if self.config.router_fp32 else self.router(tokens).float()
         return logits, logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
 
     @torch.no_grad()

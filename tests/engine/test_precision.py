@@ -1,0 +1,110 @@
+"""What is promised in fp32 is stored, gathered and used in fp32, and so is its gradient, whatever the rest is in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude import LanguageModel, Layout, OutputInputs
+from postlude.data import cut
+from postlude.engine.sharding import shard
+from postlude.model.blocks import MoEConfig
+from postlude.model.parallel import held, local, region
+from tests.equality import assert_equal
+from tests.meshes import mesh
+from tests.model.small import small_config, small_microbatch
+
+WIDE = MoEConfig(experts=5, top_k=2, intermediate_size=12, router_fp32=True, selection_bias=True)
+CONFIG = small_config("[*E]", blocks={"E": WIDE})
+PROMISED = {"layers.0.moe.router.weight", "value_head.weight"}
+
+
+def draw(model: LanguageModel) -> None:
+    """A value head that is not zero, the same in every layout."""
+    assert model.value_head is not None
+    weight = model.value_head.weight
+    drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    held(weight).copy_(drawn[region(weight)])
+
+
+def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
+    """What the router and the value head of a model in bf16 are given, use, answer and learn."""
+    place = mesh(Layout.parse(layout))
+    with torch.device("meta"):
+        model = LanguageModel(CONFIG, mesh=place, value_head=True, recompute=recompute)
+    shard(model, place, torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.reset()
+    draw(model)
+    found: dict[str, Any] = {}
+    for name in PROMISED:
+        module = model.get_submodule(name.removesuffix(".weight"))
+
+        def before(module: Any, given: Any, name: str = name) -> None:
+            found.setdefault(name, {"hidden": given[0].detach(), "weight": local(module.weight).detach().clone()})
+
+        def after(module: Any, given: Any, output: Tensor, name: str = name) -> None:
+            if "output" not in found[name]:  # the first time, not when it is computed again
+                found[name]["output"] = output.detach()
+                output.register_hook(lambda gradient: found[name].update(upstream=gradient))
+
+        module.register_forward_pre_hook(before)  # after FSDP's, which gathers
+        module.register_forward_hook(after)
+
+    def values(inputs: OutputInputs, context: Any) -> Tensor:
+        found["hidden dtype"] = inputs.hidden.dtype
+        return inputs.head.values(inputs.hidden).square().sum()
+
+    microbatch = cut(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
+    model(microbatch, output_processor=values).backward()
+    for name in PROMISED:
+        parameter = model.get_parameter(name)
+        gradient = torch.zeros(parameter.shape)
+        assert parameter.grad is not None
+        gradient[region(parameter)] = held(parameter.grad)
+        found[name] |= {"stored": held(parameter).dtype, "gradient": gradient, "kept": held(parameter.grad).dtype}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ("", "none"),
+        ("dp_shard=2", "none"),
+        pytest.param("tp=2", "selective", marks=pytest.mark.slow),
+        pytest.param("dp_shard=2", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_router_and_value_head_are_fp32_in_a_model_of_bf16(ranks: Any, layout: str, recompute: str) -> None:
+    whole = LanguageModel(CONFIG, value_head=True)
+    draw(whole)
+    everyone = ranks(Layout.parse(layout).world_size, seen, layout, recompute)
+    for name in PROMISED:
+        expected = whole.get_parameter(name).detach()
+        learned = torch.zeros_like(expected)
+        for found in everyone:
+            assert found["hidden dtype"] == torch.bfloat16  # the rest is not
+            mine = found[name]
+            assert mine["stored"] == mine["weight"].dtype == mine["output"].dtype == mine["kept"] == torch.float32
+            assert torch.equal(mine["weight"], expected)  # not rounded on the way
+            hidden = mine["hidden"].float()
+            assert_equal(mine["output"], F.linear(hidden, expected) if expected.ndim == 2 else hidden @ expected, name)
+            learned += (mine["upstream"].view(len(hidden), -1).T @ hidden).view(expected.shape)
+        gradient = (
+            everyone[0][name]["gradient"] if layout.startswith("tp") else sum(f[name]["gradient"] for f in everyone)
+        )
+        assert_equal(gradient, learned, f"gradient of {name}")
+
+
+def test_a_model_made_in_bf16_keeps_what_it_promised() -> None:
+    model = LanguageModel(CONFIG, value_head=True, dtype=torch.bfloat16)
+    wide = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+    assert wide == {*PROMISED, "layers.0.moe.selection_bias"}
+    plain = LanguageModel(replace(CONFIG, blocks={**CONFIG.blocks, "E": replace(WIDE, router_fp32=False)}))
+    assert all(tensor.dtype == torch.float32 for tensor in plain.state_dict().values())
+    assert torch.get_default_dtype() == torch.float32
