@@ -15,6 +15,7 @@ from postlude.data import cut
 from postlude.engine.sharding import shard
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import held, local, region
+from tests.engine.training import build, same
 from tests.equality import assert_equal
 from tests.meshes import mesh
 from tests.model.small import small_config, small_microbatch
@@ -99,6 +100,32 @@ def test_router_and_value_head_are_fp32_in_a_model_of_bf16(ranks: Any, layout: s
             everyone[0][name]["gradient"] if layout.startswith("tp") else sum(f[name]["gradient"] for f in everyone)
         )
         assert_equal(gradient, learned, f"gradient of {name}")
+
+
+def streamed(group: Any, layout: str) -> dict[str, Tensor]:
+    """All that an engine in bf16 gives out, twice: as it streams, and as a copy that generates has it."""
+    engine = build(layout, CONFIG, compute_dtype=torch.bfloat16)
+    with torch.no_grad():
+        for stage in engine.stages.values():
+            for block in stage.blocks:
+                for buffer in block.buffers():
+                    buffer.fill_(1.0 + 2.0**-20)  # as a selection bias is after a while
+    found = {name: tensor.clone() for name, tensor in engine.stream_weights(bucket_bytes=500)}
+    copy = LanguageModel(CONFIG, dtype=torch.bfloat16)
+    engine.copy_weights(copy)
+    assert same({name: copy.state_dict()[name] for name in found}, found)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["", pytest.param("tp=2", marks=pytest.mark.slow)])
+def test_what_is_promised_in_fp32_is_streamed_and_copied_in_fp32(ranks: Any, layout: str) -> None:
+    whole = LanguageModel(CONFIG).state_dict()
+    for found in ranks(Layout.parse(layout).world_size, streamed, layout):
+        wide = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+        assert wide == {"layers.0.moe.router.weight", "layers.0.moe.selection_bias"}
+        assert torch.equal(found["layers.0.moe.router.weight"], whole["layers.0.moe.router.weight"])
+        assert (found["layers.0.moe.selection_bias"] == 1.0 + 2.0**-20).all()
+        assert all(torch.equal(found[name], whole[name].bfloat16()) for name in found.keys() - wide)
 
 
 def test_a_model_made_in_bf16_keeps_what_it_promised() -> None:

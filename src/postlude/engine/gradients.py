@@ -30,7 +30,7 @@ def clip(parameters: Iterable[Tensor], limit: float, norm: float) -> None:
             part.grad = held(parameter.grad)
             parts.append(part)
     if parts:
-        clip_grads_with_norm_(parts, limit, torch.tensor(norm, dtype=torch.float32, device=parts[0].device))
+        clip_grads_with_norm_(parts, limit, torch.full((), norm, dtype=torch.float32, device=parts[0].device))
 
 
 @torch.no_grad()
