@@ -156,7 +156,7 @@ def of_environment(
 
     def look() -> str:
         # One judge, in a process of its own whatever the config says: there it can be timed out.
-        with closing(replace(settings, workers=1).build(subject.config.seed)) as environment:
+        with closing(settings.model_copy(update={"workers": 1}).build(subject.config.seed)) as environment:
             if held_out:
                 hold_out(environment.tasks, held_out)
             made = not isinstance(settings, Prompts)  # tasks that are made: the first of them speak for all
