@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postlude.data import plan_bins
-from postlude.data.packing import bin_cost, even_bins, fewest_bins
+from postlude.data.bins import bin_cost, even_bins, fewest_bins
 
 
 @st.composite

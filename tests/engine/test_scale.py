@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Batch, Microbatch, cut, pack
-from postlude.engine.scale import Scale, Tally
+from postlude.engine.scale import Ledger, Scale, Tally
 from postlude.layout import Layout
 from postlude.objectives import Loss, Metric, largest, mean, smallest, total
 from tests.equality import assert_equal
@@ -215,6 +216,56 @@ def test_a_rank_that_has_no_output_hears_the_numbers_of_those_that_have(ranks: A
     for found in ranks(2, silent):
         assert found["loss"] == 2.0
         assert_equal(torch.tensor(found["value"]), seen(VALUES).sum(), "sum")
+
+
+def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
+    """Each rank has a metric that the other has not, and in the last step a new one. With how often names were told."""
+    parts, ledger, told = microbatches(), Ledger(), []
+    gather = dist.all_gather_object
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", lambda *a, **k: (told.append(1), gather(*a, **k)))
+        found = []
+        for step in range(4):
+            tally = Tally(Scale(parts), ledger)
+            names = [f"of rank {group.rank()}", "of both", *["late"] * (step == 3 and group.rank() == 1)]
+            for name in names:
+                tally.add(name, largest(torch.tensor([1.0 + group.rank()] * len(parts[0]))), parts[0])
+            tally.add("sum", total(torch.ones(())), parts[0])
+            found.append((tally.reduce(True), len(told)))
+    return found
+
+
+def test_names_are_told_once_and_again_when_there_is_a_new_one(ranks: Any) -> None:
+    known = {"of rank 0": 1.0, "of rank 1": 2.0, "of both": 2.0, "sum": 2.0}
+    for first, second, third, last in ranks(2, three_steps):
+        assert first == (known, 1)
+        assert second == third == (known, 1)
+        assert last == ({**known, "late": 2.0}, 2)
+
+
+def test_no_metric_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All numbers come to the host together: on a GPU each way to look at one is a synchronisation."""
+    parts = microbatches(12)
+    tally, looks = Tally(Scale(parts)), []
+    for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
+        look = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self, look=look: (looks.append(1), look(self))[1])
+    for part in parts:
+        for name, (metric, _) in metrics(part).items():
+            tally.add(name, metric, part)
+    found = tally.reduce(True)
+    monkeypatch.undo()
+    assert len(looks) == 1
+    check_metrics(found)
+
+
+def test_too_many_metrics_are_refused() -> None:
+    with pytest.raises(ValueError, match="an objective has 257 metrics, but at most 256 are reduced"):
+        Ledger().learn([(str(index), "sum") for index in range(257)])
+    ledger = Ledger()
+    for start in (0, 200):
+        ledger.learn([(str(index), "sum") for index in range(start, start + 200)])
+    assert list(ledger.lines) == [(str(index), "sum") for index in range(200, 400)]
 
 
 def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refused() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from postlude.data.bins import Plan, plan_bins
 from postlude.data.microbatch import IGNORE, Microbatch
 from postlude.ops.packing import Packing
 
 RESERVED_COLUMNS = ("tokens", "positions", "targets", "places")
-
-# A decoder layer of width h spends 24·h² FLOPs on a token's matrices and 2·h·length on its causal attention: they are
-# equal at length 12·h, here with h = 4096. Only the balance of the bins depends on it, never their number.
-ATTENTION_PARITY_LENGTH = 12 * 4096
+Sequences = Sequence[Sequence[int] | Tensor | NDArray[Any]] | Tensor
+Columns = Mapping[str, Sequence[Any] | Tensor | NDArray[Any]]
 
 
 def pack(
@@ -46,38 +44,101 @@ def pack(
         The microbatches as `plan_bins` orders them, all on the device of the first sequence. Within one, sequences
         keep the caller's order. Columns are aligned to the predicting position: entry t is the value of token t + 1.
     """
-    tokens = _read_sequences(sequences)
-    lengths = [len(sequence) for sequence in tokens]
+    if len(sequences) == 0:
+        raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
+    lengths = lengths_of(sequences)
     kept = [min(length, budget) for length in lengths] if truncate else lengths
-    bins = plan_bins(kept, budget, multiple_of=multiple_of, groups=groups)
+    plan = Plan(kept, plan_bins(kept, budget, multiple_of=multiple_of, groups=groups))
+    everything = range(len(plan.bins))
+    members = plan.members(everything)
+    return build(plan, everything, read(sequences, columns or {}, members, members, kept))
 
-    batch = Packing.from_lengths(kept, tokens[0].device)
-    all_tokens = torch.cat([_cut(sequence, keep) for sequence, keep in zip(tokens, kept, strict=True)])
-    all_targets = _align(all_tokens, batch, fill=IGNORE)
-    all_columns = {
-        name: _align(_read_column(name, entries, lengths, kept).to(all_tokens.device), batch, fill=0)
-        for name, entries in (columns or {}).items()
-    }
-    all_positions = batch.positions()
-    microbatches = []
-    for index, (members, rows) in enumerate(zip(bins, _rows_of_bins(bins, batch), strict=True)):
-        microbatches.append(
-            Microbatch(
-                tokens=all_tokens[rows],
-                packing=Packing.from_lengths([kept[member] for member in members], rows.device),
-                positions=all_positions[rows],
-                targets=all_targets[rows],
-                columns={name: column[rows] for name, column in all_columns.items()},
-                places=rows,
-                sequences=tuple(members),
-                index=index,
-                count=len(bins),
-                batch_tokens=len(all_tokens),
-                batch_targets=len(all_tokens) - len(tokens),
-                target_count=len(rows) - len(members),
+
+@dataclass(frozen=True)
+class Content:
+    """What some sequences hold, one after the other: `tokens` [T] int64 and `columns`, each [T, ...]."""
+
+    tokens: Tensor
+    columns: Mapping[str, Tensor]
+
+
+def lengths_of(sequences: Sequences) -> list[int]:
+    """Tokens of each sequence."""
+    lengths = []
+    for index, sequence in enumerate(sequences):
+        if isinstance(sequence, Tensor | np.ndarray) and sequence.ndim != 1:
+            raise ValueError(
+                f"sequence {index} has shape {tuple(sequence.shape)}, but a sequence is one-dimensional, [length]. "
+                f"Give a list with one such sequence per entry."
             )
+        if len(sequence) == 0:
+            raise ValueError(f"sequence {index} has no tokens, but the least is 1. Leave out empty sequences.")
+        lengths.append(len(sequence))
+    return lengths
+
+
+def read(
+    sequences: Sequences, columns: Columns, members: Sequence[int], given: Sequence[int], kept: Sequence[int]
+) -> Content:
+    """What the sequences `members` of a batch hold, in that order, all on the device of the first.
+
+    `given` are their places in `sequences` and in every column; `kept` the tokens kept of each sequence of the batch.
+    """
+    for name, entries in columns.items():
+        if name in RESERVED_COLUMNS:
+            raise ValueError(
+                f'a column is named "{name}", but a microbatch has {name} of its own. Choose another name.'
+            )
+        if len(entries) != len(sequences):
+            raise ValueError(
+                f'column "{name}" has {len(entries)} entries for {len(sequences)} sequences. '
+                "Give one entry per sequence."
+            )
+    lengths = [kept[member] for member in members]
+    tokens = _read_sequences([sequences[place] for place in given], members, lengths)
+    full = [len(sequences[place]) for place in given]
+    return Content(
+        tokens,
+        {
+            name: _read_column(name, [entries[place] for place in given], members, full, lengths).to(tokens.device)
+            for name, entries in columns.items()
+        },
+    )
+
+
+def build(plan: Plan, numbers: Sequence[int], content: Content) -> list[Microbatch]:
+    """The microbatches `numbers` of a plan, from what their sequences hold one after the other."""
+    members = plan.members(numbers)
+    device = content.tokens.device
+    packing = Packing.from_lengths([plan.lengths[member] for member in members], device)
+    positions = packing.positions()
+    starts = torch.tensor([plan.starts[member] for member in members], dtype=torch.int64, device=device)
+    sizes = [sum(plan.lengths[member] for member in plan.bins[number]) for number in numbers]
+
+    def dealt(values: Tensor) -> tuple[Tensor, ...]:
+        return values.split_with_sizes(sizes)
+
+    tokens, positions_of = dealt(content.tokens), dealt(positions)
+    targets = dealt(_align(content.tokens, packing, fill=IGNORE))
+    places = dealt(positions + starts[packing.sequence_index()])
+    columns = {name: dealt(_align(column, packing, fill=0)) for name, column in content.columns.items()}
+    return [
+        Microbatch(
+            tokens=tokens[at],
+            packing=Packing.from_lengths([plan.lengths[member] for member in plan.bins[number]], device),
+            positions=positions_of[at],
+            targets=targets[at],
+            columns={name: column[at] for name, column in columns.items()},
+            places=places[at],
+            sequences=tuple(plan.bins[number]),
+            index=number,
+            count=len(plan.bins),
+            batch_tokens=plan.tokens,
+            batch_targets=plan.tokens - len(plan.lengths),
+            target_count=sizes[at] - len(plan.bins[number]),
         )
-    return microbatches
+        for at, number in enumerate(numbers)
+    ]
 
 
 def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shifted: bool = True) -> list[Tensor]:
@@ -132,160 +193,6 @@ def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bo
     into.index_add_(0, places, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
 
 
-def plan_bins(
-    lengths: Sequence[int], budget: int, *, multiple_of: int = 1, groups: Sequence[Hashable] | None = None
-) -> list[list[int]]:
-    """Divide sequences of these `lengths` into bins of at most `budget` tokens: lists of ascending indices.
-
-    The number of bins comes first: the better of best-fit and first-fit decreasing, rounded up to `multiple_of`.
-    The cost (matrices plus quadratic attention) is then evened out over that many bins, as far as the budget allows.
-    Bins come costliest first and empty ones last, so neighbours, which data-parallel ranks run at the same time, cost
-    alike. The same lengths always give the same bins. Sequences of one of `groups`, one per sequence, stay together.
-    """
-    if groups is not None:
-        members = _members(groups, lengths, budget)
-        together = plan_bins([sum(lengths[each] for each in part) for part in members], budget, multiple_of=multiple_of)
-        return [sorted(each for part in parts for each in members[part]) for parts in together]
-    for name, value in (("budget", budget), ("multiple_of", multiple_of)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, but the least is 1. Give a positive {name}.")
-    for index, length in enumerate(lengths):
-        if length < 1:
-            raise ValueError(f"sequence {index} has length {length}, but the least is 1. Leave out empty sequences.")
-        if length > budget:
-            raise ValueError(
-                f"sequence {index} has {length} tokens, over the budget of {budget}. "
-                f"Raise the budget to at least {length}, or pack with truncate=True."
-            )
-    bins = fewest_bins(lengths, budget)
-    bins += [[] for _ in range(-len(bins) % multiple_of)]
-    bins = even_bins(bins, lengths, budget)
-    return sorted((sorted(members) for members in bins), key=lambda members: -bin_cost(members, lengths))
-
-
-def _members(groups: Sequence[Hashable], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """The sequences of each group, in the order in which groups appear."""
-    if len(groups) != len(lengths):
-        raise ValueError(f"there are {len(groups)} groups for {len(lengths)} sequences. Give one per sequence.")
-    members: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-    for group, part in members.items():
-        total = sum(lengths[index] for index in part)
-        if total > budget:
-            raise ValueError(
-                f"sequences {', '.join(map(str, part))} of group {group!r} stay together and have {total} tokens, over "
-                f"the budget of {budget}. Raise the budget to at least {total}, or shorten them."
-            )
-    return list(members.values())
-
-
-def bin_cost(members: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the relative cost of running these sequences in one microbatch; an integer, so that ties are exact."""
-    return sum(_cost(lengths[member]) for member in members)
-
-
-def fewest_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return the smaller of the best-fit and first-fit decreasing bins: neither is always the better one."""
-    longest_first = _longest_first(lengths)
-    bins = _best_fit(longest_first, lengths, budget)
-    if len(bins) * budget - sum(lengths) < budget:  # no fewer bins could hold the tokens
-        return bins
-    return min(bins, _first_fit(longest_first, lengths, budget), key=len)
-
-
-def even_bins(bins: list[list[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return as many bins of more even cost, or `bins` where the budget leaves no room for better ones.
-
-    Of two divisions, the better has the cheaper costliest bin; at a tie the second costliest decides, and so on.
-    """
-
-    def unevenness(division: list[list[int]]) -> list[int]:
-        return sorted((bin_cost(members, lengths) for members in division), reverse=True)
-
-    evened = _cheapest_fit(_longest_first(lengths), lengths, budget, len(bins))
-    return bins if evened is None else min(bins, evened, key=unevenness)
-
-
-def _cost(length: int) -> int:
-    return length * (ATTENTION_PARITY_LENGTH + length)
-
-
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda index: -lengths[index])
-
-
-def _best_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Put each sequence in the fullest bin that can take it."""
-    bins: list[list[int]] = []
-    bins_by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # the keys of bins_by_room, ascending
-    for member in order:
-        length = lengths[member]
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            chosen, room = len(bins), budget
-            bins.append([])
-        else:
-            room = rooms[place]
-            chosen = bins_by_room[room].pop()
-            if not bins_by_room[room]:
-                del bins_by_room[room], rooms[place]
-        bins[chosen].append(member)
-        if room > length:
-            if room - length not in bins_by_room:
-                bins_by_room[room - length] = []
-                insort(rooms, room - length)
-            bins_by_room[room - length].append(chosen)
-    return bins
-
-
-def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Put each sequence in the first bin that can take it, found by descent in a tree of the most room."""
-    bins: list[list[int]] = []
-    leaves = 1 << (len(order) - 1).bit_length()
-    most_room = [budget] * (2 * leaves)  # node k is over nodes 2k and 2k + 1; the last `leaves` nodes are the bins
-    for member in order:
-        node = 1
-        while node < leaves:
-            node *= 2
-            node += most_room[node] < lengths[member]
-        if node - leaves == len(bins):
-            bins.append([])
-        bins[node - leaves].append(member)
-        most_room[node] -= lengths[member]
-        while node > 1:
-            node //= 2
-            most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
-    return bins
-
-
-def _cheapest_fit(order: Sequence[int], lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
-    """Put each sequence in the cheapest of `count` bins that can take it; None when at some point none can.
-
-    `order` is longest first: a bin found too full is set aside until the lengths have come down to its room.
-    """
-    bins: list[list[int]] = [[] for _ in range(count)]
-    room = [budget] * count
-    open_bins = [(0, chosen) for chosen in range(count)]  # (cost, bin)
-    set_aside: list[tuple[int, int, int]] = []  # (-room, cost, bin)
-    heapify(open_bins)
-    for member in order:
-        length = lengths[member]
-        while set_aside and -set_aside[0][0] >= length:
-            heappush(open_bins, heappop(set_aside)[1:])
-        while open_bins and room[open_bins[0][1]] < length:
-            cost, chosen = heappop(open_bins)
-            heappush(set_aside, (-room[chosen], cost, chosen))
-        if not open_bins:
-            return None
-        cost, chosen = heappop(open_bins)
-        bins[chosen].append(member)
-        room[chosen] -= length
-        heappush(open_bins, (cost + _cost(length), chosen))
-    return bins
-
-
 def _align(values: Tensor, packing: Packing, *, fill: int) -> Tensor:
     """Move each token's value, [T, ...], to the position that predicts it."""
     last_positions = packing.cu_seqlens[1:].to(torch.int64) - 1
@@ -298,81 +205,73 @@ def _align_back(values: Tensor, packing: Packing) -> Tensor:
     return values.roll(1, 0).index_fill(0, first_positions, 0)
 
 
-def _rows_of_bins(bins: list[list[int]], batch: Packing) -> tuple[Tensor, ...]:
-    """Return for each bin the rows of the batch that its sequences occupy, [T] int64."""
-    order = [member for members in bins for member in members]
-    reordered = Packing.from_lengths([batch.lengths[member] for member in order], batch.cu_seqlens.device)
-    rows = batch.cu_seqlens[order][reordered.sequence_index()] + reordered.positions()
-    return rows.split_with_sizes([sum(batch.lengths[member] for member in members) for members in bins])
-
-
 def _cut(values: Tensor, keep: int) -> Tensor:
     return values if len(values) == keep else values[:keep]
 
 
-def _read_sequences(sequences: Sequence[Sequence[int] | Tensor | NDArray[Any]] | Tensor) -> list[Tensor]:
-    """Return the tokens of each sequence as [length] int64 on one device."""
-    if len(sequences) == 0:
-        raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
+def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept: Sequence[int]) -> Tensor:
+    """The tokens of the sequences `members`, one after the other: [T] int64 on one device."""
     tokens: list[Tensor] = []
-    for index, sequence in enumerate(sequences):
-        read = _read_tensor(f"sequence {index}", sequence)
+    for member, sequence, keep in zip(members, sequences, kept, strict=True):
+        read = _read_tensor(f"sequence {member}", sequence)
         if read.ndim != 1:
             raise ValueError(
-                f"sequence {index} has shape {tuple(read.shape)}, but a sequence is one-dimensional, [length]. "
+                f"sequence {member} has shape {tuple(read.shape)}, but a sequence is one-dimensional, [length]. "
                 f"Give a list with one such sequence per entry."
             )
-        if len(read) == 0:
-            raise ValueError(f"sequence {index} has no tokens, but the least is 1. Leave out empty sequences.")
         if read.is_floating_point() or read.is_complex() or read.dtype == torch.bool:
             raise ValueError(
-                f"sequence {index} holds {read.dtype}, but tokens are integers. Give the token ids of a tokenizer."
+                f"sequence {member} holds {read.dtype}, but tokens are integers. Give the token ids of a tokenizer."
             )
-        tokens.append(read.to(tokens[0].device if tokens else None, torch.int64))
-    if torch.cat(tokens).min() < 0:
-        index, lowest = next((index, int(each.min())) for index, each in enumerate(tokens) if each.min() < 0)
+        tokens.append(_cut(read, keep).to(tokens[0].device if tokens else None, torch.int64))
+    together = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+    if len(together) and together.min() < 0:
+        member, lowest = next((m, int(each.min())) for m, each in zip(members, tokens, strict=True) if each.min() < 0)
         raise ValueError(
-            f"sequence {index} holds token {lowest}, but the least is 0. "
+            f"sequence {member} holds token {lowest}, but the least is 0. "
             f"Mark what is not to be learned in a column, not in the tokens."
         )
-    return tokens
+    return together
 
 
 def _read_column(
-    name: str, entries: Sequence[Any] | Tensor | NDArray[Any], lengths: list[int], kept: list[int]
+    name: str, entries: Sequence[Any], members: Sequence[int], lengths: Sequence[int], kept: Sequence[int]
 ) -> Tensor:
-    """Return the column's values for all kept tokens in the caller's order, [tokens of the batch, ...]."""
-    if name in RESERVED_COLUMNS:
-        raise ValueError(f'a column is named "{name}", but a microbatch has {name} of its own. Choose another name.')
-    if len(entries) != len(lengths):
-        raise ValueError(
-            f'column "{name}" has {len(entries)} entries for {len(lengths)} sequences. Give one entry per sequence.'
-        )
-    pieces = [_read_tensor(f'column "{name}" of sequence {index}', entry) for index, entry in enumerate(entries)]
-    plain = not any(isinstance(entry, Tensor) for entry in entries)
-    if plain and {values.dtype for values in pieces} == {torch.int64, torch.float32}:
+    """The column's values for the kept tokens of the sequences `members`, one after the other: [T, ...]."""
+    if not entries:
+        return torch.zeros(0)
+    pieces = [
+        _read_tensor(f'column "{name}" of sequence {member}', entry)
+        for member, entry in zip(members, entries, strict=True)
+    ]
+    if is_plain(entries) and {values.dtype for values in pieces} == {torch.int64, torch.float32}:
         pieces = [values.float() for values in pieces]  # 1 and 0.5 are numbers of one kind to whoever writes them
     first = pieces[0]
-    for index, (values, length) in enumerate(zip(pieces, lengths, strict=True)):
+    for member, values, length in zip(members, pieces, lengths, strict=True):
         if values.ndim > 0 and values.shape[0] != length:
             raise ValueError(
-                f'column "{name}" has {len(values)} values for sequence {index}, which has {length} tokens. '
+                f'column "{name}" has {len(values)} values for sequence {member}, which has {length} tokens. '
                 f"Give {length}, one per token, or one scalar for all."
             )
         if values.dtype != first.dtype or values.shape[1:] != first.shape[1:]:
             raise ValueError(
                 f'column "{name}" holds {values.dtype} of shape {tuple(values.shape[1:])} per token for '
-                f"sequence {index}, but {first.dtype} of shape {tuple(first.shape[1:])} for sequence 0. "
+                f"sequence {member}, but {first.dtype} of shape {tuple(first.shape[1:])} for sequence {members[0]}. "
                 f"Give all the same dtype and shape."
             )
     if all(values.ndim == 0 for values in pieces):
-        return torch.stack(pieces).repeat_interleave(torch.tensor(kept, device=pieces[0].device))
+        return torch.stack(pieces).repeat_interleave(torch.tensor(kept, device=first.device))
     return torch.cat(
         [
             _cut(values, keep) if values.ndim > 0 else values.expand(keep)
             for values, keep in zip(pieces, kept, strict=True)
         ]
     )
+
+
+def is_plain(entries: Sequence[Any] | Tensor | NDArray[Any]) -> bool:
+    """Whether a column has no dtype of its own: none of its entries is a tensor."""
+    return not isinstance(entries, Tensor) and not any(isinstance(entry, Tensor) for entry in entries)
 
 
 def _read_tensor(what: str, value: Any) -> Tensor:

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from postlude.agreement import RankFailure, agreed
-from postlude.data import Batch, Microbatch, cut, pack, scatter
+from postlude.data import Batch, Microbatch
 from postlude.devices import group_device
 from postlude.engine import checkpoint, weights
 from postlude.engine.condition import Condition
+from postlude.engine.dealing import Dealt, deal
 from postlude.engine.gradients import clip, squared_norm, sum_counted
 from postlude.engine.reference import Reference, TokenScores
-from postlude.engine.scale import Scale, Tally
+from postlude.engine.scale import Ledger, Scale, Tally
 from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_tied
 from postlude.hf.card import ModelCard
 from postlude.hf.export import Description, describe, is_described, write_hf
@@ -65,10 +66,10 @@ class StepResult:
 class Engine:
     """A model spread over the ranks of a layout, with its optimizer. SPMD: every rank makes the same calls.
 
-    The caller hands the same global batch to every rank; the engine packs it into microbatches of at most `budget`
-    tokens, deals them out, and puts results back in the caller's order. `device` is by default the rank's, as
-    `ranks` chose it. With `critic` the model has a value head, from zero: it is trained, clipped, saved and loaded like
-    every other parameter, and is no part of weights that are streamed or exported.
+    The caller hands the same global batch to every rank, or each its part (`Batch.held`); the engine packs it into
+    microbatches of at most `budget` tokens, each rank its own, and puts results back in the caller's order. `device` is
+    by default the rank's, as `ranks` chose it. With `critic` the model has a value head, from zero: it is trained,
+    clipped, saved and loaded like every other parameter, and is no part of weights that are streamed or exported.
 
     `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
     its tensors are streamed under our own names. `blocks` and `families` are the tables of each, with yours added.
@@ -109,6 +110,7 @@ class Engine:
         self.stages = self._build(source, seed)
         self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype)
         self.condition = Condition()
+        self.ledger = Ledger()
         self.step = 0
         self.skipped = 0
         self.set_optimizer(optimizer or AdamW())
@@ -177,11 +179,11 @@ class Engine:
         If it fails on one rank, the gradients of the step are lost: `zero_grad`, and run its batches again. If it fails
         on one of several, so does every later call: the others may be anywhere.
         """
-        whole, own = self._deal(batch)
-        if counts is not None and "all_tokens" in counts:
+        dealt = self._deal(batch)
+        own, counts = dealt.own, counts or {}
+        if "all_tokens" in counts:
             own = [replace(each, batch_tokens=int(counts["all_tokens"])) for each in own]
-        scale = Scale(whole, counts, sharers=self.mesh.cp.size)
-        tally = Tally(scale)
+        tally = Tally(Scale(own, {**dealt.counts, **counts}, sharers=self.mesh.cp.size), self.ledger)
         with self.condition.passing("forward_backward", self._renew, gradients=True):
             for stage in self.stages.values():
                 stage.train()
@@ -196,16 +198,16 @@ class Engine:
             )
             self._finish_gradients()
             metrics = tally.reduce(self._speaks)
-        return Result(metrics.pop("loss"), metrics, len(whole), whole[0].batch_tokens)
+        return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens)
 
     def measure(self, batch: Batch, objective: Objective) -> Result:
         """What `forward_backward` would find, without a backward: no gradient is made or changed."""
-        whole, own = self._deal(batch)
-        tally = Tally(Scale(whole, None, sharers=self.mesh.cp.size))
+        dealt = self._deal(batch)
+        tally = Tally(Scale(dealt.own, dealt.counts, sharers=self.mesh.cp.size), self.ledger)
         with self.condition.passing("measure", self._renew):
-            self._forward(own, lambda inputs: tally.evaluate(objective, inputs))
+            self._forward(dealt.own, lambda inputs: tally.evaluate(objective, inputs))
             metrics = tally.reduce(self._speaks)
-        return Result(metrics.pop("loss"), metrics, len(whole), whole[0].batch_tokens)
+        return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens)
 
     def optimizer_step(self) -> StepResult:
         """Clip the gradients by their global norm, step, and start over from zero gradients."""
@@ -260,24 +262,14 @@ class Engine:
     ) -> dict[str, list[Tensor]]:
         """Run any processor that returns per-token values [T, ...] by name, without gradients.
 
-        Every rank gets one tensor [length, ...] per sequence, in the caller's order, on the CPU. With `shifted` a value
-        belongs to the token it predicts; without, to the token whose position it stands at.
+        Every rank gets one tensor [length, ...] per sequence, in the caller's order, on the CPU; of a batch that ranks
+        hold in parts, each gets those of its own. With `shifted` a value belongs to the token it predicts; without, to
+        the token whose position it stands at.
         """
-        whole, own = self._deal(batch)
+        dealt = self._deal(batch)
         with self.condition.passing("evaluation", self._renew):
-            found = self._forward(own, lambda inputs: dict(processor(inputs)))
-            shapes = {name: (value.dtype, tuple(value.shape[1:])) for result in found for name, value in result.items()}
-            everyone: list[Any] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everyone, shapes)
-            results = {}
-            for name, (dtype, trailing) in next(filter(None, everyone), {}).items():
-                flat = torch.zeros((whole[0].batch_tokens, *trailing), dtype=dtype, device=self.device)
-                if self._speaks:
-                    for microbatch, values in zip(own, found, strict=True):
-                        scatter(microbatch, values[name].detach(), flat, shifted=shifted)
-                dist.all_reduce(flat)
-                results[name] = list(flat.cpu().split(batch.lengths))
-        return results
+            found = self._forward(dealt.own, lambda inputs: dict(processor(inputs)))
+            return dealt.bring_back(found, shifted=shifted, device=self.device)
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
         """Log-prob of every token given those before it and, on request, the entropy of the distribution it is from."""
@@ -434,24 +426,10 @@ class Engine:
             reshard(stage)
         return found
 
-    def _deal(self, batch: Batch) -> tuple[list[Microbatch], list[Microbatch]]:
-        """All microbatches of the batch, and this rank's part of its own ones."""
+    def _deal(self, batch: Batch) -> Dealt:
+        """This rank's microbatches of a batch. Where one rank refuses its part, all do, and the engine stays whole."""
         self.condition.check()
-        whole = pack(
-            batch.sequences,
-            budget=self.budget,
-            columns=batch.columns,
-            multiple_of=self.mesh.dp.size,
-            groups=batch.groups,
-        )
-        for each in whole:
-            if len(each) and int(each.tokens.max()) >= self.config.vocab_size:
-                raise ValueError(
-                    f"a sequence holds token {int(each.tokens.max())}, but the vocabulary ends at "
-                    f"{self.config.vocab_size - 1}. Are tokenizer and model of one kind?"
-                )
-        own = whole[self.mesh.dp.rank :: self.mesh.dp.size]
-        return whole, [cut(each, self.mesh.cp, multiple_of=self.mesh.tp.size).to(self.device) for each in own]
+        return deal(batch, self.mesh, budget=self.budget, vocab_size=self.config.vocab_size, device=self.device)
 
     @property
     def _speaks(self) -> bool:

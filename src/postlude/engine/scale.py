@@ -1,28 +1,36 @@
 """The one scale: a loss is a sum over this rank's tokens divided by a count over the whole batch. Nothing else scales.
 
-Every rank has the whole batch, so every rank knows the counts before the step. Gradients are then summed over all ranks
+Every rank knows the counts of the whole batch before the step. Gradients are then summed over all ranks
 that saw different tokens, and so are the losses themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import IGNORE, Microbatch
+from postlude.devices import group_device
 from postlude.model import OutputInputs
 from postlude.objectives import Loss, Metric, Objective
 from postlude.objectives.loss import Reduction
+
+Named = tuple[str, Reduction]
+MOST_LINES = 256
+"""The most metrics that are reduced together."""
 
 
 class Scale:
     """The counts of one batch, and what a microbatch adds to a loss or a metric.
 
-    `microbatches` are all of the batch, uncut. `counts` overrides what they hold, for a batch that is only part of a
-    step. `sharers` is the number of context-parallel ranks, each of which holds every sequence's values.
+    `counts` are sums of weights over the whole step, by name; what is not among them is summed over `microbatches`,
+    which are then all of the batch, uncut. `sharers` is the number of context-parallel ranks, each of which holds every
+    sequence's values.
     """
 
     def __init__(
@@ -78,11 +86,42 @@ class Scale:
         return weights
 
 
+class Ledger:
+    """The metrics that all ranks know of, each with a line of its own in what they sum together.
+
+    It outlives a step: ranks tell each other names once, and then only numbers.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[Named, int] = {}
+
+    @property
+    def digest(self) -> int:
+        """A number of 48 bits that tells ledgers apart; never 0."""
+        text = json.dumps(list(self.lines)).encode()
+        return 1 + int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
+
+    def has(self, names: Iterable[Named]) -> bool:
+        """Whether each of these metrics has a line."""
+        return all(name in self.lines for name in names)
+
+    def learn(self, names: Iterable[Named]) -> None:
+        """Give each of these a line: beside the known ones, or alone where there is no room for both."""
+        names = list(dict.fromkeys(names))
+        if len(names) > MOST_LINES:
+            raise ValueError(
+                f"an objective has {len(names)} metrics, but at most {MOST_LINES} are reduced. Report fewer."
+            )
+        known = list(dict.fromkeys([*self.lines, *names]))
+        self.lines = {name: line for line, name in enumerate(known if len(known) <= MOST_LINES else names)}
+
+
 class Tally:
     """Metrics of the microbatches seen on this rank, and their reduction over all ranks."""
 
-    def __init__(self, scale: Scale) -> None:
+    def __init__(self, scale: Scale, ledger: Ledger | None = None) -> None:
         self.scale = scale
+        self.ledger = ledger or Ledger()
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
 
     def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
@@ -129,27 +168,77 @@ class Tally:
                 upper.append(torch.where(kept, values * weights, 0.0).sum())
                 lower.append(weights.sum())
 
+    @torch.no_grad()
     def reduce(self, counts_here: bool, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """One number a metric, the same on every rank. Only ranks where `counts_here` holds bring values in."""
-        own = {}
-        if counts_here:
-            for name, (reduction, upper, lower) in self.entries.items():
-                own[name] = reduction, torch.stack(upper).double().tolist(), torch.stack(lower).double().tolist()
-        everyone = [own]
-        if dist.is_initialized():
-            everyone = [{} for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(everyone, own, group=group)
-        names = dict.fromkeys(name for entries in everyone for name in entries)
-        return {name: _combine([entries[name] for entries in everyone if name in entries]) for name in names}
+        """One number a metric, the same on every rank. Only ranks where `counts_here` holds bring values in.
+
+        All numbers go through one sum and one maximum, and the host waits once, for both. Names are told only when a
+        rank has a metric that not all know of.
+        """
+        entries = self.entries if counts_here else {}
+        own = {(name, reduction): _folded(reduction, *rest) for name, (reduction, *rest) in entries.items()}
+        alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        if alone:
+            self.ledger.learn(own)
+        sums, highest = self._numbers(own, group, alone)
+        if highest[0] != -highest[1]:
+            everyone: list[list[Named]] = [[] for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(everyone, list(own), group=group)
+            self.ledger.learn(name for names in everyone for name in names)
+            sums, highest = self._numbers(own, group, alone)
+        found = {}
+        for (name, reduction), line in self.ledger.lines.items():
+            first, second, present = sums[3 * line : 3 * line + 3]
+            if present:
+                found[name] = _number(reduction, first, second, highest[2 + line])
+        return found
+
+    def _numbers(
+        self, own: Mapping[Named, tuple[Tensor, Tensor, Tensor]], group: dist.ProcessGroup | None, alone: bool
+    ) -> tuple[list[float], list[float]]:
+        """Three sums a line of the ledger; and of its digest, the digest's negation and one number a line the highest.
+
+        A rank with a metric that has no line says 0 instead of the digest, and so differs from itself.
+        """
+        known = self.ledger.has(own)
+        device = next((first.device for first, _, _ in own.values()), torch.device("cpu") if alone else group_device())
+        sums = torch.zeros(MOST_LINES, 3, dtype=torch.float64, device=device)
+        highest = torch.full((2 + MOST_LINES,), float("-inf"), dtype=torch.float64, device=device)
+        highest[0].fill_(float(self.ledger.digest))
+        highest[1].fill_(-float(self.ledger.digest) if known else 0.0)
+        for name, (first, second, extreme) in own.items() if known else ():
+            line = self.ledger.lines[name]
+            sums[line, 0], sums[line, 1], highest[2 + line] = first, second, extreme
+            sums[line, 2].fill_(1.0)
+        both = torch.cat((sums.flatten(), highest))
+        if not alone:
+            both = both.cpu() if dist.get_backend(group) == "gloo" else both
+            dist.all_reduce(both[: 3 * MOST_LINES], group=group)
+            dist.all_reduce(both[3 * MOST_LINES :], dist.ReduceOp.MAX, group=group)
+        numbers = both.tolist()
+        return numbers[: 3 * MOST_LINES], numbers[3 * MOST_LINES :]
 
 
-def _combine(entries: Sequence[tuple[Reduction, list[float], list[float]]]) -> float:
-    reduction = entries[0][0]
-    pairs = [pair for _, upper, lower in entries for pair in zip(upper, lower, strict=True)]
-    if reduction in ("max", "min"):
-        found = torch.tensor([value for value, kept in pairs if kept] or [float("nan")], dtype=torch.float64)
-        return float(found.amax() if reduction == "max" else found.amin())  # not Python's, which may pass over a NaN
-    weighted, weight = sum(value for value, _ in pairs), sum(value for _, value in pairs)
+def _folded(reduction: Reduction, upper: Sequence[Tensor], lower: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """A metric's entries of all microbatches as two sums and a number of which the highest counts.
+
+    Of an extreme, the sums are how often it is not a number, which a maximum would pass over, and how many values
+    count; of a smallest value the negation is taken, so that the highest counts.
+    """
+    values, counted = torch.stack(tuple(upper)).double(), torch.stack(tuple(lower)).double()
+    if reduction in ("mean", "sum"):
+        return values.sum(), counted.sum(), torch.zeros_like(values[0])
+    unknown = values.isnan() & (counted > 0)
+    signed = values if reduction == "max" else -values
+    return unknown.double().sum(), counted.sum(), signed.where((counted > 0) & ~unknown, float("-inf")).amax()
+
+
+def _number(reduction: Reduction, first: float, second: float, highest: float) -> float:
+    """A metric, from what `_folded` made of it on all ranks."""
     if reduction == "sum":
-        return weighted
-    return weighted / weight if weight else float("nan")
+        return first
+    if reduction == "mean":
+        return first / second if second else float("nan")
+    if first or not second:
+        return float("nan")
+    return highest if reduction == "max" else -highest
