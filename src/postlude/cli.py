@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.recipes.beginning import again
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config import describe
-from postlude.recipes.ending import DONE, MISTAKE
+from postlude.recipes.ending import DONE, FAILED, MISTAKE, RunFailed
 from postlude.recipes.settings import Recompute
 from postlude.verify.choices import OBJECTIVES, TOLERANCES
 
@@ -38,6 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options, Console()) or DONE
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
         return _mistake(options, error)
+    except RunFailed as error:
+        print(f"postlude {options.command}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"postlude {options.command}: SIGINT ended it.", file=sys.stderr)
+        return 128 + signal.SIGINT
     except RuntimeError as error:
         from postlude.last_words import RankError  # torch, which has been imported where a rank failed
 

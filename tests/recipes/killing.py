@@ -1,4 +1,4 @@
-"""An objective that kills its own run, once, as the file DIRECTORY/order says: moment, victim, step.
+"""An objective that kills its own run, once, as the file DIRECTORY/order says: moment, victim, step, signal.
 
 Steps are those of GRPO since the run was started or continued. Where it was when it was killed is left in
 DIRECTORY/killed, and the order is taken away, so that the same command goes through when it is given again.
@@ -37,8 +37,8 @@ class Killing:
         self.policy = PolicyGradient(clip_high=0.28, kl=ReferenceKL(coefficient=0.1))
         self.steps = self.tokens = 0
         order = self.directory / "order"
-        self.moment, self.victim, step = order.read_text().split() if order.is_file() else ("", "", 0)
-        self.step = int(step)
+        words = order.read_text().split() if order.is_file() else ["", "", "0", "SIGKILL"]
+        self.moment, self.victim, self.step, self.signal = words[0], words[1], int(words[2]), signal.Signals[words[3]]
         if self.moment == "rollout":
             nn.modules.module.register_module_forward_pre_hook(self.on_forward)
         elif self.moment in FILES:
@@ -67,11 +67,9 @@ class Killing:
         self.moment = ""
         (self.directory / "killed").write_text(_stacks())
         (self.directory / "order").unlink()
-        if self.victim == "launcher":
-            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getppid() if self.victim == "launcher" else os.getpid(), self.signal)
+        if self.victim == "launcher" and self.signal == signal.SIGKILL:
             time.sleep(HEARING)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stacks() -> str:

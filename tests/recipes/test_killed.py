@@ -77,9 +77,9 @@ def command(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def order(place: Path, moment: str, *, victim: str = "rank", step: int = 3) -> None:
+def order(place: Path, moment: str, *, victim: str = "rank", step: int = 3, by: str = "SIGKILL") -> None:
     (place / "killed").unlink(missing_ok=True)
-    (place / "order").write_text(f"{moment} {victim} {step}")
+    (place / "order").write_text(f"{moment} {victim} {step} {by}")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def test_a_run_killed_again_and_again_goes_on(ranks: Ranks, place: Path) -> None
 def test_a_kill_of_one_rank_or_of_the_launcher_ends_all_and_the_command_goes_on(ranks: Ranks, place: Path) -> None:
     ranks(2, trained, str(place), "whole", "--layout=pp=2")
     for victim, step, code, words in (
-        ("rank", 3, 2, "postlude grpo: rank 1 of 2 was killed by SIGKILL.\n"),
+        ("rank", 3, 1, "postlude grpo: rank 1 of 2 was killed by SIGKILL.\n"),
         ("launcher", 2, -signal.SIGKILL, ""),
     ):
         order(place, "backward", victim=victim, step=step)
@@ -167,4 +167,40 @@ def test_a_kill_of_one_rank_or_of_the_launcher_ends_all_and_the_command_goes_on(
         assert_killed(place, "backward")
     done = command(place, "--layout=pp=2")
     assert done.returncode == 0, done.stderr
+    assert_equal(place)
+
+
+def asked_to_end(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    ended = command(place, *overrides)
+    assert (place / "killed").is_file(), f"the moment never came: {ended.stderr}"
+    assert "Traceback" not in ended.stderr
+    return ended
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_goes_on(ranks: Ranks, place: Path) -> None:
+    ranks(1, trained, str(place), "whole")
+    for by, step, code, done in (("SIGTERM", 2, 143, 3), ("SIGINT", 1, 130, 4)):
+        order(place, "backward", step=step, by=by)
+        ended = asked_to_end(place)
+        words = f"postlude grpo: {by} ended the run after step {done}, which is saved; go on with: postlude grpo "
+        assert ended.stderr.splitlines()[-1] == f"{words}small.yaml --run parts", ended.stderr
+        assert ended.returncode == code
+        assert [path.name for path in (place / "parts" / "checkpoints").iterdir()] == [f"step-00000{done}"]
+        assert not (place / "parts" / "model").exists()
+    done_ = command(place)
+    assert done_.returncode == 0, done_.stderr
+    assert_equal(place)
+
+
+@pytest.mark.slow
+def test_ranks_agree_to_end_when_one_is_asked_or_the_launcher_is(ranks: Ranks, place: Path) -> None:
+    ranks(2, trained, str(place), "whole", "--layout=pp=2")
+    for victim, by, step, code, done in (("rank", "SIGTERM", 2, 143, 3), ("launcher", "SIGINT", 1, 130, 4)):
+        order(place, "backward", victim=victim, step=step, by=by)
+        ended = asked_to_end(place, "--layout=pp=2")
+        assert f"{by} ended the run after step {done}, which is saved" in ended.stderr.splitlines()[-1], ended.stderr
+        assert ended.returncode == code
+    done_ = command(place, "--layout=pp=2")
+    assert done_.returncode == 0, done_.stderr
     assert_equal(place)

@@ -79,7 +79,7 @@ def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows:
         ("--data.path=no/rows.jsonl", "no/rows.jsonl"),
         ("--data.prompt=question", 'no column "question"'),
         ("--objective=nothing.py:mine", "nothing.py"),
-        ("--held_out.rows=16", "16 of 16 rows are to be held out"),
+        ("--held_out.rows=16", "held_out.rows is 16"),
         ("--budget=4", "too many for the budget"),
     ],
 )

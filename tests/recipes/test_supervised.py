@@ -16,6 +16,7 @@ from postlude.recipes.commands import RECIPES
 from postlude.recipes.config import ConfigError, load, undocumented
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.dpo import DPOTrainer
+from postlude.recipes.ending import read_ending
 from postlude.recipes.sft import SFTTrainer
 from postlude.recipes.trainer import train
 from tests.conftest import Ranks
@@ -132,8 +133,13 @@ def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
 def test_gradients_that_are_not_finite_end_the_run(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OBJECTIVE)
     broken = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=.inf")
-    with pytest.raises(pytest.fail.Exception, match="not finite in 2 optimizer steps in a row, up to step 2"):
-        ranks(1, trained, "sft", str(tmp_path), *broken, "--max_skipped=1")
+    ranks(1, trained, "sft", str(tmp_path), *broken, "--max_skipped=1")
+    ending = read_ending(tmp_path / "run")
+    assert ending is not None
+    assert (ending.outcome, ending.code) == ("failed", 1)
+    assert "not finite in 2 optimizer steps in a row, up to step 2; max_skipped is 1." in ending.sentence
+    assert ending.sentence.endswith("No checkpoint was saved, and nothing was exported.")
+    assert not (tmp_path / "run" / "model").exists()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
     assert rows[1]["skipped"] == 1.0

@@ -257,6 +257,16 @@ class Engine:
         dist.all_reduce(squares)
         return float(squares.sqrt())
 
+    @torch.no_grad()
+    def weight_norm(self) -> float:
+        """The norm of all weights, over every rank. It is not finite where one of them is not."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, parameter in self.parameters.items():
+            if not self._is_second_copy(name):
+                squares += torch.linalg.vector_norm(held(parameter), dtype=torch.float64).square() / copies(parameter)
+        dist.all_reduce(squares)
+        return float(squares.sqrt())
+
     def evaluate(
         self, batch: Batch, processor: Callable[[OutputInputs], Mapping[str, Tensor]], *, shifted: bool = True
     ) -> dict[str, list[Tensor]]:

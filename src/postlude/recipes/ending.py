@@ -18,6 +18,10 @@ DONE, FAILED, MISTAKE = 0, 1, 2
 that a signal ended has 128 and the signal's number."""
 
 
+class RunFailed(Exception):
+    """A run that had made steps came upon something that was no mistake in its command."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """What became of a run, the last step it logged, and the sentence it ended with where it ended badly."""

@@ -80,14 +80,14 @@ class GRPOTrainer(Trainer):
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, with the optimizer and the reference that belong to its phase."""
-        if step_of(checkpoint) > self.warm:
+        warm = step_of(checkpoint) <= self.warm
+        self.engine.set_optimizer(self.config.warm_start.optimizer if warm and self.warm else self.config.optimizer)
+        if not warm and self.config.has_reference:
+            self.engine.load(self.run.path / REFERENCE)
+            self.reference = self.engine.reference()
             self.engine.set_optimizer(self.config.optimizer)
-            if self.config.has_reference:
-                self.engine.load(self.run.path / REFERENCE)
-                self.reference = self.engine.reference()
-                self.engine.set_optimizer(self.config.optimizer)
         extra = self.engine.load(checkpoint)
-        self.step = extra["step"]
+        self.step, self.first_norm = extra["step"], extra.get("first_norm", 0.0)
         self.sampler.restore(extra["sampler"])
 
     def train_step(self) -> dict[str, Any]:
@@ -98,6 +98,7 @@ class GRPOTrainer(Trainer):
             self._begin()
         answered, drawn = self.rollout()
         self.run.sample(self.step + 1, shown(drawn, self.tokenizer))
+        self.health.rewards(drawn, self.step + 1)
         learned = len({each.group for each in answered}) / self.config.prompts
         return summary(drawn) | {"groups_learned": learned} | self.learn_answers(answered)
 

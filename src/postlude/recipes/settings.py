@@ -232,6 +232,20 @@ class Model(Settings):
     """A Weights & Biases project to log to as well."""
 
 
+class Limits(Settings):
+    """When a run is given up, as one that learns nothing any more, and when it is warned of."""
+
+    failed_rewards: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The largest share of a step's rewards that may fail; more in `patience` steps in a row ends the run. So does a
+    first step in which all fail."""
+    weight_growth: Annotated[float, Field(gt=1)] = 100.0
+    """How many times as large as at the start the norm of all weights may become, when a checkpoint is due."""
+    entropy: NonNegative = 0.01
+    """The policy's mean entropy, in nats a token, below which it is warned of."""
+    patience: PositiveInt = 5
+    """Steps in a row that failing rewards, low entropy, or groups without a difference are borne."""
+
+
 class Training(Model):
     """What is common to recipes that train."""
 
@@ -246,7 +260,9 @@ class Training(Model):
     keep: PositiveInt = 2
     """How many checkpoints stay."""
     max_skipped: NonNegativeInt = 10
-    """How many optimizer steps in a row may be skipped, their gradients not finite, before the run ends."""
+    """How many optimizer steps in a row may have a loss or gradient that is not finite before the run ends."""
+    limits: Limits = Limits()
+    """When the run is given up."""
     export: bool = True
     """Whether the trained model is written at the end, as a Hugging Face directory: model/ in the run's."""
 

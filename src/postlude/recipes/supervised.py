@@ -76,5 +76,5 @@ class SupervisedTrainer(Trainer, Generic[Row]):
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint."""
         extra = self.engine.load(checkpoint)
-        self.step = extra["step"]
+        self.step, self.first_norm = extra["step"], extra.get("first_norm", 0.0)
         self.course.sampler.restore(extra["sampler"])

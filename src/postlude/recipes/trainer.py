@@ -6,6 +6,9 @@ and the step, so a run that is continued is the run that was not interrupted.
 
 from __future__ import annotations
 
+import functools
+import logging
+import signal
 from abc import ABC, abstractmethod
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +19,7 @@ import torch.distributed as dist
 
 from postlude.data import Batch
 from postlude.engine import Engine
+from postlude.engine.checkpoint import check
 from postlude.hf.card import ModelCard
 from postlude.hf.load import load_tokenizer
 from postlude.objectives import Objective
@@ -25,9 +29,10 @@ from postlude.recipes.beginning import NEWEST, Beginning
 from postlude.recipes.changes import MAY_CHANGE
 from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
-from postlude.recipes.ending import Ending, Outcome, forget_ending
+from postlude.recipes.ending import FAILED, Ending, Outcome, RunFailed, forget_ending
+from postlude.recipes.health import Health, Hopeless
 from postlude.recipes.live import LiveView
-from postlude.recipes.metrics import LOSS, SKIPPED, SPEED
+from postlude.recipes.metrics import LOSS, MEMORY, SKIPPED, SPEED
 from postlude.recipes.run import (
     Onlooker,
     RunDirectory,
@@ -39,11 +44,14 @@ from postlude.recipes.run import (
     step_of,
 )
 from postlude.recipes.settings import Training
+from postlude.recipes.signals import Signals
 from postlude.recipes.surroundings import surroundings
 from postlude.recipes.verdict import MODEL, facts, read_verdict
 
 NOT_THE_MODELS = ("run", "model", "wandb")  # settings that say nothing about what was made
-LATER = "later"  # what checkpoints are called after which the run was gone back
+LOG = logging.getLogger("postlude")
+MISTAKES = (ValueError, TypeError, OSError, ImportError, ArithmeticError)  # that a start makes
+LATER, DAMAGED = "later", "damaged"  # what checkpoints are called that a run goes on before
 
 
 class Trainer(ABC):
@@ -79,7 +87,13 @@ class Trainer(ABC):
             seed=config.seed,
         )
         self.step = 0
-        self.skipped = 0  # optimizer steps in a row
+        self.saved = 0  # the step of the last checkpoint
+        self.began: int | None = None  # the step that this start went on from, once it has
+        self.first_norm = 0.0  # of the weights that the run began with
+        self.again = ""  # how to go on
+        self.asked_to_end = 0  # by which signal
+        self.signals = Signals(speaks=is_first_rank())
+        self.health = Health(config.limits, config.max_skipped, speaks=is_first_rank())
         self.timed = Clock()
 
     @property
@@ -110,7 +124,8 @@ class Trainer(ABC):
     def resume(self, beginning: Beginning) -> None:
         """Take the directory, and go on from a checkpoint. A run without one begins by measuring where it starts."""
         self.run = open_run(self.settings.run, self.asked, may_change=MAY_CHANGE, wandb=self.settings.wandb)
-        checkpoint = self._chosen(beginning.resume_from)
+        self.again = f"go on with: {beginning.command}" if beginning.command else "the same config goes on"
+        checkpoint = self._restored(beginning.resume_from)
         at = -1 if checkpoint is None else step_of(checkpoint)
         if at > self.last:
             raise ValueError(
@@ -121,25 +136,45 @@ class Trainer(ABC):
             forget_ending(self.run.path)
         self.run.set_aside([path for path in self.run.checkpoints() if step_of(path) > at], LATER)
         self.run.resume_at(at)
-        if checkpoint is not None:
-            self.restore(checkpoint)
         self.run.record(step=self.step, command=beginning.command, **surroundings(self.engine.device))
-        if checkpoint is None and (found := self._evaluated()):
-            self.run.log(0, found | self.timed.take(), phase="start")
+        if checkpoint is None:
+            self.first_norm = self.engine.weight_norm()
+            if found := self._evaluated():
+                self.run.log(0, found | self.timed.take(), phase="start")
+        self.saved, self.began = self.step, self.step
+        self._agree()
 
-    def _chosen(self, step: int | None) -> Path | None:
-        """The checkpoint to go on from: that of a step, or the newest. The first rank looks."""
+    def _restored(self, step: int | None) -> Path | None:
+        """Load the checkpoint of a step, or the newest. One that is damaged is set aside for the one before it."""
+        damaged: list[Path] = []
+        for checkpoint in first_rank_says(lambda: self._candidates(step)):
+            try:
+                self.restore(checkpoint)
+            except (OSError, ValueError):
+                damage = first_rank_says(functools.partial(_damage, checkpoint))
+                if not damage or step is not None:
+                    raise
+                damaged.append(checkpoint)
+                if is_first_rank():
+                    LOG.warning("%s The one before it is taken, and later steps are done again.", damage)
+                continue
+            self.run.set_aside(damaged, DAMAGED)
+            return checkpoint
+        if damaged:
+            raise ValueError(
+                f"no checkpoint of {self.run.path} is whole any more, {damaged[0].name} being the newest. Give another "
+                "directory (--run) to begin again."
+            )
+        return None
 
-        def look() -> Path | None:
-            found = {step_of(path): path for path in self.run.checkpoints()}
-            if step is None:
-                return found[max(found)] if found else None
-            if step not in found:
-                there = ", ".join(path.name for path in found.values()) or "none"
-                raise ValueError(f"{self.run.path} has no checkpoint of step {step} to go back to; it has {there}.")
-            return found[step]
-
-        return first_rank_says(look)
+    def _candidates(self, step: int | None) -> list[Path]:
+        found = {step_of(path): path for path in self.run.checkpoints()}
+        if step is None:
+            return [found[each] for each in sorted(found, reverse=True)]
+        if step not in found:
+            there = ", ".join(path.name for path in found.values()) or "none"
+            raise ValueError(f"{self.run.path} has no checkpoint of step {step} to go back to; it has {there}.")
+        return [found[step]]
 
     def advance(self) -> dict[str, Any]:
         """One step with all that belongs to it; returns its metrics."""
@@ -149,27 +184,31 @@ class Trainer(ABC):
         if "tokens" in metrics:
             metrics[SPEED] = metrics["tokens"] / sum(self.timed.seconds.values())
         metrics |= self._evaluated()
+        metrics |= self._agree()
         metrics |= self.timed.take()
         self.run.log(self.step, metrics, phase=phase)
+        self.health.step(metrics, self.step)
         every = self.settings.save_every
         if self.step == self.last or (every and self.step % every == 0):
-            extra = {"step": self.step, **self.state()}
-            self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
-            self.run.prune(self.settings.keep)
+            self.save()
         return metrics
+
+    def save(self) -> None:
+        """Write a checkpoint of the step that is done, unless there is one or its weights are bad."""
+        if self.saved == self.step:
+            return
+        self.health.weights(self.engine.weight_norm(), self.first_norm, self.step)
+        extra = {"step": self.step, "first_norm": self.first_norm, **self.state()}
+        self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
+        self.saved = self.step
+        self.run.prune(self.settings.keep)
 
     def learn(self, batch: Batch, objective: Objective) -> dict[str, Any]:
         """One optimizer step on a batch; returns its metrics."""
         with self.timed("train"):
             result = self.engine.forward_backward(batch, objective)
             moved = self.engine.optimizer_step()
-        self.skipped = self.skipped + 1 if moved.skipped else 0
-        if self.skipped > self.settings.max_skipped:
-            raise ValueError(
-                f"the gradient was not finite in {self.skipped} optimizer steps in a row, up to step {self.step + 1}; "
-                f"max_skipped is {self.settings.max_skipped}. The last checkpoint is good: lower optimizer.lr, or look "
-                "at the samples of the last steps."
-            )
+        self.health.learned(result.loss, moved.skipped, self.step + 1)
         found = {LOSS: result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
         return found | {SKIPPED: float(moved.skipped), "tokens": result.tokens}
 
@@ -180,10 +219,30 @@ class Trainer(ABC):
             card = self._card() if is_first_rank() else None
             # The directory is the run's own: what an earlier end of it wrote is replaced.
             self.engine.export_hf(self.run.path / MODEL, tokenizer=self.tokenizer, card=card, overwrite=True)
-        ending = Ending("finished", self.step)
-        conclude(self.settings.run, ending)
-        dist.barrier()
-        return ending
+        return self._end(Ending("finished", self.step))
+
+    def interrupt(self) -> Ending:
+        """Save what is done, for a signal asked to end."""
+        self.save()
+        name = signal.Signals(self.asked_to_end).name
+        done = f"after step {self.step}, which is saved" if self.step else "before its first step"
+        sentence = f"{name} ended the run {done}; {self.again}"
+        return self._end(Ending("interrupted", self.step, sentence, 128 + self.asked_to_end))
+
+    def give_up(self, reason: Hopeless) -> Ending:
+        """End a run that learns nothing any more. Nothing is exported; a checkpoint is called whole if it is."""
+        self.engine.finish_saving()
+        sentence = f"{reason}. {first_rank_says(self._what_is_left)}"
+        return self._end(Ending("failed", self.step, sentence, FAILED))
+
+    def _what_is_left(self) -> str:
+        found = self.run.checkpoints()
+        if not found:
+            return "No checkpoint was saved, and nothing was exported."
+        damage = _damage(found[-1])
+        if damage:
+            return f"{damage} Nothing was exported."
+        return f"{found[-1].name} is whole and its weights are finite: {self.again}. Nothing was exported."
 
     def _card(self) -> ModelCard:
         """What came of the run, for those who get the model alone."""
@@ -192,6 +251,25 @@ class Trainer(ABC):
         scores = {fact.label: f"{fact.text} {fact.note}".strip() for fact in facts(verdict)}
         how = f"Trained with `postlude {self.name}` for {self.step} steps."
         return ModelCard(str(self.settings.model), how, settings, scores)
+
+    def _end(self, ending: Ending) -> Ending:
+        if self.step:
+            conclude(self.settings.run, ending)
+        dist.barrier()
+        return ending
+
+    def _agree(self) -> dict[str, float]:
+        """Hear from all ranks whether a signal asked to end; returns the most memory that one of them used."""
+        device = self.engine.device
+        on_gpu = device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else 0.0
+        told = torch.tensor([float(self.signals.heard), memory], dtype=torch.float64, device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        asked, most = told.tolist()
+        self.asked_to_end = int(asked)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        return {MEMORY: most} if on_gpu else {}
 
     def _evaluated(self) -> dict[str, float]:
         done = self.step - self.warm
@@ -202,22 +280,40 @@ class Trainer(ABC):
 
 
 def train(trainer: Trainer, beginning: Beginning = NEWEST) -> Ending:
-    """Run or continue until the last step."""
-    with closing(trainer):
+    """Run or continue until the last step, a signal, or until there is nothing to learn any more."""
+    with closing(trainer), trainer.signals:
         try:
             trainer.resume(beginning)
             title = f"{trainer.name} {trainer.settings.model}"
             with LiveView(trainer.last, title=title, start=trainer.step) as live:
-                while trainer.step < trainer.last:
+                while trainer.step < trainer.last and not trainer.asked_to_end:
                     live.doing(trainer.phase)
                     metrics = trainer.advance()
                     live.update(trainer.step, metrics)
-            return trainer.finish()
+            return trainer.interrupt() if trainer.asked_to_end else trainer.finish()
+        except Hopeless as reason:
+            return trainer.give_up(reason)
         except BaseException as error:
-            if trainer.step:  # there is something to conclude
+            if trainer.began is not None and trainer.step:  # there is something to conclude
                 outcome: Outcome = "failed" if isinstance(error, Exception) else "interrupted"
-                _conclude_badly(trainer, Ending(outcome, trainer.step, str(error)), error)
+                _conclude_badly(trainer, Ending(outcome, trainer.step, str(error), FAILED), error)
+                if isinstance(error, MISTAKES) and trainer.step > trainer.began:  # it would have shown in a first step
+                    failed = f"step {trainer.step + 1} failed: {_told(error)}"
+                    raise RunFailed(f"{failed}. When that is mended, {trainer.again}") from error
             raise
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(".")
+
+
+def _damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint; empty where nothing is."""
+    try:
+        check(checkpoint)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def _conclude_badly(trainer: Trainer, ending: Ending, error: BaseException) -> None:

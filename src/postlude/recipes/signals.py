@@ -1,0 +1,46 @@
+"""SIGINT and SIGTERM ask a run to end after its step; a second one ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+ASKING = (signal.SIGINT, signal.SIGTERM)
+SAME = 1.0  # seconds in which a second signal is the first one, come another way: a terminal's and a launcher's
+
+
+class Signals:
+    """While it is entered, `heard` is the first signal that asked this process to end, or 0.
+
+    Where it is entered in another thread than the first, Python hears no signals, and they do what they always did.
+    """
+
+    def __init__(self, *, speaks: bool) -> None:
+        self.heard = 0
+        self._speaks, self._at = speaks, 0.0
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._hear) for number in ASKING}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.heard:
+            self.heard, self._at = number, now
+            if self._speaks:
+                words = f"\n{signal.Signals(number).name}: the run ends after this step; another ends it at once.\n"
+                os.write(2, words.encode())  # what is interrupted may be in the middle of a print
+        elif now - self._at > SAME:
+            self.__exit__()
+            signal.raise_signal(number)

@@ -1,0 +1,156 @@
+"""A run that can learn nothing ends with exit code 1 and says why; one that hardly does is warned of."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from postlude.cli import main
+from postlude.recipes.ending import read_ending
+from postlude.recipes.health import Health, Hopeless
+from postlude.recipes.rollouts import Answered
+from postlude.recipes.settings import Limits
+from postlude.rollout.environments import Transcript
+from postlude.rollout.rewards import Score
+from postlude.rollout.tasks import Task
+
+LIMITS = Limits(failed_rewards=0.5, weight_growth=10.0, entropy=0.1, patience=2)
+
+JUDGE = """
+def judge(prompt, completion, example):
+    if example["answer"] == "1":  # so that a trial call goes through
+        return 1.0
+    raise KeyError("gone")
+"""
+
+
+def health(*, speaks: bool = True) -> Health:
+    return Health(LIMITS, max_skipped=1, speaks=speaks)
+
+
+def answers(*rewards: float | str, samples: int = 2) -> list[Answered]:
+    """Answers in groups of two; text is what a reward failed with."""
+    scores = [Score(0.0, {}, each) if isinstance(each, str) else Score(each) for each in rewards]
+    return [
+        Answered(Task("p", {}, "task"), place // samples, Transcript([1]), score=score)
+        for place, score in enumerate(scores)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([answers("broken", "broken")], "all 2 rewards of step 1 failed, as none before was given: broken"),
+        (
+            [answers(1.0, "odd"), *[answers(1.0, "broken", "broken", "broken")] * 2],
+            r"75% of the rewards of step 3 failed, and more than limits.failed_rewards=0.5 in 2 steps in a row: broken",
+        ),
+    ],
+)
+def test_rewards_that_fail_end_a_run(steps: list[list[Answered]], sentence: str) -> None:
+    watched = health()
+    for number, drawn in enumerate(steps[:-1], start=1):
+        watched.rewards(drawn, number)
+    with pytest.raises(Hopeless, match=sentence):
+        watched.rewards(steps[-1], len(steps))
+
+
+def test_rewards_that_fail_now_and_then_do_not() -> None:
+    watched = health()
+    for number, drawn in enumerate([answers(1.0, 0.0), answers("x", "x"), answers(1.0, "x"), answers("x", "x")]):
+        watched.rewards(drawn, number)
+
+
+@pytest.mark.parametrize(
+    ("hear", "sentence"),
+    [
+        (lambda watched: watched.learned(math.nan, False, 7), "not finite in 2 optimizer steps in a row, up to step 7"),
+        (lambda watched: watched.learned(1.0, True, 7), "max_skipped is 1. Lower optimizer.lr"),
+        (lambda watched: watched.weights(math.nan, 1.0, 7), "the weights are not finite any more after step 7"),
+        (lambda watched: watched.weights(21.0, 2.0, 7), "10.5 times as large as at the start; limits.weight_growth is"),
+    ],
+)
+def test_numbers_that_leave_all_bounds_end_a_run(hear: Callable[[Health], None], sentence: str) -> None:
+    watched = health()
+    watched.learned(1.0, True, 1)
+    watched.learned(1.0, False, 2)
+    watched.learned(math.inf, False, 6)
+    watched.weights(19.0, 2.0, 6)
+    watched.weights(19.0, 0.0, 6)  # a run whose first norm is not known
+    with pytest.raises(Hopeless, match=sentence):
+        hear(watched)
+
+
+def test_a_policy_without_entropy_and_groups_without_a_difference_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "postlude")
+    watched, silent = health(), health(speaks=False)
+    for step, entropy in enumerate([0.05, 0.2, 0.05, 0.05, 0.05], start=1):
+        for each in (watched, silent):
+            each.step({"entropy": entropy}, step)
+            each.step({"loss": 1.0}, step) if step < 3 else None
+            each.rewards(answers(1.0, 1.0, 0.0, float(step == 1)), step)
+    told = [record.getMessage() for record in caplog.records]
+    assert [words.split(":")[0] for words in told] == [
+        "for 2 steps, up to 3, all answers to a prompt earned the same, and nothing was learned",
+        "the policy's entropy is 0.05 at step 4, below limits.entropy=0.1",
+    ]
+
+
+def rows(directory: Path) -> str:
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{one}+1=", "completion": str(one + 1)}) + "\n" for one in range(8)))
+    return f"--data.path={path}"
+
+
+def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    words = ["sft", "--run", str(run), rows(tmp_path), "--budget=64", "--batch=4", "--save_every=1"]
+    assert main([*words, "--steps=2", "--export=false"]) == 0
+    assert main([*words, "--steps=9", "--optimizer.lr=100"]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "times as large as at the start; limits.weight_growth is 100. Lower optimizer.lr. step-000002 is whole" in told
+    )
+    assert told.endswith("--steps=9 --optimizer.lr=100. Nothing was exported.")
+    assert not (run / "model").exists()
+    ending = read_ending(run)
+    assert ending is not None
+    assert (ending.outcome, ending.step, ending.code) == ("failed", 3, 1)
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.name > "step-000002"] == []
+
+    newest = run / "checkpoints" / "step-000002"
+    part = next(newest.glob("*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1])
+    assert main([*words, "--steps=2", "--export=false"]) == 0
+    (told,) = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert "step-000002 is damaged: part-00000.safetensors is not what was saved there." in told
+    assert told.endswith("The one before it is taken, and later steps are done again.")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-000001",
+        "step-000002",
+        "step-000002.damaged",
+    ]
+
+
+def test_a_reward_that_always_fails_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{one}=", "answer": str(one)}) + "\n" for one in (1, 2, 3, 4, 5))
+    )
+    words = ["grpo", "--run", str(tmp_path / "run"), "--environment=dataset", "--environment.workers=0"]
+    words += [f"--environment.path={tmp_path / 'rows.jsonl'}", f"--environment.reward={tmp_path / 'judge.py'}:judge"]
+    words += ["--budget=64", "--prompts=2", "--samples=2", "--steps=9", "--answers.max_new_tokens=2"]
+    assert main([*words, "--evaluation.every=0", "--limits.patience=2", "--limits.failed_rewards=0.4"]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "rewards" in told
+    assert "KeyError: 'gone'" in told
+    assert told.endswith("No checkpoint was saved, and nothing was exported.")
