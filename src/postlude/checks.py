@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+MISTAKES = (ValueError, TypeError, OSError, ImportError, ArithmeticError)
+"""What is raised of what a user wrote or has, in a sentence. Anything else is a fault of ours, and shown as one."""
+
 
 def one_of(name: str, value: str, choices: Sequence[str]) -> None:
     """Refuse a value that is not among the choices."""

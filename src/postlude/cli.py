@@ -18,6 +18,7 @@ from typing import NoReturn, cast, get_args
 
 from rich.console import Console
 
+from postlude.checks import MISTAKES
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.recipes.beginning import again
 from postlude.recipes.commands import RECIPES
@@ -37,25 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = cast(Command, importlib.import_module(f"postlude.commands.{options.module}").run)
         return run(options, Console()) or DONE
-    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
-        return _mistake(options, error)
+    except MISTAKES as error:
+        return _told(options, error, MISTAKE)
     except RunFailed as error:
-        print(f"postlude {options.command}: {error}", file=sys.stderr)
-        return FAILED
+        return _told(options, error, FAILED)
     except KeyboardInterrupt:
-        print(f"postlude {options.command}: SIGINT ended it.", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _told(options, "SIGINT ended it.", 128 + signal.SIGINT)
     except RuntimeError as error:
         from postlude.last_words import RankError  # torch, which has been imported where a rank failed
 
         if isinstance(error, RankError):
-            return _mistake(options, error)
+            return _told(options, error, MISTAKE if error.mistake else FAILED)
         raise
 
 
-def _mistake(options: argparse.Namespace, error: Exception) -> int:
-    print(f"postlude {options.command}: {error}", file=sys.stderr)
-    return MISTAKE
+def _told(options: argparse.Namespace, words: Exception | str, code: int) -> int:
+    print(f"postlude {options.command}: {words}", file=sys.stderr)
+    return code
 
 
 class _Parser(argparse.ArgumentParser):

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from postlude.checks import MISTAKES
+
 GRACE = 3.0  # seconds a rank that stops gives the others to say why
 LOST = re.compile(r"gloo/(transport|rendezvous)|connectFullMesh|connection (closed|reset)|timed out waiting|NCCL", re.I)
 FINISHED = "finished without coming to this collective"
@@ -33,11 +35,14 @@ Result = TypeVar("Result")
 
 
 class RankError(RuntimeError):
-    """A rank failed or was lost. The message names it; `traceback` is its own, where it could still tell."""
+    """A rank failed or was lost. The message names it; `traceback` is its own, where it could still tell.
 
-    def __init__(self, message: str, traceback: str = "") -> None:
+    It is a `mistake` if what the rank raised is what users' mistakes raise.
+    """
+
+    def __init__(self, message: str, traceback: str = "", *, mistake: bool = False) -> None:
         super().__init__(message)
-        self.traceback = traceback
+        self.traceback, self.mistake = traceback, mistake
         if traceback:
             self.add_note(traceback)
 
@@ -50,6 +55,7 @@ class Word:
     text: str = ""
     traceback: str = ""
     time: float = field(default_factory=time.time)
+    mistake: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Word:
@@ -59,7 +65,7 @@ class Word:
         kind = "stopped" if isinstance(error, RankError) or _came_from_a_collective(error) else "failed"
         text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         trace = getattr(error, "traceback", "") or "".join(traceback.format_exception(error))
-        return cls(kind, text, trace)
+        return cls(kind, text, trace, mistake=isinstance(error, MISTAKES))
 
 
 class LastWords:
@@ -203,7 +209,8 @@ def first_failure(words: dict[int, Word], size: int) -> RankError | None:
     if not failed:
         return None
     _, rank = min(failed)
-    return RankError(f"rank {rank} of {size} failed: {words[rank].text}", words[rank].traceback)
+    word = words[rank]
+    return RankError(f"rank {rank} of {size} failed: {word.text}", word.traceback, mistake=word.mistake)
 
 
 def _came_from_a_collective(error: BaseException | None) -> bool:

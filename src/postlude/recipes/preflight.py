@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from postlude.checks import MISTAKES
 from postlude.data.chat import Encoder
 from postlude.engine import AdamW
 from postlude.hf.family import Family
@@ -44,8 +45,6 @@ from postlude.recipes.settings import (
 )
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
 
-MISTAKES = (ValueError, TypeError, OSError, ImportError, ArithmeticError)
-"""What a check raises of what a user wrote. Anything else is a fault of ours, and shown as one."""
 SAVED = 3  # numbers a parameter has in a checkpoint: itself and, at most, two of the optimizer's
 
 

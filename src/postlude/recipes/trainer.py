@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from postlude.checks import MISTAKES
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.engine.checkpoint import check
@@ -50,7 +51,6 @@ from postlude.recipes.verdict import MODEL, facts, read_verdict
 
 NOT_THE_MODELS = ("run", "model", "wandb")  # settings that say nothing about what was made
 LOG = logging.getLogger("postlude")
-MISTAKES = (ValueError, TypeError, OSError, ImportError, ArithmeticError)  # that a start makes
 LATER, DAMAGED = "later", "damaged"  # what checkpoints are called that a run goes on before
 
 
