@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from postlude.recipes.commands import RECIPES
 from postlude.recipes.config import load
 from postlude.recipes.run import read_metrics, read_record
 from tests.conftest import Ranks
+from tests.recipes.test_run import files_of_at_most
 
 SMALL = ("--budget=128", "--batch=4", "--save_every=1", "--keep=9", "--export=false", "--optimizer.lr=1e-3")
 
@@ -30,7 +32,11 @@ def rows(tmp_path: Path) -> str:
 def trained(group: Any, run: str, *overrides: str, beginning: Beginning = NEWEST) -> list[dict[str, Any]]:
     """A run of SFT; its metrics but for what the clock says."""
     RECIPES["sft"].run(load(RECIPES["sft"].config, None, [*SMALL, "--run", run, *overrides]), "cpu", beginning)
-    return [{name: row[name] for name in ("step", "loss", "grad_norm", "lr")} for row in read_metrics(Path(run))]
+    return told_of(Path(run))
+
+
+def told_of(run: Path) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in ("step", "loss", "grad_norm", "lr")} for row in read_metrics(run)]
 
 
 def from_step(group: Any, step: int, run: str, *overrides: str) -> list[dict[str, Any]]:
@@ -70,6 +76,26 @@ def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows:
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     kept = [f"step-00000{step}" for step in ("1", "2", "3", "3.later", "4", "4.later")]
     assert names == kept, "what was saved after it is not lost"
+
+
+def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
+    tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def words(name: str, steps: int) -> list[str]:
+        return ["sft", "--run", str(tmp_path / name), rows, *SMALL, f"--steps={steps}"]
+
+    assert main(words("whole", 3)) == 0
+    assert main(words("parts", 1)) == 0
+    largest = max(path.stat().st_size for path in (tmp_path / "parts").rglob("*.safetensors"))
+    with files_of_at_most(largest // 2):
+        assert main(words("parts", 3)) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "after step 2 the run failed: OSError: " in told
+    assert "step-000002 could not be written: rank 0 met OSError: " in told
+    assert told.endswith(f"When that is mended, go on with: postlude {shlex.join(words('parts', 3))}")
+    assert not (tmp_path / "parts" / "checkpoints" / "step-000002").exists()
+    assert main(words("parts", 3)) == 0
+    assert told_of(tmp_path / "parts") == told_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

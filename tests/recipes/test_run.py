@@ -6,10 +6,13 @@ import io
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,28 @@ def test_lines_are_strict_json_and_read_back_as_they_were(tmp_path: Path) -> Non
     (sample,) = read_samples(tmp_path)
     assert sample["logprobs"] == [-math.inf]
     assert math.isnan(sample["reward"])
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk that is full, to whoever writes more than this to a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_not_there(tmp_path: Path) -> None:
+    with open_run(tmp_path, CONFIG) as run:
+        run.log(1, {"loss": 1.0}, phase="sft")
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        with files_of_at_most(len(before) + 10), pytest.raises(OSError, match=r"metrics.jsonl cannot be written: "):
+            run.log(2, {"loss": 1.0}, phase="sft")
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        run.log(2, {"loss": 0.5}, phase="sft")
+    assert [line["loss"] for line in read_metrics(tmp_path)] == [1.0, 0.5]
 
 
 def test_each_line_is_on_its_way_at_once(tmp_path: Path) -> None:

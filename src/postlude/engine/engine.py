@@ -250,20 +250,20 @@ class Engine:
     def grad_norm(self) -> float:
         """The norm of the whole gradient, over every rank."""
         self.condition.check(gradients=True)
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None and not self._is_second_copy(name):
-                squares += squared_norm(parameter.grad) / copies(parameter)
-        dist.all_reduce(squares)
-        return float(squares.sqrt())
+        found = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return self._norm({name: gradient for name, gradient in found.items() if gradient is not None})
 
     @torch.no_grad()
     def weight_norm(self) -> float:
         """The norm of all weights, over every rank. It is not finite where one of them is not."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for name, parameter in self.parameters.items():
+        return self._norm(self.parameters)
+
+    def _norm(self, tensors: Mapping[str, Tensor]) -> float:
+        """The norm of all tensors together that are spread as the parameters of their names are."""
+        squares, parameters = torch.zeros((), dtype=torch.float64, device=self.device), self.parameters
+        for name, tensor in tensors.items():
             if not self._is_second_copy(name):
-                squares += torch.linalg.vector_norm(held(parameter), dtype=torch.float64).square() / copies(parameter)
+                squares += squared_norm(tensor) / copies(parameters[name])
         dist.all_reduce(squares)
         return float(squares.sqrt())
 

@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as they stand in a file
 
@@ -32,16 +33,22 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Add lines, all in one write."""
         if self._file is None:
             self._cut_torn_line()
-            self._file = self.path.open("ab")
+            self._file = self.path.open("ab", buffering=0)
         text = "".join(json.dumps(_to_file(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-        self._file.write(text.encode(errors="backslashreplace"))  # half a surrogate pair is no reason to stop a run
-        self._file.flush()
+        left = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair is no reason to stop a run
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(before)  # on a full disk, too: half a line is none
+            raise OSError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines."""
@@ -58,9 +65,9 @@ class LineFile:
     def close(self) -> None:
         """Write through to the disk."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with file:
+                os.fsync(file.fileno())
 
     def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
         if not self.path.is_file():

@@ -298,7 +298,7 @@ def train(trainer: Trainer, beginning: Beginning = NEWEST) -> Ending:
                 outcome: Outcome = "failed" if isinstance(error, Exception) else "interrupted"
                 _conclude_badly(trainer, Ending(outcome, trainer.step, str(error), FAILED), error)
                 if isinstance(error, MISTAKES) and trainer.step > trainer.began:  # it would have shown in a first step
-                    failed = f"step {trainer.step + 1} failed: {_told(error)}"
+                    failed = f"after step {trainer.step} the run failed: {_told(error)}"
                     raise RunFailed(f"{failed}. When that is mended, {trainer.again}") from error
             raise
 
