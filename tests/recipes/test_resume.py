@@ -78,6 +78,19 @@ def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows:
     assert names == kept, "what was saved after it is not lost"
 
 
+def test_a_run_begins_with_the_weights_of_anothers_checkpoint(tmp_path: Path, rows: str) -> None:
+    words = ["sft", rows, *SMALL, "--held_out.rows=3", "--held_out.every=1"]
+    assert main([*words, "--run", str(tmp_path / "one"), "--steps=2"]) == 0
+    other = [*words, "--run", str(tmp_path / "two"), "--from", str(tmp_path / "one" / "step-1"), "--batch=2"]
+    assert main([*other, "--steps=1"]) == 0
+    measured = {row["step"]: row["eval/loss"] for row in read_metrics(tmp_path / "one")}
+    first = read_metrics(tmp_path / "two")[0]
+    assert (first["phase"], first["eval/loss"]) == ("start", measured[1])
+    assert measured[0] != measured[1] != measured[2]
+    assert main([*other, "--steps=2"]) == 0, "the same command goes on"
+    assert [start["step"] for start in read_record(tmp_path / "two")["starts"]] == [0, 1]
+
+
 def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
     tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
