@@ -111,9 +111,10 @@ class Verdict:
         """What is to be said before anything else: how the run went wrong. Empty where it did not."""
         if self.ending is None or self.ending.outcome == "finished":
             return ""
-        how = "was interrupted" if self.ending.outcome == "interrupted" else "failed"
+        if self.ending.outcome == "interrupted":
+            return f"The run was interrupted: {self.ending.sentence or f'step {self.ending.step} was its last.'}"
         why = f": {self.ending.sentence}" if self.ending.sentence else "."
-        return f"The run {how} after step {self.ending.step}{why}"
+        return f"The run failed after step {self.ending.step}{why}"
 
 
 @dataclass(frozen=True)
