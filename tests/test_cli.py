@@ -6,13 +6,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from postlude import export_hf, load_model, load_tokenizer, pack
 from postlude.cli import main
+from postlude.commands import verify
 from postlude.hf.load import read_config
+from postlude.verify.cases import Case
+from postlude.verify.choices import GRID
+from postlude.verify.compare import Report
 
 
 def test_info_counts_every_parameter(capsys) -> None:
@@ -87,7 +92,7 @@ def test_convert_goes_on_without_a_tokenizer(tmp_path: Path, capsys) -> None:
         (["logprobs", "tiny-dense"], "the following arguments are required: --text"),
         (["logprobs", "tiny-dense", "--text", "h"], "the text has 1 token(s)"),
         (["logprobs", "tiny-dense", "--text", "hi", "--dtype", "int8"], "invalid choice: 'int8'"),
-        (["logprobs", "tiny-dense", "--text", "hi", "--device", "warp"], "'warp' is no device here"),
+        (["logprobs", "tiny-dense", "--text", "hi", "--device", "warp"], "device 'warp' is none that torch knows"),
         (["convert", "tiny-dense"], "the following arguments are required: DST"),
         (["dance"], "invalid choice: 'dance'"),
         ([], "required: COMMAND"),
@@ -131,10 +136,32 @@ class TestVerify:
         assert "the gradient furthest off is model." in told
         assert "1 of 1 differ by more than 1e-12" in told
 
-    @pytest.mark.slow
-    def test_a_rank_that_fails_is_named(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["verify", "tiny-dense", "--layout", "tp=3"]) == 2
-        assert "of 3 failed: ValueError: layers.0.attention has 8 heads" in capsys.readouterr().err
+    def test_no_rank_is_started_for_a_layout_that_cannot_be(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(verify, "on_ranks", lambda *args, **options: pytest.fail("ranks were started"))
+        assert main(["verify", "tiny-dense", "--layout", "tp=2", "--layout", "tp=3"]) == 2
+        assert "8 heads" in capsys.readouterr().err
+
+    def test_layouts_of_as_many_ranks_share_one_start_and_a_table_of_80_columns(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        starts = []
+
+        def on_ranks(function: Any, cases: list[Case], place: str, *, nproc: int, **options: Any) -> list[Report]:
+            starts.append(nproc)
+            return [Report(case, 1e-7, 1e-7, 1e-7, {"model.norm.weight": 1e-7}) for case in cases]
+
+        monkeypatch.setattr(verify, "on_ranks", on_ranks)
+        monkeypatch.setenv("COLUMNS", "80")
+        assert main(["verify", "tiny-moe", "--grid", "--device", "cpu"]) == 0
+        assert starts == sorted(set(starts))
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
+        head = lines[0].split()
+        assert head == ["layout", "objective", "loss", "log-prob", "entropy", "gradient"]
+        assert len([line for line in lines if line.rstrip().endswith("equal")]) == 2 * len(GRID)
+        assert any(line.startswith("pp=2,vpp=2,dp_shard=2,cp=2 ") for line in lines), "no layout of the grid is folded"
 
 
 class TestGrpo:

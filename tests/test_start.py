@@ -35,6 +35,7 @@ def started(*arguments: str) -> tuple[int, str, set[str]]:
         ("--version", 0, "postlude "),
         ("grpo --help", 0, "--optimizer.lr (adamw)"),
         ("verify --help", 0, "--grid"),
+        ("schema grpo", 0, '"exclusiveMinimum"'),
         ("", 2, "required: COMMAND"),
         ("dance", 2, "invalid choice: 'dance'"),
         ("info tiny-dense --verbose", 2, "'--verbose' is not an option"),
@@ -51,3 +52,12 @@ def test_help_and_mistakes_need_no_torch(arguments: str, code: int, said: str) -
     assert found == code
     assert said in told
     assert not modules & {"torch", "transformers", "tokenizers", "numpy"}
+
+
+def test_torchrun_leaves_our_options_alone_behind_two_dashes() -> None:
+    from torch.distributed.run import get_args_parser
+
+    words = ["grpo", "my.yaml", "--run", "runs/big", "--nproc", "2", "--seed=3"]
+    read = get_args_parser().parse_args(["--nproc-per-node", "8", "-m", "--", "postlude", *words])
+    assert read.module
+    assert (read.training_script, read.training_script_args) == ("postlude", words)

@@ -29,6 +29,7 @@ from postlude.verify.choices import OBJECTIVES, TOLERANCES
 
 DTYPES = tuple(TOLERANCES)
 MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join([*BUILTIN, *PACKAGED])}"
+DEVICE_HELP = "default: cuda where there is a GPU, else cpu"
 Command = Callable[[argparse.Namespace, Console], int | None]
 
 
@@ -105,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     command.add_argument("--text", required=True, help="the text to score; - reads standard input")
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
-    command.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
+    command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
     command.set_defaults(module="logprobs", parser=command)
 
     command = commands.add_parser(
@@ -122,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
     command.add_argument("--tolerance", type=float, help=f"relative to the largest value (default: {limits})")
-    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
     command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
     command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
     command.set_defaults(module="verify", parser=command)
@@ -152,10 +153,15 @@ def _parser() -> argparse.ArgumentParser:
             help="begin with the weights of another run's checkpoint, in place of --model",
         )
         command.add_argument("--nproc", type=int, help="ranks to start on this machine (default: as the layout needs)")
-        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+        command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
         command.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a silent rank")
         command.set_defaults(module="recipe", parser=command)
         command.config = recipe.config
+
+    command = commands.add_parser("schema", help="a recipe's config as JSON Schema, for editors", allow_abbrev=False)
+    command.add_argument("recipe", metavar="RECIPE", choices=RECIPES, help=", ".join(RECIPES))
+    command.add_argument("--to", metavar="FILE", type=Path, help="where to (default: standard output)")
+    command.set_defaults(module="schema", parser=command)
 
     command = commands.add_parser("report", help="write a run's report, or compare several", allow_abbrev=False)
     command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories")

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config import load
 from postlude.recipes.metrics import explain
+from postlude.recipes.schema import json_schema
 from postlude.recipes.verdict import read_verdict
+from postlude.recipes.written import Loader
 from tests.conftest import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +29,45 @@ def command_of(file: Path) -> str:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_config_is_read(file: Path) -> None:
     load(RECIPES[command_of(file)].config, file)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_editor_finds_no_mistake_in_a_config(file: Path) -> None:
+    schema = json_schema(RECIPES[command_of(file)].config)
+    Draft202012Validator.check_schema(schema)
+    Draft202012Validator(schema).validate(Loader(file.read_text()).get_single_data())
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"stepps": 1}, ""),
+        ({"optimizer": {"kind": "sgd", "eps": 1e-8}}, "optimizer"),
+        ({"optimizer": "lion"}, "optimizer"),
+        ({"advantages": "best"}, "advantages"),
+        ({"answers": {"top_p": 2}}, "answers.top_p"),
+        ({"dtype": "none"}, None),
+        ({"optimizer": "sgd"}, None),
+        ({"layout": "pp=2"}, None),
+        ({"objective": "mine.py:loss"}, None),
+    ],
+)
+def test_an_editor_finds_the_mistakes_that_the_command_finds(change: dict[str, Any], where: str | None) -> None:
+    found = list(Draft202012Validator(json_schema(RECIPES["grpo"].config)).iter_errors(change))
+    assert [".".join(map(str, each.path)) for each in found] == ([] if where is None else [where])
+
+
+def test_the_schema_describes_every_option() -> None:
+    schema = json_schema(RECIPES["grpo"].config)
+    assert schema["properties"]["steps"] == {
+        "description": "Steps of GRPO, after those of the warm start.",
+        "type": "integer",
+        "exclusiveMinimum": 0,
+        "default": 200,
+    }
+    assert schema["$defs"]["SGD"]["properties"]["kind"] == {"const": "sgd"}
+    assert schema["properties"]["environment"]["default"]["kind"] == "reasoning_gym"
 
 
 def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:

@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from postlude.data import pack
+from postlude.devices import check_device, default_device
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.model import OutputInputs
 
@@ -21,7 +22,8 @@ ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """A table of every token's log-prob, the entropy where it was predicted, and its rank among all tokens."""
-    device = _device(options.device)
+    device = torch.device(options.device or default_device())
+    check_device(device)
     text = sys.stdin.read() if options.text == "-" else options.text
     tokenizer = load_tokenizer(options.model)
     tokens = tokenizer(text)["input_ids"]
@@ -59,12 +61,3 @@ def _score(inputs: OutputInputs, context: Any) -> tuple[Tensor, Tensor, Tensor]:
         logits = inputs.head.logits(hidden)
         ranks.append((logits > logits.gather(-1, target.clamp_min(0)[:, None])).sum(-1) + 1)
     return stats.logprob, stats.entropy, torch.cat(ranks)
-
-
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"{text!r} is no device here ({str(error).splitlines()[0]}).") from error
-    return device

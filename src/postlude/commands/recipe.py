@@ -25,13 +25,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
     config: Any = load(chosen.config, options.config, overrides)
     beginning = Beginning(None if options.resume_from is None else step_named(options.resume_from), options.again)
     # torch: a mistake in the config is named before that
+    from postlude.devices import default_device
     from postlude.launcher import on_ranks
     from postlude.recipes.preflight import Start, Subject, preflight, print_findings
 
+    device = options.device or default_device()
     needed = getattr(config, "layout", Layout()).world_size
     size = needed if options.nproc is None else options.nproc
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine speaks for its neighbours
-        subject = Subject(config, Start(options.device, int(os.environ.get("WORLD_SIZE", size))))
+        subject = Subject(config, Start(device, int(os.environ.get("WORLD_SIZE", size))))
         found = preflight(chosen.checks(subject))
         if options.dry_run:
             console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
@@ -41,9 +43,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 keep()
     if options.dry_run:
         return DONE
-    ending = on_ranks(
-        chosen.run, config, options.device, beginning, nproc=size, timeout=options.timeout, device=options.device
-    )
+    ending = on_ranks(chosen.run, config, device, beginning, nproc=size, timeout=options.timeout, device=device)
     if ending.sentence and os.environ.get("RANK", "0") == "0":
         print(f"postlude {options.command}: {ending.sentence}", file=sys.stderr)
     return ending.code

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Sequence
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from postlude.devices import check_device, default_device
 from postlude.hf.load import adapt, read_config
 from postlude.launcher import on_ranks
 from postlude.layout import Layout
@@ -21,7 +24,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Compare layouts with one rank, print how far apart they are, and return 1 where one is too far."""
     source, width = source_of(options.model)
     _, config = adapt(read_config(source))
+    device = options.device or default_device()
+    check_device(device)
     layouts = fitting(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
+    for layout in layouts:
+        config.fits(layout)  # no rank is started for what cannot be
     objectives = options.objective or (["grpo", "dpo"] if options.grid else ["grpo"])
     cases = [
         Case(
@@ -40,19 +47,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
     by_size: dict[int, list[Case]] = {}
     for case in cases:
         by_size.setdefault(case.layout.world_size, []).append(case)
-    start = functools.partial(on_ranks, compare_all, timeout=options.timeout, device=options.device)
+    start = functools.partial(on_ranks, compare_all, timeout=options.timeout, device=device)
     reports: list[Report] = [
-        report for size, group in sorted(by_size.items()) for report in start(group, options.device, nproc=size)
+        report for size, group in sorted(by_size.items()) for report in start(group, device, nproc=size)
     ]
     if not reports:
         return 0  # a rank other than the first, whose reports these are
-    table = Table("layout", "ranks", "objective", "loss", "log-probs", "entropy", "gradients", "", title=options.model)
-    for report in reports:
-        passes = report.passes(tolerance)
-        row = (str(report.case.layout)[7:-1] or "one rank", str(report.case.layout.world_size), report.case.objective)
-        offs = (report.loss, report.logprob, report.entropy, report.worst[1])
-        table.add_row(*row, *(f"{off:.1e}" for off in offs), "equal" if passes else "[red]not equal[/red]")
-    console.print(table)
+    console.print(_table(reports, tolerance))
     different = [report for report in reports if not report.passes(tolerance)]
     for report in different:
         name, off = report.worst
@@ -62,3 +63,17 @@ def run(options: argparse.Namespace, console: Console) -> int:
     verdict = f"{len(different)} of {count} differ by more than" if different else f"all {count} equal within"
     console.print(f"{verdict} {tolerance:g} of the largest value", highlight=False)
     return int(bool(different))
+
+
+def _table(reports: Sequence[Report], tolerance: float) -> Table:
+    """How far each layout is off, in no more than 80 columns: a layout that is long goes on in the next line."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("layout", overflow="fold")
+    for name in ("objective", "loss", "log-prob", "entropy", "gradient", ""):
+        table.add_column(name, no_wrap=True)
+    for report in reports:
+        layout = str(report.case.layout)[7:-1].replace(" ", "") or "one rank"
+        offs = (report.loss, report.logprob, report.entropy, report.worst[1])
+        verdict = "equal" if report.passes(tolerance) else "[red]differs[/red]"
+        table.add_row(layout, report.case.objective, *(f"{off:.1e}" for off in offs), verdict)
+    return table

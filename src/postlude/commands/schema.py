@@ -1,0 +1,21 @@
+"""`postlude schema`: a recipe's config as JSON Schema, for editors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+
+from postlude.recipes.commands import RECIPES
+from postlude.recipes.schema import json_schema
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Print it, or write it to a file."""
+    text = json.dumps(json_schema(RECIPES[options.recipe].config), indent=1, ensure_ascii=False) + "\n"
+    if options.to is None:
+        print(text, end="")
+    else:
+        options.to.write_text(text, encoding="utf-8")
+        console.print(f"schema: {options.to}", markup=False, highlight=False, soft_wrap=True)
