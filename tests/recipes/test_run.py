@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ from postlude.recipes.run import (
     read_record,
     read_samples,
 )
+from postlude.recipes.surroundings import surroundings
 from tests.conftest import Ranks
 
 CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "data": Path("a/b"), "steps": 10}
@@ -305,6 +307,28 @@ def test_one_process_a_run(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         assert run.resume() is None
     assert not (tmp_path / "run.lock").exists()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not there")
+def test_where_a_run_was_made_and_with_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *who, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    found = surroundings(torch.device("cpu"))
+    assert found["commit"] is None
+    assert found["versions"]["torch"] == torch.__version__
+    assert {"python", "postlude"} <= found["versions"].keys()
+    assert found["pid"] == os.getpid()
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    assert surroundings(torch.device("cpu"))["commit"] == git("rev-parse", "HEAD")
+    (tmp_path / "file").write_text("2")
+    assert surroundings(torch.device("cpu"))["commit"] == git("rev-parse", "HEAD") + "+"
 
 
 def test_checkpoints_that_are_set_aside_count_no_more_and_stay(tmp_path: Path) -> None:

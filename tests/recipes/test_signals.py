@@ -1,0 +1,49 @@
+"""The first signal is heard, what comes right after it is the same one, and the next does what it always did."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from postlude.recipes import signals
+from postlude.recipes.signals import ASKING, Signals
+
+
+@pytest.mark.parametrize("number", ASKING)
+def test_a_signal_is_heard_and_one_that_follows_at_once_is_the_same(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = [signal.getsignal(each) for each in ASKING]
+    with Signals(speaks=True) as heard:
+        assert heard.heard == 0
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert heard.heard == number
+    assert [signal.getsignal(each) for each in ASKING] == before
+    told = f"{number.name}: the run ends after this step; another ends it at once."
+    assert capfd.readouterr().err.strip() == told
+
+
+def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME", -1.0)
+    with Signals(speaks=False) as heard:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert heard.heard == signal.SIGTERM
+
+
+def test_in_another_thread_signals_stay_as_they_are() -> None:
+    before = [signal.getsignal(each) for each in ASKING]
+    found = []
+
+    def enter() -> None:
+        with Signals(speaks=False):
+            found.extend(signal.getsignal(each) for each in ASKING)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == before
