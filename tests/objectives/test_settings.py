@@ -201,7 +201,7 @@ def test_an_objective_from_a_file(tmp_path: Path) -> None:
         load_objective(str(path))
     with pytest.raises(TypeError, match="missing a required argument: 'context'"):
         load_objective(f"{path}:two")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'facter'"):
+    with pytest.raises(TypeError, match='has no setting "facter"; did you mean "factor"'):
         load_objective(f"{path}:Scaled", {"facter": 3.0})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Mapping
@@ -18,15 +19,29 @@ def load_objective(where: str, settings: Mapping[str, Any] | None = None) -> Obj
     is built with `settings` as keywords; a function gets them as keywords at every call.
     """
     found = load_callable(where, kind="function of OutputInputs that returns a Loss")
+    _check_settings(found, settings or {}, where)
     try:
         objective = _with_settings(found, settings or {})
         inspect.signature(objective).bind(None)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"{where} does not take what it is given: {error}. It is called with one argument, OutputInputs, "
             f"and these settings: {', '.join(settings or {}) or 'none'}."
         ) from error
     return objective
+
+
+def _check_settings(found: Any, settings: Mapping[str, Any], where: str) -> None:
+    """Refuse a setting that it does not take, with the nearest that it does."""
+    parameters = list(inspect.signature(found).parameters.values())
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    known = [each.name for each in (parameters if inspect.isclass(found) else parameters[1:])]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f'did you mean "{near[0]}"?' if near else f"it takes {', '.join(known) or 'none'}."
+            raise TypeError(f'{where} has no setting "{name}"; {hint}')
 
 
 def _with_settings(found: Any, settings: Mapping[str, Any]) -> Objective:

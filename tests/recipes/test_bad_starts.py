@@ -1,0 +1,435 @@
+"""Bad inputs and starts: exit code 2, one sentence with the value, the limit and the mend, nothing touched or left.
+
+A row is one mistake. Where it has a mend, the corrected command then works in the same directory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from postlude.cli import main
+from postlude.recipes.lock import RunLock
+
+SHORT = ("--budget=256", "--save_every=0", "--export=false")
+SFT = ("sft", "--data.path=rows.jsonl", "--batch=2", "--steps=1", *SHORT)
+GRPO = (
+    "grpo",
+    "--environment=dataset",
+    "--environment.path=tasks.jsonl",
+    "--environment.reward=reward.py:score",
+    "--environment.workers=1",
+    "--answers.max_new_tokens=4",
+    "--prompts=2",
+    "--samples=2",
+    "--steps=1",
+    "--evaluation.every=0",
+    *SHORT,
+)
+DPO = ("dpo", "--data.path=pairs.jsonl", "--batch=2", "--steps=1", *SHORT)
+TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+def lines(path: str, *rows: Any) -> None:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def first_turn(content: Any) -> None:
+    lines("rows.jsonl", {"messages": TALK}, {"messages": [{"role": "user", "content": content}, TALK[1]]})
+
+
+def reward(text: str) -> None:
+    Path("reward.py").write_text(text)
+
+
+def model(change: Callable[[Path], Any]) -> Callable[[], None]:
+    """A copy of the model in `model/`, with something done to it."""
+
+    def arrange() -> None:
+        change(Path("model"))
+
+    return arrange
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def other_tokenizer(folder: Path) -> None:
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(900)}, unk_token="899"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    for file in folder.glob("token*"):
+        file.unlink()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1").save_pretrained(folder)
+
+
+def resized(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One mistake: what is arranged in an empty folder, the command, what its sentence says, and the command mended."""
+
+    name: str
+    command: tuple[str, ...]
+    says: tuple[str, ...]
+    arrange: Callable[[], Any] = lambda: None
+    mend: Callable[[], Any] | None = None
+    """Done before the corrected command."""
+    mended: tuple[str, ...] | None = None
+    """The corrected command."""
+
+
+def sft(name: str, *more: str, says: tuple[str, ...], **rest: Any) -> Bad:
+    return Bad(name, (*SFT, *more), says, **rest)
+
+
+def grpo(name: str, *more: str, says: tuple[str, ...], **rest: Any) -> Bad:
+    return Bad(name, (*GRPO, *more), says, **rest)
+
+
+def good_rows() -> None:
+    lines("rows.jsonl", *[{"messages": TALK}] * 4)
+
+
+BAD = [
+    # the layout
+    sft("tp does not divide the heads", "--layout=tp=3", says=("8 heads", "tp=3", r"Use tp=2 or 4"), mended=SFT),
+    sft("more stages than layers", "--layout=pp=3,vpp=2", says=("4 layers", "6 stages", "Use 4 stages or fewer")),
+    sft(
+        "ep does not divide the experts",
+        "--model=tiny-moe",
+        "--layout=dp_shard=3,ep=3",
+        says=("8 experts", "ep=3", "Use ep=2 or 4"),
+    ),
+    sft("experts spread where there are none", "--layout=tp=2,ep=2", says=("ep is 2", "no experts", "Use ep=1")),
+    sft("another number of ranks", "--layout=tp=2", "--nproc=3", says=(r"tp=2\) runs on 2", "3 are", "Start 2")),
+    sft("virtual stages alone", "--layout=vpp=2", says=("vpp=2", "at least 2", "Use vpp=1, or raise pp")),
+    sft("an axis that is none", "--layout=pq=2", says=("'pq' is no axis", "the axes are pp, vpp")),
+    # the model
+    sft(
+        "no such model", "--model=modle", says=("'modle'", "neither a model directory"), mended=(*SFT, "--model=model")
+    ),
+    sft(
+        "weights cut short",
+        "--model=model",
+        says=(r"model\.safetensors", "cut short", "Fetch it again"),
+        arrange=model(lambda folder: truncate(folder / "model.safetensors")),
+    ),
+    sft(
+        "pickled weights",
+        "--model=model",
+        says=(r"pytorch_model\.bin", "never loaded", "convert them"),
+        arrange=model(pickled),
+    ),
+    sft(
+        "another model's tokenizer",
+        "--model=model",
+        says=("gives token 899", "ends at 263", "own tokenizer"),
+        arrange=model(other_tokenizer),
+    ),
+    sft("weights of another size", "--model=model", says=("384", "512", "config asks"), arrange=model(resized)),
+    sft(
+        "a broken config.json",
+        "--model=model",
+        says=(r"config\.json", "cannot be read"),
+        arrange=model(lambda folder: (folder / "config.json").write_text("{")),
+    ),
+    # the dataset
+    sft("no such dataset", "--data.path=row.jsonl", says=(r"row\.jsonl", r"did you mean rows\.jsonl"), mended=SFT),
+    sft(
+        "an empty dataset",
+        says=(r"rows\.jsonl has no rows", "at least one"),
+        arrange=lambda: Path("rows.jsonl").write_text(""),
+        mend=good_rows,
+        mended=SFT,
+    ),
+    sft(
+        "a broken line",
+        says=(r"line 3 of rows\.jsonl is not JSON", "column 2"),
+        arrange=lambda: Path("rows.jsonl").write_text('{"text": "a"}\n\n{]\n'),
+    ),
+    sft(
+        "a line that is no UTF-8",
+        says=(r"line 2 of rows\.jsonl is not UTF-8", "at byte 10"),
+        arrange=lambda: Path("rows.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n'),
+    ),
+    sft(
+        "a column of another name",
+        says=('no column "prompt"', "promt", 'did you mean "promt"'),
+        arrange=lambda: lines("rows.jsonl", {"promt": "a", "completion": "b"}),
+        mended=(*SFT, "--data.prompt=promt"),
+    ),
+    sft(
+        "a row without a value",
+        says=(r'line 2 of rows\.jsonl has no value in column "messages"', "Fill it in"),
+        arrange=lambda: lines("rows.jsonl", {"messages": TALK}, {"messages": None}),
+    ),
+    sft(
+        "a content of null",
+        says=(r"message 0 \(user\) of line 2 of rows\.jsonl is null", "Give it text"),
+        arrange=lambda: first_turn(None),
+        mend=good_rows,
+        mended=SFT,
+    ),
+    sft(
+        "a content of parts",
+        says=(r"message 0 \(user\) of line 2", "list of parts", "Join its texts"),
+        arrange=lambda: first_turn([{"type": "text", "text": "2+2?"}]),
+    ),
+    sft(
+        "nothing to learn",
+        says=("line 1 of", "no message of the assistant", "Leave it out"),
+        arrange=lambda: lines("rows.jsonl", {"messages": TALK[:1]}),
+    ),
+    sft(
+        "a row that is too long",
+        says=(r"line 2 of rows\.jsonl has \d+ tokens", "budget", "data.overlong to drop or cut"),
+        arrange=lambda: first_turn("2" * 300),
+        mended=(*SFT, "--data.overlong=drop"),
+    ),
+    sft(
+        "a damaged parquet file",
+        "--data.path=rows.parquet",
+        says=(r"rows\.parquet cannot be read as parquet",),
+        arrange=lambda: Path("rows.parquet").write_bytes(b"PAR1 not really PAR1"),
+    ),
+    sft("more rows held out than there are", "--held_out.rows=4", says=("held_out.rows is 4", "4 rows", "Leave at l")),
+    Bad(
+        "a pair without a prompt",
+        DPO,
+        (r"line 1 of pairs\.jsonl has no prompt", "Give one"),
+        arrange=lambda: lines("pairs.jsonl", {"chosen": "a", "rejected": "b"}),
+        mend=lambda: lines("pairs.jsonl", *[{"prompt": "?", "chosen": "a", "rejected": "b"}] * 3),
+        mended=DPO,
+    ),
+    # rewards
+    grpo(
+        "no such reward file", "--environment.reward=rewards.py:score", says=("rewards.py", r"did you mean reward\.py")
+    ),
+    grpo(
+        "no such reward", "--environment.reward=reward.py:scores", says=("no scores", "did you mean score"), mended=GRPO
+    ),
+    grpo("a reward that names no function", "--environment.reward=score", says=('"score"', r"path/to/file\.py:name")),
+    grpo(
+        "a reward with a bad import",
+        says=(r"reward\.py cannot be run", "No module named 'nmupy'", "line 1"),
+        arrange=lambda: reward("import nmupy\ndef score(prompt, completion, example):\n    return 1.0\n"),
+    ),
+    grpo(
+        "a reward that raises",
+        says=("ZeroDivisionError", r"reward\.py, line 2", r"trial on line 1 of tasks\.jsonl", "Mend it"),
+        arrange=lambda: reward("def score(prompt, completion, example):\n    return 1 / 0\n"),
+        mend=lambda: reward("def score(prompt, completion, example):\n    return 1.0\n"),
+        mended=GRPO,
+    ),
+    grpo(
+        "a reward that returns text",
+        says=("returned 'good'", "a reward is a number"),
+        arrange=lambda: reward("def score(prompt, completion, example):\n    return 'good'\n"),
+    ),
+    grpo(
+        "a reward that hangs",
+        "--environment.timeout=0.5",
+        says=(r"took more than 0\.5 s", "trial on line 1"),
+        arrange=lambda: reward("import time\ndef score(prompt, completion, example):\n    time.sleep(60)\n"),
+    ),
+    # tasks
+    grpo(
+        "a warm start without answers",
+        "--warm_start.steps=1",
+        says=('line 1 of tasks.jsonl has no "answer"', "it has: prompt", "warm_start.steps to 0"),
+        arrange=lambda: lines("tasks.jsonl", *[{"prompt": "2+2="}] * 3),
+    ),
+    grpo(
+        "a prompt that is too long",
+        says=(r"line 2 of tasks\.jsonl has 300 tokens", "leaves 252", "Raise budget"),
+        arrange=lambda: lines("tasks.jsonl", {"prompt": "2"}, {"prompt": "2" * 300}),
+        mended=(*GRPO, "--budget=310"),
+    ),
+    grpo(
+        "answers that leave no room", "--answers.max_new_tokens=300", says=("max_new_tokens is 300", "256", "Raise bu")
+    ),
+    grpo(
+        "no task to train on", "--evaluation.every=1", "--evaluation.tasks=3", says=("3 of 3 tasks", "leave at least 1")
+    ),
+    Bad(
+        "no such reasoning-gym task",
+        ("eval", "--environment.task=chain_sums", "--budget=256", "--answers.max_new_tokens=4"),
+        ('no task "chain_sums"', "did you mean chain_sum"),
+    ),
+    Bad(
+        "no such setting of a task",
+        ("eval", "--environment.settings.min_term=2", "--budget=256", "--answers.max_new_tokens=4"),
+        ('no setting "min_term"', 'did you mean "min_terms"'),
+    ),
+    # objectives
+    sft(
+        "no such objective",
+        "--objective=mine.py:los",
+        says=("no los", "did you mean loss"),
+        mended=None,
+    ),
+    sft(
+        "no such setting of an objective",
+        "--objective=file",
+        "--objective.file=mine.py:loss",
+        "--objective.settings.scales=2",
+        says=(r"mine\.py:loss", 'no setting "scales"', 'did you mean "scale"'),
+    ),
+    sft("no such kind of objective", "--objective.kind=stf", says=("stf", "sft")),
+    grpo(
+        "no such key of an objective",
+        "--objective.clip_hihg=0.3",
+        says=("clip_hihg", 'did you mean "objective.clip_high"'),
+    ),
+    grpo(
+        "a bound of an objective",
+        "--objective.clip_low=-1",
+        says=("clip_low", "-1"),
+        mended=(*GRPO, "--objective.clip_low=0.1"),
+    ),
+    # optimizers
+    sft("a negative learning rate", "--optimizer.lr=-1", says=("lr", "-1"), mended=(*SFT, "--optimizer.lr=1e-4")),
+    sft("an infinite learning rate", "--optimizer.lr=inf", says=("lr", "inf")),
+    sft("a learning rate that is no number", "--optimizer.lr=nan", says=("lr", "nan")),
+    sft("a negative warm-up", "--optimizer.schedule.warmup=-1", says=("warmup", "-1")),
+    grpo("negative steps of a warm start", "--warm_start.steps=-1", says=("steps", "-1")),
+    # configs
+    sft("a key that is none", "--optimzer.lr=1", says=("optimzer.lr", 'did you mean "optimizer.lr"')),
+    Bad("no such config", ("sft", "none.yaml"), (r"none\.yaml",)),
+    Bad(
+        "a broken config",
+        ("sft", "broken.yaml"),
+        (r"broken\.yaml line 3 is not YAML",),
+        arrange=lambda: Path("broken.yaml").write_text("batch: 2\ndata: [\n"),
+    ),
+    # the run's directory
+    sft(
+        "a file in its place",
+        says=("run", "is a file", "--run"),
+        arrange=lambda: Path("run").write_text("mine"),
+        mended=(*SFT, "--run=other"),
+    ),
+    Bad(
+        "another model in the way of an export",
+        ("convert", "tiny-moe", "model"),
+        ("model", "holds"),
+        mended=("convert", "tiny-moe", "other"),
+    ),
+    Bad("no run to report", ("report", "nowhere"), ("nowhere", r"no metrics\.jsonl")),
+]
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which nothing is wrong."""
+    folder = tmp_path_factory.mktemp("good")
+    assert main(["convert", "tiny-dense", str(folder / "model")]) == 0
+    for name, rows in {
+        "rows.jsonl": [{"messages": TALK}] * 4,
+        "pairs.jsonl": [{"prompt": "?", "chosen": "a", "rejected": "b"}] * 3,
+        "tasks.jsonl": [{"prompt": f"{number}+1=", "answer": f"{number + 1}"} for number in range(3)],
+    }.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(
+        "def score(prompt, completion, example):\n    return float(len(completion) % 2)\n"
+    )
+    (folder / "mine.py").write_text("def loss(inputs, *, scale=1.0):\n    raise NotImplementedError\n")
+    return folder
+
+
+@pytest.fixture
+def here(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    shutil.copytree(good, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run(command: tuple[str, ...]) -> int:
+    if command[0] in ("sft", "dpo", "grpo", "eval") and not any(word.startswith("--run") for word in command):
+        command = (*command, "--run=run")
+    try:
+        return main(list(command))
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+def refused(command: tuple[str, ...], says: tuple[str, ...], capsys: pytest.CaptureFixture[str], code: int = 2) -> None:
+    """The command leaves with this code and one sentence that says all this, and everything is as it was."""
+    before = tree(Path())
+    capsys.readouterr()
+    assert run(command) == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert said.startswith(f"postlude {command[0]}: "), said
+    assert len(said.strip().splitlines()) == 1, said
+    for part in says:
+        assert re.search(part, said), f"{part!r} is not in: {said}"
+    assert tree(Path()) == before
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+def test_a_mistake_is_a_sentence_and_leaves_nothing(bad: Bad, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad.arrange()
+    refused(bad.command, bad.says, capsys)
+    if bad.mended is not None:
+        if bad.mend is not None:
+            bad.mend()
+        assert run(bad.mended) == 0
+
+
+def test_no_gpu_where_one_is_asked_for(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    refused((*SFT, "--device=cuda"), ("cuda", "no GPU", "--device cpu"), capsys)
+    assert run((*SFT, "--device=cpu")) == 0
+
+
+def test_a_directory_that_cannot_be_written_to(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    refused(SFT, ("run", "cannot be written to", "--run"), capsys)
+
+
+def test_a_disk_that_is_full(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(here)._replace(free=1 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    refused(SFT, (r"checkpoint takes about \d", r"1\.0 MiB left", "Make room"), capsys)
+
+
+def test_a_run_that_another_process_holds(here: Path, capsys: Any) -> None:
+    (here / "run").mkdir()
+    lock = RunLock(here / "run")
+    refused(SFT, ("in use by", "--run"), capsys)
+    lock.release()
+    assert run(SFT) == 0
+
+
+def test_a_run_of_another_model_or_optimizer(here: Path, capsys: Any) -> None:
+    assert run(SFT) == 0
+    refused((*SFT, "--model=tiny-moe"), ("another run", "model", "tiny-dense", "tiny-moe", "--run"), capsys)
+    refused((*SFT, "--optimizer=sgd"), ("another run", "optimizer", "--run"), capsys)
+    refused((*SFT, "--seed=3"), ("another run", "seed is 0 there and 3 here", "--run"), capsys)
+    (here / "run" / "config.yaml").write_text("model: [\n")
+    refused(SFT, (r"config\.yaml cannot be read", "--run"), capsys)
+    assert run((*SFT, "--run=other")) == 0
