@@ -139,7 +139,9 @@ def deal(batch: Batch, mesh: Mesh, *, budget: int, vocab_size: int, device: torc
     talk = _Talk(device)
     with talk.about("plan its microbatches") as said:
         plan = _plan(batch, ranks, budget)
-        said.append(_digest(plan.lengths, [*map(len, plan.bins)], plan.members(range(len(plan.bins))), *batch.columns))
+        said.append(
+            talk.digest(plan.lengths, [*map(len, plan.bins)], plan.members(range(len(plan.bins))), *batch.columns)
+        )
     if talk.differ([0]):
         raise ValueError(
             "the ranks were given batches of different lengths, groups, holders or columns. Give every rank the same "
@@ -153,11 +155,11 @@ def deal(batch: Batch, mesh: Mesh, *, budget: int, vocab_size: int, device: torc
         for name, column in content.columns.items():
             said.extend(_described(name, column, is_plain(batch.columns[name])) if len(content.tokens) else _UNKNOWN)
         digests = [NOTHING] * ranks
-        digests[rank] = _digest(content.tokens, *content.columns.values())
+        digests[rank] = talk.digest(content.tokens, *content.columns.values())
         if batch.part is None and ranks > 1:  # nobody reads it all, but each reads what the next one runs
             beside = (rank + 1) % ranks
             other = _read(batch, plan, beside, range(beside, len(plan.bins), ranks))
-            digests[beside] = _digest(other.tokens, *other.columns.values())
+            digests[beside] = talk.digest(other.tokens, *other.columns.values())
         said.extend(digests)
     content = Content(content.tokens, dict(_agreed_columns(batch, content, talk)))
     for slot in range(ranks):
@@ -283,6 +285,22 @@ class _Talk:
         """Whether two ranks said different things."""
         return any(self.lowest[entry] != self.highest[entry] for entry in entries)
 
+    def digest(self, *things: Sequence[int] | str | Tensor) -> int:
+        """A number of 62 bits that tells different things apart; 0 where there is nobody to compare with."""
+        if dist.get_world_size() == 1:
+            return 0
+        digest = hashlib.blake2b(digest_size=8)
+        for thing in things:
+            if isinstance(thing, str):
+                content: Any = thing.encode()
+            elif isinstance(thing, Tensor):
+                content = thing.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if thing.numel() else b""
+            else:
+                content = np.asarray(thing, dtype=np.int64)
+            digest.update(f"{len(content)} ".encode())
+            digest.update(content)
+        return int.from_bytes(digest.digest(), "little") >> 2
+
     def _exchange(self, said: Sequence[int], failed: int) -> None:
         self.highest = self.lowest = list(said)
         self.failed = failed
@@ -293,21 +311,6 @@ class _Talk:
             self.failed, *both = numbers.tolist()
             self.highest = both[: len(said)]
             self.lowest = [NOTHING if number == NOTHING else -number for number in both[len(said) :]]
-
-
-def _digest(*things: Sequence[int] | str | Tensor) -> int:
-    """A number of 62 bits that tells different things apart."""
-    digest = hashlib.blake2b(digest_size=8)
-    for thing in things:
-        if isinstance(thing, str):
-            content: Any = thing.encode()
-        elif isinstance(thing, Tensor):
-            content = thing.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if thing.numel() else b""
-        else:
-            content = np.asarray(thing, dtype=np.int64)
-        digest.update(f"{len(content)} ".encode())
-        digest.update(content)
-    return int.from_bytes(digest.digest(), "little") >> 2
 
 
 def _on_the_wire(tensor: Tensor) -> Tensor:
