@@ -7,7 +7,6 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +66,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def _table(reports: Sequence[Report], tolerance: float) -> Table:
     """How far each layout is off, in no more than 80 columns: a layout that is long goes on in the next line."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("layout", overflow="fold")
     for name in ("objective", "loss", "log-prob", "entropy", "gradient", ""):
         table.add_column(name, no_wrap=True)
