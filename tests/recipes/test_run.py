@@ -162,6 +162,19 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_there(tmp_path: Path) -> No
     assert [line["loss"] for line in read_metrics(tmp_path)] == [1.0, 0.5]
 
 
+def test_a_sink_that_cannot_be_closed_keeps_nothing_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(sinks.TensorBoard, "close", full)
+    with open_run(tmp_path, CONFIG) as run:
+        run.log(1, {"loss": 1.0}, phase="sft")
+    assert [record.getMessage() for record in caplog.records] == ["TensorBoard lacks the last metrics: no space"]
+    assert not (tmp_path / "run.lock").exists()
+
+
 def test_each_line_is_on_its_way_at_once(tmp_path: Path) -> None:
     run = open_run(tmp_path, CONFIG)
     for step in (1, 2, 3):

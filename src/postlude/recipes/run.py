@@ -13,6 +13,7 @@ Every rank makes the same calls. The first rank writes; the others hold an `Onlo
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,6 +31,7 @@ from postlude.recipes.sinks import LineFile, Sink, TensorBoard, WeightsAndBiases
 
 CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
 METRICS, SAMPLES, TENSORBOARD = "metrics.jsonl", "samples.jsonl", "tensorboard"
+LOG = logging.getLogger("postlude")
 COMPLETE = "state.json"  # what a checkpoint has once it is all there
 DELETING = ".deleting"
 Value = TypeVar("Value")
@@ -200,7 +202,10 @@ class RunDirectory:
     def _close_sinks(self) -> None:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:  # the metrics are on disk; and who closes may have worse to tell
+                LOG.warning("%s lacks the last metrics: %s", type(sink).__name__, error)
 
 
 class Onlooker(RunDirectory):
