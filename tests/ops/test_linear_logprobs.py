@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import logging
 from typing import Any
 
@@ -12,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from postlude.ops.linear_logprobs import backends, linear_logprobs
+from postlude.ops.linear_logprobs import Logits, backends, linear_logprobs
+from postlude.ops.linear_logprobs.logits import LogitKeywords
+from postlude.ops.linear_objective import linear_objective
+from postlude.ops.logprobs_at import linear_logprobs_at
 from tests.ops.dense_head import Operands, assert_close, assert_same_head, dense
 from tests.ops.watch import Waits, Watch
 
@@ -445,3 +450,35 @@ def test_topk_beyond_the_real_vocabulary_is_refused() -> None:
         linear_logprobs(operands.hidden, operands.weight, operands.targets % 5, topk=6, vocab_size=5)
     with pytest.raises(ValueError, match="7 entries"):
         linear_logprobs(operands.hidden, operands.weight, operands.targets, topk=8, vocab_size=99)
+
+
+def test_how_logits_are_made_is_said_once() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(Logits)}
+    assert fields == {name: each.__forward_arg__ for name, each in LogitKeywords.__annotations__.items()}
+    assert Logits.__doc__ is not None
+    assert all(f"\n        {name}: " in Logits.__doc__ for name in fields)
+    for function in (linear_logprobs, linear_objective, linear_logprobs_at):
+        assert not set(fields) & set(inspect.signature(function).parameters), function
+
+
+@pytest.mark.parametrize("function", ["linear_logprobs", "linear_objective", "linear_logprobs_at"])
+def test_a_value_and_keywords_say_the_same_and_an_unknown_one_is_refused(function: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(5, 4, generator=generator), torch.randn(7, 4, generator=generator)
+    targets, ids = torch.tensor([0, 6, -100, 3, 2]), torch.tensor([[1], [0], [5], [6], [2]])
+    call = {
+        "linear_logprobs": lambda **how: linear_logprobs(hidden, weight, targets, **how).logprob,
+        "linear_objective": lambda **how: (
+            linear_objective(hidden, weight, targets, lambda logprob, _, __: -logprob, **how).token_loss
+        ),
+        "linear_logprobs_at": lambda **how: linear_logprobs_at(
+            hidden, weight, targets, targets[:, None].abs() % 7, **how
+        )[1],
+    }[function]
+    keywords = {"temperature": 0.7, "softcap": 2.0, "logit_scale": 1.5, "vocab_size": 7}
+    expected = call(**keywords)
+    assert not torch.equal(expected, call())
+    torch.testing.assert_close(call(how=Logits(**keywords)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(call(how=Logits(**{**keywords, "softcap": 9.0}), softcap=2.0), expected, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="temprature"):
+        call(temprature=0.7)

@@ -31,6 +31,7 @@ from postlude.model.parallel import (
 )
 from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.stack import HybridStack, LogicalLayer
+from postlude.ops.linear_logprobs import Logits
 
 
 class LanguageModel(nn.Module):
@@ -136,11 +137,13 @@ class LanguageModel(nn.Module):
             )
         return OutputHead(
             weight=local(self.embedding.weight if self.config.tied_head else self.head.weight),
-            bias=None,
-            vocab_start=self.mesh.tp.block(self.config.vocab_size)[0],
-            vocab_size=self.config.vocab_size,
-            logit_scale=self.config.logit_scale,
-            softcap=self.config.logit_softcap,
+            how=Logits(
+                vocab_start=self.mesh.tp.block(self.config.vocab_size)[0],
+                vocab_size=self.config.vocab_size,
+                logit_scale=self.config.logit_scale,
+                softcap=self.config.logit_softcap,
+                group=self.mesh.tp.group,
+            ),
             tp=self.mesh.tp,
             value_head=self.value_head,
         )

@@ -20,7 +20,7 @@ from postlude.mesh import ALONE, Axis
 from postlude.model.config import ModelConfig
 from postlude.model.parallel import ValueHead
 from postlude.ops.collectives import gather_alike, gather_from_sequence
-from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
+from postlude.ops.linear_logprobs import Logits, TokenStats, linear_logprobs
 from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
 from postlude.ops.logprobs_at import linear_logprobs_at
 
@@ -31,16 +31,12 @@ NO_VALUE_HEAD = "this model has no value head: make it with Engine(..., critic=T
 class OutputHead:
     """The output projection of this rank, tying resolved.
 
-    `weight` [rows, H] holds vocabulary entries from `vocab_start` on; entries at or past `vocab_size` are padding.
-    Logits are softcap(logit_scale · (hidden @ weightᵀ + bias)). `value_head` is there if the model was built with one.
+    `weight` [rows, H] holds vocabulary entries from `how.vocab_start` on; `how` says the rest of how logits are made of
+    it, and who holds its other rows. `value_head` is there if the model was built with one.
     """
 
     weight: Tensor
-    bias: Tensor | None
-    vocab_start: int
-    vocab_size: int
-    logit_scale: float
-    softcap: float | None
+    how: Logits
     tp: Axis = ALONE
     value_head: ValueHead | None = None
     counted: tuple[Tensor, int] | None = None
@@ -55,15 +51,12 @@ class OutputHead:
 
         Holds them all: prefer `logprobs` where that is what you need.
         """
-        logits = F.linear(self.gather(hidden), self.weight, self.bias)
-        if self.logit_scale != 1.0:
-            logits = logits * self.logit_scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+        logits = self.how.shape(F.linear(self.gather(hidden), self.weight, self.how.bias))
+        size = self.how.vocab_size or self.how.vocab_start + len(self.weight)
         if self.tp.group is not None:
-            width = -(-self.vocab_size // self.tp.size)
+            width = -(-size // self.tp.size)
             logits = gather_alike(F.pad(logits, (0, width - logits.shape[1])).T, self.tp.group).T
-        return logits[:, : self.vocab_size]
+        return logits[:, :size]
 
     def logprobs(
         self,
@@ -89,7 +82,7 @@ class OutputHead:
             targets,
             target_count=self._count(targets, target_count),
             temperature=temperature,
-            **self._how(),
+            how=self.how,
             entropy=entropy,
             topk=topk,
             lse=lse,
@@ -122,7 +115,7 @@ class OutputHead:
             columns,
             target_count=self._count(targets, target_count),
             temperature=temperature,
-            **self._how(),
+            how=self.how,
             entropy=entropy,
             lse=lse,
             hit=hit,
@@ -145,7 +138,7 @@ class OutputHead:
             ids,
             target_count=self._count(targets, target_count),
             temperature=temperature,
-            **self._how(),
+            how=self.how,
         )
 
     def values(self, hidden: Tensor) -> Tensor:
@@ -158,17 +151,6 @@ class OutputHead:
         if given is None and self.counted is not None and targets is self.counted[0]:
             return self.counted[1]
         return given
-
-    def _how(self) -> dict[str, Any]:
-        """How this head makes logits, and who holds its other rows."""
-        return {
-            "bias": self.bias,
-            "logit_scale": self.logit_scale,
-            "softcap": self.softcap,
-            "vocab_start": self.vocab_start,
-            "vocab_size": self.vocab_size,
-            "group": self.tp.group,
-        }
 
     def topk(self, hidden: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """The k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""

@@ -11,10 +11,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from postlude.ops.linear_logprobs.api import (
@@ -25,8 +24,8 @@ from postlude.ops.linear_logprobs.api import (
     spread,
     token_results,
 )
-from postlude.ops.linear_logprobs.backends import Backend
 from postlude.ops.linear_logprobs.gemm import without_autocast
+from postlude.ops.linear_logprobs.logits import PLAIN, LogitKeywords, Logits
 from postlude.ops.linear_logprobs.plan import plan_sweep
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state
@@ -51,20 +50,11 @@ def linear_objective(
     token_objective: TokenObjective,
     columns: Any = None,
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    target_count: int | None = None,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
     entropy: bool = False,
     lse: bool = False,
     hit: bool = False,
-    backend: Backend = "auto",
-    memory_budget: int | None = None,
+    how: Logits = PLAIN,
+    **changes: Unpack[LogitKeywords],
 ) -> LinearObjective:
     """The sum over tokens of `token_objective(logprob, entropy, columns)`, with gradients to hidden, weight and bias.
 
@@ -79,34 +69,20 @@ def linear_objective(
     over. They are made forward and wait for backward, which only scales them and cannot itself be differentiated.
 
     With `group` (and where no gradient is wanted) the statistics come first and backward projects again: the same
-    results at `linear_logprobs`'s cost, still with one collective a call. All other arguments are those of
-    `linear_logprobs`.
+    results at `linear_logprobs`'s cost, still with one collective a call. All other arguments, `how`
+    logits are made among them, are those of `linear_logprobs`.
     """
-    problem = resolve(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        target_count=target_count,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        group=group,
-        backend=backend,
-        memory_budget=memory_budget,
-    )
+    how = how.but(**changes)
+    problem = resolve(hidden, weight, targets, how)
     mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor.detach(), targets)))
     asked = Asked(entropy=entropy, lse=lse, hit=hit)
-    wants_gradient = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    wants_gradient = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, how.bias))
     if problem.group is None and wants_gradient and torch.is_grad_enabled():
         loss, token_losses, *results = _OneSweep.apply(
-            flat_hidden(hidden), weight, bias, problem, token_objective, mine, asked
+            flat_hidden(hidden), weight, how.bias, problem, token_objective, mine, asked
         )
     else:
-        logprobs, entropies, *others = token_results(hidden, weight, bias, problem, asked)
+        logprobs, entropies, *others = token_results(hidden, weight, how.bias, problem, asked)
         assert logprobs is not None
         kept = problem.take(logprobs), None if entropies is None else problem.take(entropies)
         with without_autocast(hidden.device):

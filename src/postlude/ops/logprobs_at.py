@@ -6,7 +6,7 @@ products a token with rows of the weight that are looked up, a few tokens at a t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
 from postlude.ops.linear_logprobs.api import refuse_second_derivative
 from postlude.ops.linear_logprobs.gemm import without_autocast
+from postlude.ops.linear_logprobs.logits import PLAIN, LogitKeywords, Logits
 
 LOOKUP_ELEMENTS = 1 << 24
 """Most numbers held of the rows that are looked up at a time: 64 MB in fp32."""
@@ -26,65 +27,42 @@ def linear_logprobs_at(
     targets: Tensor,
     ids: Tensor,
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    target_count: int | None = None,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
     entropy: bool = False,
+    how: Logits = PLAIN,
+    **changes: Unpack[LogitKeywords],
 ) -> tuple[TokenStats, Tensor]:
     """What `linear_logprobs` gives for `targets` [N], and the log-probs of `ids` [N, k], fp32, with their gradient.
 
     Positions whose target is ignored hold 0 and give no gradient, whatever their ids. Of `hidden` [N, H] only one
     dimension of tokens is taken. With `group`, one collective more; `hidden`'s gradient is this rank's part, as there.
-    A `target_count` promises of the ids, too, that they are inside the vocabulary: one that is not makes NaN.
+    A `target_count` promises of the ids, too, that they are inside the vocabulary: one that is not makes NaN. How
+    logits are made is said as in `linear_logprobs`.
     """
     if ids.ndim != 2 or ids.shape[0] != targets.shape[0] or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
             f"ids are {ids.dtype} of shape {tuple(ids.shape)}, but k vocabulary ids for each of {len(targets)} tokens "
             f"are integers of shape ({len(targets)}, k)."
         )
-    stats = linear_logprobs(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        target_count=target_count,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        group=group,
-        entropy=entropy,
-        lse=True,
-    )
+    how = how.but(**changes)
+    stats = linear_logprobs(hidden, weight, targets, entropy=entropy, lse=True, how=how)
     assert stats.lse is not None  # asked for
-    kept = (targets != ignore_index)[:, None]
-    first = 0 if group is not None else vocab_start
-    last = vocab_start + weight.shape[0] if vocab_size is None else vocab_size
+    kept = (targets != how.ignore_index)[:, None]
+    first = 0 if how.group is not None else how.vocab_start
+    last = how.vocab_start + weight.shape[0] if how.vocab_size is None else how.vocab_size
     outside = kept & ((ids < first) | (ids >= last))
-    if target_count is None and bool(outside.any()):
+    if how.target_count is None and bool(outside.any()):
         raise ValueError(
             f"id {int(ids[outside][0])} is outside the vocabulary, {first} to {last - 1} "
             f"({int(outside.sum())} such of {ids.numel()}). Give ids of this model's vocabulary."
         )
-    local = ids.long() - vocab_start
+    local = ids.long() - how.vocab_start
     mine = kept & (local >= 0) & (local < weight.shape[0])
-    logits: Tensor = _SelectedLogits.apply(hidden, weight, bias, local.where(mine, 0), mine, group)
-    if target_count is not None:
+    logits: Tensor = _SelectedLogits.apply(hidden, weight, how.bias, local.where(mine, 0), mine, how.group)
+    if how.target_count is not None:
         logits = logits * torch.zeros_like(logits).masked_fill_(outside, torch.nan).add_(1.0)
-    if logit_scale != 1.0:
-        logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    degrees = temperature.detach()[:, None] if isinstance(temperature, Tensor) and temperature.ndim else temperature
-    return stats, (logits / degrees - stats.lse[:, None]).where(kept, 0.0)
+    heat = how.temperature
+    heat = heat.detach()[:, None] if isinstance(heat, Tensor) and heat.ndim else heat
+    return stats, (how.shape(logits) / heat - stats.lse[:, None]).where(kept, 0.0)
 
 
 class _SelectedLogits(torch.autograd.Function):

@@ -1,9 +1,11 @@
-"""Start here: `linear_logprobs`, the fused LM head. The contract is in `api.py`, the mathematics in `statistics.py`.
+"""Start here: `linear_logprobs`, the fused LM head. The contract is in `api.py`
+and `logits.py`, the mathematics in `statistics.py`.
 
 `plan.py` decides what part of the logits exists at a time, `sweep.py` walks over it, and the two epilogues
 (`torch_epilogue.py`, `triton_epilogue.py`) select the tokens and turn a slab of products into statistics or gradients.
 """
 
 from postlude.ops.linear_logprobs.api import TokenStats, linear_logprobs
+from postlude.ops.linear_logprobs.logits import Logits
 
-__all__ = ["TokenStats", "linear_logprobs"]
+__all__ = ["Logits", "TokenStats", "linear_logprobs"]

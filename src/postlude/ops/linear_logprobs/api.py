@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from postlude.ops.linear_logprobs.backends import Backend
 from postlude.ops.linear_logprobs.gemm import without_autocast
+from postlude.ops.linear_logprobs.logits import PLAIN, LogitKeywords, Logits
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, TopK, Upstream, join_ranks
 from postlude.ops.linear_logprobs.sweep import Head, Wanted, sweep_gradients, sweep_statistics
@@ -44,85 +43,38 @@ def linear_logprobs(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    target_count: int | None = None,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
     entropy: bool = False,
     topk: int = 0,
     lse: bool = False,
     hit: bool = False,
-    backend: Backend = "auto",
-    memory_budget: int | None = None,
+    how: Logits = PLAIN,
+    **changes: Unpack[LogitKeywords],
 ) -> TokenStats:
     """Log-prob of each target under softmax(logits), and on request entropy, lse, top-k and argmax hit.
-
-        logits = softcap(logit_scale · (hidden @ weightᵀ + bias)) / temperature,   softcap(x) = c · tanh(x / c)
-
-    in this order, which is that of transformers' models: scale, then softcap, then temperature.
 
     Args:
         hidden: [..., H].
         weight: [V, H], this rank's rows of the output embedding.
-        targets: [...] integer ids of the whole vocabulary. Positions equal to `ignore_index` are not projected at
-            all: every result is 0 there, and so is `hidden`'s gradient.
-        bias: [V] or None.
-        temperature: a number, or a tensor with one entry a token. It receives no gradient.
-        logit_scale: multiplies before the softcap.
-        softcap: bound of the logits before the temperature, or None.
-        ignore_index: marks positions without a target.
-        target_count: how many targets are not `ignore_index`, where the host knows: then it never waits for the
-            device. It is a promise, as is that every target is inside the vocabulary and every temperature above 0.
-            Without it the host waits once and refuses what is not so; a broken promise makes every result and
-            gradient of the call NaN.
-        vocab_start: vocabulary id of weight's first row.
-        vocab_size: ids from this one on are padding: they are not projected, and their weight's gradient is 0.
-            By default every row of weight is real. Needed with `group`.
-        group: the ranks that hold the other rows. All pass the same hidden and targets and receive the same results,
-            for one collective a call forward and none backward. `hidden`'s gradient is then **this rank's part**:
-            hand hidden in through `copy_to_group` if it is replicated, or through `gather_from_sequence` if it is
-            sharded over tokens (`postlude.ops.collectives`), and its gradient is complete. The loss must be computed
-            alike on every rank.
+        targets: [...] integer ids of the whole vocabulary, or `ignore_index` where there is none.
         entropy: also -Σ p·log p, with its gradient.
         topk: also the k likeliest ids and their log-probs, without gradient.
         lse: also log Σ e^logit, with its gradient (z-loss).
         hit: also whether the target is a likeliest id.
-        backend: "torch" runs anywhere, "triton" needs CUDA; "auto" takes triton where it can.
-        memory_budget: bytes for the logits slab and the summed gradient, results and returned gradients not counted;
-            by default enough for full speed. The smallest slab is one column, however small the budget.
+        how: how logits are made. Its fields are keywords of the call, too, and those given go before: bias,
+            temperature, logit_scale, softcap, ignore_index, target_count, vocab_start, vocab_size, group, backend and
+            memory_budget, as `Logits` explains them.
 
-    It is differentiable once; a second derivative is refused.
-
-    Mixed dtypes are projected in what they promote to (autocast's dtype where that is on), always summed in fp32 or
-    better; every gradient has its own tensor's dtype. Forward keeps references and a few numbers a token for backward.
+    It is differentiable once; a second derivative is refused. Forward keeps references and a few numbers a token for
+    backward.
     """
-    problem = resolve(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        target_count=target_count,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        group=group,
-        backend=backend,
-        memory_budget=memory_budget,
-    )
-    known = problem.columns if problem.group is None else vocab_size
+    how = how.but(**changes)
+    problem = resolve(hidden, weight, targets, how)
+    known = problem.columns if problem.group is None else how.vocab_size
     assert known is not None
     if not 0 <= topk <= known:
         raise ValueError(f"topk must be between 0 and the vocabulary's {known} entries, but is {topk}.")
     asked = Asked(entropy=entropy, lse=lse, hit=hit, topk=topk)
-    results = token_results(hidden, weight, bias, problem, asked)
+    results = token_results(hidden, weight, how.bias, problem, asked)
     return TokenStats.of(results, targets.shape)
 
 

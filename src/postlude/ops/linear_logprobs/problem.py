@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.ops.linear_logprobs.backends import Backend, can_fuse, select_epilogue
+from postlude.ops.linear_logprobs.backends import can_fuse, select_epilogue
 from postlude.ops.linear_logprobs.gemm import operand_dtype
+from postlude.ops.linear_logprobs.logits import Logits
 from postlude.ops.linear_logprobs.plan import Shape
 from postlude.ops.linear_logprobs.statistics import Epilogue, Kernels, Rows, Selection
 
@@ -58,37 +59,16 @@ class Problem:
         return cast(Kernels, importlib.import_module("postlude.ops.linear_logprobs.fused"))
 
 
-def resolve(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    target_count: int | None,
-    vocab_start: int,
-    vocab_size: int | None,
-    group: dist.ProcessGroup | None,
-    backend: Backend,
-    memory_budget: int | None,
-) -> Problem:
+def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, how: Logits) -> Problem:
     """Check the arguments, find the tokens to project and make their per-token numbers.
 
-    Without `target_count` the host waits once, for how many there are and whether all is well.
+    Without a `target_count` the host waits once, for how many there are and whether all is well.
     """
-    _check_shapes(hidden, weight, targets, bias)
-    logit_scale = float(logit_scale)
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap must be above 0, but is {softcap}. Leave it None for no softcap.")
-    if memory_budget is not None and memory_budget <= 0:
-        raise ValueError(f"memory_budget must be above 0 bytes, but is {memory_budget}. Leave it None for the default.")
-    if group is not None and vocab_size is None:
-        raise ValueError("vocab_size is needed with group: a rank knows its own shard alone, not the whole vocabulary.")
-    if group is not None and dist.get_world_size(group) == 1:
-        group = None
+    _check_shapes(hidden, weight, targets, how.bias)
+    logit_scale, softcap = float(how.logit_scale), how.softcap
+    ignore_index, target_count = how.ignore_index, how.target_count
+    vocab_start, vocab_size = how.vocab_start, how.vocab_size
+    group = None if how.group is None or dist.get_world_size(how.group) == 1 else how.group
     if vocab_size is None:
         vocab_size = vocab_start + weight.shape[0]
     columns = min(max(vocab_size - vocab_start, 0), weight.shape[0])
@@ -96,11 +76,11 @@ def resolve(
     allowed = (0, vocab_size) if group is not None else (vocab_start, vocab_start + columns)
 
     targets = targets.reshape(-1).long().contiguous()  # kernels count in whole steps
-    temperatures = _flat_temperature(temperature, targets)
+    temperatures = _flat_temperature(how.temperature, targets)
     dtype = _projection_dtype(hidden, weight)
     operand = operand_dtype(dtype, hidden.device)
     compute = torch.promote_types(dtype, torch.float32)
-    epilogue = select_epilogue(backend, hidden.device, compute)
+    epilogue = select_epilogue(how.backend, hidden.device, compute)
     selection = epilogue.select(
         targets,
         temperatures,
@@ -139,7 +119,7 @@ def resolve(
         epilogue=epilogue,
         fused=fused,
         group=group,
-        memory_budget=memory_budget,
+        memory_budget=how.memory_budget,
         broken=broken,
     )
 
