@@ -14,6 +14,7 @@ from torch import Tensor
 
 from postlude import Batch, Engine, Layout, Loss, OutputInputs, RankError, launch
 from postlude.objectives import SFT
+from postlude.optimizer import SGD
 from tests.engine.training import batch, build, config, policy, same, told, train, weights
 
 TIMEOUT = 30.0
@@ -138,6 +139,47 @@ def test_one_of_several_ranks_refuses_to_go_on(ranks, layout: str, failure: str,
             f"RuntimeError: this engine's {call} failed ({FAULT}), and other ranks may still be in the middle of it: "
             "make a new engine on every rank, and load its last checkpoint."
         }
+
+
+def beyond_mending(group: dist.ProcessGroup) -> str:
+    engine = build("", config("tiny-dense"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_without_tensors", lambda index: torch.zeros(-1))
+        assert told(lambda: engine.measure(batch(7), fails_forward)) == FAULT
+    return told(lambda: engine.measure(batch(7), policy))
+
+
+def test_an_engine_that_cannot_be_made_anew_says_so(ranks) -> None:
+    (sentence,) = ranks(1, beyond_mending)
+    assert sentence.startswith(
+        f"RuntimeError: this engine's measure failed ({FAULT}), and its stages could not be made"
+    )
+    assert sentence.endswith("make a new engine, and load its last checkpoint.")
+
+
+def fail_in_between(device: str) -> list[Tensor]:
+    """Log-probs before a step, after it, and after it with an evaluation that fails in between."""
+    found = []
+    for fails in (False, True):
+        engine = Engine(
+            config("tiny-moe"), budget=32, optimizer=SGD(lr=1.0), compute_dtype=torch.float32, device=device
+        )
+        found.append(torch.cat(engine.logprobs(batch(4)).logprob))
+        engine.forward_backward(batch(2), policy)
+        if fails:
+            assert told(lambda: engine.measure(batch(7), fails_forward)) == FAULT  # noqa: B023
+        engine.optimizer_step()
+        found.append(torch.cat(engine.logprobs(batch(4)).logprob))
+    return [found[0], found[1], found[3]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_whole_after_a_failure() -> None:
+    """Whole weights that were gathered on other streams are let go of, and the step's are used."""
+    ((before, expected, found),) = launch(fail_in_between, "cuda", nproc=1, timeout=TIMEOUT, device="cuda")
+    moved = (expected - before).abs().max()
+    assert (found - expected).abs().max() < 0.01 * moved
 
 
 def half_a_step(group: dist.ProcessGroup, directory: str) -> None:

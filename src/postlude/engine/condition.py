@@ -48,7 +48,14 @@ class Condition:
                     "make a new engine on every rank, and load its last checkpoint."
                 )
                 raise
-            renew()
+            try:
+                renew()
+            except Exception as another:  # such as a GPU that has stopped answering
+                self.refusal = (
+                    f"this engine's {call} failed ({_said(error)}), and its stages could not be made anew "
+                    f"({_said(another)}): make a new engine, and load its last checkpoint."
+                )
+                raise error from another
             if gradients:
                 self.lost_gradients = (
                     f"the gradients of this step were lost when {call} failed ({_said(error)}): "
