@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from postlude.recipes.config import ConfigError, load, undocumented
-from postlude.recipes.ending import Ending, read_ending
+from postlude.recipes.ending import Ending, RunFailed, read_ending
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
 from postlude.recipes.metrics import explain
 from postlude.recipes.rollouts import SHOWN
@@ -87,7 +87,7 @@ def fails_once(group: Any, directory: str) -> tuple[str, list[str], Ending | Non
                 raise ValueError("nothing can be learned.")
             return super().learn_answers(answered)
 
-    with suppress(ValueError):
+    with suppress(RunFailed):
         train(Failing(config, "cpu"))
     bad, page = read_verdict(config.run).bad, (config.run / "report.html").read_text()
     run(config)
