@@ -465,7 +465,7 @@ def test_how_logits_are_made_is_said_once() -> None:
 def test_a_value_and_keywords_say_the_same_and_an_unknown_one_is_refused(function: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(5, 4, generator=generator), torch.randn(7, 4, generator=generator)
-    targets = torch.tensor([0, 6, -100, 3, 2])
+    targets, ids = torch.tensor([0, 6, -100, 3, 2]), torch.tensor([[1], [0], [5], [6], [2]])
     call = {
         "linear_logprobs": lambda **how: linear_logprobs(hidden, weight, targets, **how).logprob,
         "linear_objective": lambda **how: (
