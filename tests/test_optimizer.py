@@ -16,7 +16,7 @@ from postlude.optimizer import SGD, AdamW, Schedule
         (AdamW, {"lr": -1.0}, "lr is -1, but it must be a number of at least 0"),
         (AdamW, {"lr": math.inf}, "lr is inf"),
         (AdamW, {"lr": math.nan}, "lr is nan"),
-        (AdamW, {"betas": (0.9, 1.0)}, r"betas\[1\] is 1, but it must be at least 0 and below 1"),
+        (AdamW, {"betas": (0.9, 1.0)}, r"betas\[1\] is 1, but it must be a number of at least 0 and below 1"),
         (AdamW, {"betas": (-0.1, 0.9)}, r"betas\[0\] is -0.1"),
         (AdamW, {"eps": 0.0}, "eps is 0, but it must be a number above 0"),
         (AdamW, {"weight_decay": -0.1}, "weight_decay is -0.1"),

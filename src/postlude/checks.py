@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError, ArithmeticError)
 """What is raised of what a user wrote or has, in a sentence. Anything else is a fault of ours, and shown as one."""
@@ -15,19 +18,62 @@ def one_of(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}, but the choices are {', '.join(map(repr, choices))}.")
 
 
-def at_least(name: str, value: float, least: float) -> None:
-    """Refuse a number below `least`, and what is not finite."""
-    if not (math.isfinite(value) and value >= least):
-        raise ValueError(f"{name} is {value:g}, but it must be a number of at least {least:g}.")
+@dataclass(frozen=True, kw_only=True)
+class Within:
+    """Bounds of a finite number, beside its type: `lr: Annotated[float, Within(least=0)]`.
+
+    `check` holds a value's fields to them, and the schema of a config shows them.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def check(self, name: str, value: float) -> None:
+        """Refuse a number outside."""
+        low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        high = (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+        if not (low and high and math.isfinite(value)):
+            raise ValueError(f"{name} is {value:g}, but it must be a number {self}.")
+
+    def __str__(self) -> str:
+        words = {"of at least": self.least, "above": self.above, "of at most": self.most, "below": self.below}
+        return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """The bounds in the words of JSON Schema: what pydantic asks of anything that stands beside a type."""
+        names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        bounds = zip(names, (self.least, self.above, self.most, self.below), strict=True)
+        return handler(core) | {name: bound for name, bound in bounds if bound is not None}
 
 
-def above(name: str, value: float, bound: float) -> None:
-    """Refuse a number that is not above `bound`, and what is not finite."""
-    if not (math.isfinite(value) and value > bound):
-        raise ValueError(f"{name} is {value:g}, but it must be a number above {bound:g}.")
+Positive: TypeAlias = Annotated[float, Within(above=0)]
+NonNegative: TypeAlias = Annotated[float, Within(least=0)]
+Share: TypeAlias = Annotated[float, Within(least=0, below=1)]
 
 
-def share(name: str, value: float) -> None:
-    """Refuse a number that is not in [0, 1)."""
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} is {value:g}, but it must be at least 0 and below 1.")
+def check(value: Any) -> None:
+    """Hold the fields of a dataclass to the bounds that stand beside their types."""
+    for name, hint in _hints(type(value)).items():  # type: ignore[arg-type]
+        _check(name, hint, getattr(value, name))
+
+
+def _check(name: str, hint: Any, value: Any) -> None:
+    if value is None:
+        return
+    if get_origin(hint) is Annotated:
+        for bound in hint.__metadata__:
+            if isinstance(bound, Within):
+                bound.check(name, value)
+    elif get_origin(hint) is tuple:
+        for place, (part, each) in enumerate(zip(get_args(hint), value, strict=False)):
+            _check(f"{name}[{place}]", part, each)
+    else:
+        for part in get_args(hint):  # of a union
+            _check(name, part, value)
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)

@@ -8,6 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Annotated, TypeAlias
+
+from postlude.checks import Within
+
+Degree: TypeAlias = Annotated[int, Within(least=1)]
 
 
 @dataclass(frozen=True)
@@ -41,19 +46,19 @@ class Layout:
     `ep` divides dp_shard · cp · tp and adds no ranks of its own.
     """
 
-    pp: int = 1
+    pp: Degree = 1
     """Pipeline ranks."""
-    vpp: int = 1
+    vpp: Degree = 1
     """Stages a pipeline rank holds."""
-    dp_replicate: int = 1
+    dp_replicate: Degree = 1
     """Data-parallel replicas."""
-    dp_shard: int = 1
+    dp_shard: Degree = 1
     """Data-parallel ranks that shard the parameters."""
-    cp: int = 1
+    cp: Degree = 1
     """Ranks that share every sequence."""
-    tp: int = 1
+    tp: Degree = 1
     """Ranks that share every matrix."""
-    ep: int = 1
+    ep: Degree = 1
     """Ranks that share the experts, among those there are."""
 
     def __post_init__(self) -> None:

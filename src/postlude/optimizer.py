@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from postlude.checks import above, at_least, one_of, share
+from postlude.checks import NonNegative, Positive, Share, Within, check, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -28,20 +28,16 @@ class Schedule:
 
     shape: Shape = "constant"
     """How the learning rate goes down."""
-    warmup: int = 0
+    warmup: Annotated[int, Within(least=0)] = 0
     """Steps in which it goes up."""
-    steps: int | None = None
+    steps: Annotated[int, Within(least=1)] | None = None
     """The step at which it reaches the floor."""
-    floor: float = 0.0
+    floor: Annotated[float, Within(least=0, most=1)] = 0.0
     """What it goes down to, as a share of lr."""
 
     def __post_init__(self) -> None:
         one_of("the shape of a schedule", self.shape, get_args(Shape))
-        at_least("warmup", self.warmup, 0)
-        if self.steps is not None:
-            at_least("steps", self.steps, 1)
-        if not 0.0 <= self.floor <= 1.0:
-            raise ValueError(f"floor is {self.floor:g}, but a share of the learning rate lies between 0 and 1.")
+        check(self)
         if self.shape != "constant" and (self.steps is None or self.steps <= self.warmup):
             raise ValueError(
                 f"a {self.shape} schedule with warmup={self.warmup} needs more `steps` than that, but has {self.steps}."
@@ -62,24 +58,21 @@ class Schedule:
 class AdamW:
     """Adam with weight decay on matrices alone. Gradients are clipped to `max_grad_norm` unless it is None."""
 
-    lr: float = 1e-6
+    lr: NonNegative = 1e-6
     """The learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     """How long the two moments remember."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the denominator."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Pull of matrices towards zero."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: Positive | None = 1.0
     """The most the gradient's norm may be; none leaves it."""
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over steps."""
 
     def __post_init__(self) -> None:
-        _check(self)
-        for place, beta in enumerate(self.betas):
-            share(f"betas[{place}]", beta)
-        above("eps", self.eps, 0.0)
+        check(self)
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over these parameters."""
@@ -93,20 +86,19 @@ class AdamW:
 class SGD:
     """Gradient descent with momentum."""
 
-    lr: float = 1e-3
+    lr: NonNegative = 1e-3
     """The learning rate."""
-    momentum: float = 0.0
+    momentum: Share = 0.0
     """How long the direction is remembered."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Pull of matrices towards zero."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: Positive | None = 1.0
     """The most the gradient's norm may be; none leaves it."""
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over steps."""
 
     def __post_init__(self) -> None:
-        _check(self)
-        share("momentum", self.momentum)
+        check(self)
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over these parameters."""
@@ -118,14 +110,6 @@ class SGD:
 
 
 OptimizerConfig = AdamW | SGD
-
-
-def _check(optimizer: OptimizerConfig) -> None:
-    """Refuse what no optimizer can mean."""
-    at_least("lr", optimizer.lr, 0.0)
-    at_least("weight_decay", optimizer.weight_decay, 0.0)
-    if optimizer.max_grad_norm is not None:
-        above("max_grad_norm", optimizer.max_grad_norm, 0.0)
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

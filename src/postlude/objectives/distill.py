@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from postlude.checks import above, at_least, one_of
+from postlude.checks import NonNegative, Positive, Within, check, one_of
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned
@@ -49,24 +49,21 @@ class Distill:
     Columns: "teacher_ids" and "teacher_logprobs", [k] a token; the weights that `over` names.
     """
 
-    forward: float = 1.0
+    forward: Annotated[float, Within(least=0, most=1)] = 1.0
     """Share of the forward divergence; the rest is the reverse one."""
     outside: Outside = "bucket"
     """What becomes of tokens that are not among the teacher's k."""
-    nll: float = 0.0
+    nll: NonNegative = 0.0
     """Weight of the tokens' own negative log-likelihood."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Of teacher and student."""
     over: str = "tokens"
     """The weights: "tokens", or a column."""
 
     def __post_init__(self) -> None:
         one_of("outside", self.outside, get_args(Outside))
-        at_least("nll", self.nll, 0.0)
-        above("temperature", self.temperature, 0.0)
+        check(self)
         per_token(self.over)
-        if not 0.0 <= self.forward <= 1.0:
-            raise ValueError(f"forward is {self.forward:g}, but a share of the mixture lies between 0 and 1.")
         if self.forward < 1.0 and self.outside == "ignore":
             raise ValueError(
                 'outside="ignore" lets the reverse divergence fall by moving the student away from all k tokens. '

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from postlude.checks import above, one_of
+from postlude.checks import Positive, check, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class ReferenceKL:
       gradient, of k3 a biased one. Of k1 it is ∇log p, which is zero on average and no penalty: that is refused.
     """
 
-    coefficient: float
+    coefficient: Positive
     """Weight of the penalty."""
     estimator: Estimator = "k3"
     """How the divergence is estimated at a token."""
@@ -62,7 +62,7 @@ class ReferenceKL:
     """Whose gradient it has."""
 
     def __post_init__(self) -> None:
-        above("the coefficient of a KL penalty", self.coefficient, 0.0)
+        check(self)
         one_of("estimator", self.estimator, get_args(Estimator))
         one_of("gradient", self.gradient, get_args(Gradient))
         if (self.estimator, self.gradient) == ("k1", "estimator"):

@@ -14,9 +14,9 @@ Columns, each one number a token:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from postlude.checks import above, at_least, one_of
+from postlude.checks import NonNegative, Positive, Within, check, one_of
 from postlude.objectives.checks import per_token
 from postlude.objectives.correction import Corrected, RolloutCorrection
 from postlude.objectives.divergence import ReferenceKL, bounded, estimate
@@ -80,11 +80,11 @@ class PolicyGradient:
     """Which surrogate is minimised."""
     ratio: Ratio = "token"
     """What the ratio is of."""
-    clip_low: float = 0.2
+    clip_low: NonNegative = 0.2
     """How far the ratio may fall below 1."""
-    clip_high: float = 0.2
+    clip_high: NonNegative = 0.2
     """How far the ratio may rise above 1."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Within(above=1)] | None = None
     """A bound on the loss of bad answers, as a multiple of the advantage; none for no bound."""
     correction: RolloutCorrection | None = None
     """Weights for a sampler that is not quite the trained policy."""
@@ -92,30 +92,24 @@ class PolicyGradient:
     """A penalty for leaving the reference policy."""
     entropy: float = 0.0
     """Weight of the entropy bonus."""
-    positive_nll: float = 0.0
+    positive_nll: NonNegative = 0.0
     """Weight of the log-likelihood of right answers."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """The sampler's temperature."""
     over: str = "response_mask"
     """The column of weights the loss is a mean over."""
-    length: float | None = None
+    length: Positive | None = None
     """A constant to divide by instead of the number of tokens (Dr. GRPO)."""
 
     def __post_init__(self) -> None:
         one_of("surrogate", self.surrogate, get_args(Surrogate))
         one_of("ratio", self.ratio, get_args(Ratio))
-        for name in ("clip_low", "clip_high", "positive_nll"):
-            at_least(name, getattr(self, name), 0.0)
-        above("temperature", self.temperature, 0.0)
+        check(self)
         per_token(self.over)
-        if self.length is not None:
-            above("length", self.length, 0.0)
         if self.clip_low > 1.0:
             raise ValueError(f"clip_low is {self.clip_low:g}, but a ratio is never below 0. Use 1 for no lower bound.")
-        if self.dual_clip is not None:
-            above("dual_clip", self.dual_clip, 1.0)
-            if self.surrogate != "clip":
-                raise ValueError(f'dual_clip bounds the clipped surrogate, but surrogate is "{self.surrogate}".')
+        if self.dual_clip is not None and self.surrogate != "clip":
+            raise ValueError(f'dual_clip bounds the clipped surrogate, but surrogate is "{self.surrogate}".')
         if (self.surrogate, self.ratio) == ("reinforce", "sequence"):
             raise ValueError('surrogate="reinforce" uses no ratio. Use ratio="token" or "on_policy" with it.')
 

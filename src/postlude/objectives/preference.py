@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from postlude.checks import above, at_least, one_of
+from postlude.checks import NonNegative, Positive, check, one_of
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned, sequence_mean
@@ -45,7 +45,7 @@ class Preference:
 
     form: Form = "sigmoid"
     """How the difference becomes a loss: sigmoid is DPO's."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """How sharply differences count."""
     label_smoothing: float = 0.0
     """The share of wrong labels."""
@@ -53,18 +53,16 @@ class Preference:
     """Whether gains are means over tokens, not sums."""
     reference: bool = True
     """Whether gains are measured from the reference."""
-    margin: float = 0.0
+    margin: NonNegative = 0.0
     """By how much the chosen answer shall lead."""
-    nll: float = 0.0
+    nll: NonNegative = 0.0
     """Weight of the chosen answers' negative log-likelihood."""
     mask: str = "response_mask"
     """The column that marks answers."""
 
     def __post_init__(self) -> None:
         one_of("form", self.form, get_args(Form))
-        above("beta", self.beta, 0.0)
-        at_least("margin", self.margin, 0.0)
-        at_least("nll", self.nll, 0.0)
+        check(self)
         per_token(self.mask)
         if not 0.0 <= self.label_smoothing < 0.5:
             raise ValueError(

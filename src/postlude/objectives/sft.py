@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from postlude.checks import at_least
+from postlude.checks import NonNegative, check
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned
@@ -30,11 +30,11 @@ class SFT:
 
     over: str = "tokens"
     """The weights: "tokens", or a column."""
-    z_loss: float = 0.0
+    z_loss: NonNegative = 0.0
     """Weight of the squared log-normaliser."""
 
     def __post_init__(self) -> None:
-        at_least("z_loss", self.z_loss, 0.0)
+        check(self)
         per_token(self.over)
 
     def __call__(self, inputs: OutputInputs) -> Loss:

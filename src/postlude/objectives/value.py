@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from postlude.checks import above
+from postlude.checks import Positive, check
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 
@@ -35,13 +35,12 @@ class ValueLoss:
     Columns: "returns"; "old_values" with `clip`; the weights that `over` names.
     """
 
-    clip: float | None = 0.2
+    clip: Positive | None = 0.2
     over: str = "response_mask"
 
     def __post_init__(self) -> None:
         per_token(self.over)
-        if self.clip is not None:
-            above("clip", self.clip, 0.0)
+        check(self)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
