@@ -199,7 +199,7 @@ BAD = [
     ),
     sft(
         "a row that is too long",
-        says=(r"line 2 of rows\.jsonl has \d+ tokens", "budget", "data.overlong to drop or cut"),
+        says=(r'line 2 of rows\.jsonl has \d+ tokens in "messages"', "leaves 256", "data.overlong to drop or cut"),
         arrange=lambda: first_turn("2" * 300),
         mended=(*SFT, "--data.overlong=drop"),
     ),
@@ -258,8 +258,15 @@ BAD = [
     ),
     grpo(
         "a prompt that is too long",
-        says=(r"line 2 of tasks\.jsonl has 300 tokens", "leaves 252", "Raise budget"),
+        says=(r"line 2 of tasks\.jsonl has 300 tokens", "leaves 252", "Raise budget", "overlong"),
         arrange=lambda: lines("tasks.jsonl", {"prompt": "2"}, {"prompt": "2" * 300}),
+        mended=(*GRPO, "--environment.overlong=drop"),
+    ),
+    grpo(
+        "no prompt that is short enough",
+        "--environment.overlong=drop",
+        says=(r"every prompt of tasks\.jsonl", "252 tokens", "budget=256", "Raise budget"),
+        arrange=lambda: lines("tasks.jsonl", {"prompt": "2" * 300}),
         mended=(*GRPO, "--budget=310"),
     ),
     grpo(

@@ -194,6 +194,7 @@ ELSEWHERE = {
     "environment.template": "in grpo here",
     "environment.tag": "tests/rollout/test_environments.py",
     "environment.system": "tests/rollout/test_environments.py",
+    "environment.overlong": "test_bad_starts.py: a prompt that is too long",
     "environment.workers": "tests/rollout/test_rewards.py",
     "environment.timeout": "tests/rollout/test_rewards.py",
     "environment.path": "test_grpo.py: test_a_conversation",

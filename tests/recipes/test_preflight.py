@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +78,37 @@ def test_the_memory_foretold_is_what_an_engine_holds(ranks: Ranks, layout: str) 
     for rank, size in ranks(2, held_bytes, "tiny-moe", layout):
         expected = foretold[rank if parsed.pp == 2 else 0].parameters
         assert size == pytest.approx(expected, rel=0.02)  # every tensor-parallel rank has all of the small vectors
+
+
+def test_more_than_a_rank_can_hold_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = dataset(tmp_path)
+    monkeypatch.setattr("postlude.recipes.preflight.os.sysconf", lambda name: 2000)  # bytes of a page, and pages
+    assert main(["sft", f"--data.path={data}", f"--run={tmp_path}/run"]) == 2
+    said = capsys.readouterr().err
+    assert "a rank needs 12.5 MiB for weights, gradients and the optimizer's numbers, but has 3.8 MiB" in said
+    assert "Raise layout.dp_shard, tp or pp" in said
+    assert list(tmp_path.iterdir()) == [data]
+
+
+@pytest.mark.slow
+def test_under_torchrun_one_rank_of_a_machine_speaks(tmp_path: Path) -> None:
+    data = dataset(tmp_path)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"data: {{path: {data}}}\nlayout: tp=2\nbudget: 4\nrun: {tmp_path}/run\n")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "postlude",
+        "sft",
+        str(config),
+    ]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode != 0
+    assert done.stderr.count("line 1 of rows.jsonl has") == 1
+    assert "too many for the budget" in done.stderr
+    assert not (tmp_path / "run").exists()

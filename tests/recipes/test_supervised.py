@@ -183,7 +183,7 @@ def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Pat
         (
             [{"prompt": "1" * 200, "completion": "2"}],
             (),
-            "line 1 of rows.jsonl has 202 tokens, too many for the budget. Raise budget, or set data.overlong",
+            r'line 1 of rows.jsonl has 202 tokens in "prompt" and "completion", too many for the budget, which leaves',
         ),
         ([{"prompt": "1" * 200, "completion": "2"}], ("--data.overlong=drop",), "every row of rows.jsonl is longer"),
         ([{"prompt": "1", "completion": "2"}] * 3, (), "3 of 3 rows are to be held out"),

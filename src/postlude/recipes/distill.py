@@ -14,7 +14,7 @@ from postlude.recipes.configs import MASK, DistillConfig, OwnAnswers
 from postlude.recipes.ending import Ending
 from postlude.recipes.examples import Examples, Indexed
 from postlude.recipes.preflight import Check, Subject, check_teacher, of_environment, of_rows, of_teacher, of_training
-from postlude.recipes.rollouts import Rollouts, shown, summary
+from postlude.recipes.rollouts import Rollouts, environment_of, shown, summary
 from postlude.recipes.settings import ObjectiveFile, built
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
@@ -49,7 +49,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         data, budget = self.config.data, self.config.budget
         if isinstance(data, Examples):
             return self.encoded(data)
-        environment = data.environment.build(self.config.seed)
+        environment = environment_of(data.environment, self.config.seed, self.tokenizer, data.answers, budget)
         self.rollouts = Rollouts(
             GatheredGenerator(self.engine, self.tokenizer),
             environment,

@@ -71,9 +71,10 @@ def _encoded(data: Examples | Pairs, encoder: Encoder) -> KeptRows:
             if chunk.too_long and data.overlong != "drop":
                 _, row, length = chunk.too_long[0]
                 mends = "drop" if data.overlong == "cut" else "drop or cut"
+                held = " and ".join(f'"{column}"' for column in columns if column is not None)
                 raise ValueError(
-                    f"{row} has {length} tokens, too many for the budget. Raise budget, or set data.overlong to "
-                    f"{mends}."
+                    f"{row} has {length} tokens in {held}, too many for the budget, which leaves {encoder.max_length}. "
+                    f"Raise budget, or set data.overlong to {mends}."
                 )
             chunks.append(chunk)
             advance(CHUNK)

@@ -17,7 +17,7 @@ from postlude.recipes.configs import EvalConfig
 from postlude.recipes.ending import Ending
 from postlude.recipes.live import LiveView
 from postlude.recipes.preflight import Check, Subject, of_environment, of_model
-from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
+from postlude.recipes.rollouts import Answered, Rollouts, environment_of, scores, shown, summary
 from postlude.recipes.run import check_run, open_run
 from postlude.recipes.surroundings import surroundings
 from postlude.recipes.verdict import EVALUATED
@@ -44,7 +44,9 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
     ).eval()
     clock = Clock()
     with ExitStack() as held:
-        environment = held.enter_context(closing(config.environment.build(config.seed)))
+        environment = held.enter_context(
+            closing(environment_of(config.environment, config.seed, tokenizer, config.answers, config.budget))
+        )
         directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, wandb=config.wandb))
         directory.resume_at(-1)
         directory.record(step=0, command=beginning.command, **surroundings(torch.device(device)))

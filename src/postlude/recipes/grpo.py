@@ -22,7 +22,7 @@ from postlude.recipes.configs import GRPOConfig
 from postlude.recipes.ending import Ending
 from postlude.recipes.metrics import LOSS, SKIPPED
 from postlude.recipes.preflight import Check, Subject, of_environment, of_training
-from postlude.recipes.rollouts import Answered, Rollouts, scores, shown, summary
+from postlude.recipes.rollouts import Answered, Rollouts, environment_of, scores, shown, summary
 from postlude.recipes.run import step_of
 from postlude.recipes.settings import built
 from postlude.recipes.trainer import Trainer, train
@@ -43,7 +43,9 @@ class GRPOTrainer(Trainer):
         self.warm = config.warm_start.steps
         self.last = self.warm + config.steps
         self.evaluate_every = config.evaluation.every
-        self.environment = config.environment.build(config.seed)
+        self.environment = environment_of(
+            config.environment, config.seed, self.tokenizer, config.answers, config.budget
+        )
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
         if self.evaluate_every:

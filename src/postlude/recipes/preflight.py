@@ -32,7 +32,7 @@ from postlude.recipes.encodings import CACHE, Encodings
 from postlude.recipes.examples import Examples, Pairs
 from postlude.recipes.lock import LOCK, RunLock
 from postlude.recipes.memory import Memory, estimate, parameters_in
-from postlude.recipes.rollouts import encode_prompt
+from postlude.recipes.rollouts import encode_prompt, environment_of
 from postlude.recipes.run import check_run
 from postlude.recipes.schema import plain
 from postlude.recipes.settings import (
@@ -101,6 +101,11 @@ class Subject:
         return adapt(read_config(self.config.model))
 
     @cached_property
+    def size(self) -> int:
+        """The number of the model's parameters."""
+        return parameters_in(self.model[1])
+
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
         return load_tokenizer(self.config.model)
@@ -155,7 +160,8 @@ def of_environment(
 
     def look() -> str:
         # One judge, in a process of its own whatever the config says: there it can be timed out.
-        with closing(settings.model_copy(update={"workers": 1}).build(subject.config.seed)) as environment:
+        config, judged = subject.config, settings.model_copy(update={"workers": 1})
+        with closing(environment_of(judged, config.seed, subject.tokenizer, answers, config.budget)) as environment:
             if held_out:
                 hold_out(environment.tasks, held_out)
             made = not isinstance(settings, Prompts)  # tasks that are made: the first of them speak for all
@@ -257,7 +263,7 @@ def _run(subject: Subject) -> str:
 
 def _model(subject: Subject) -> str:
     config = subject.model[1]
-    return f"{subject.config.model}, {config.pattern}, {parameters_in(config):,} parameters"
+    return f"{subject.config.model}, {config.pattern}, {subject.size:,} parameters"
 
 
 def _weights(model: str) -> str:
@@ -310,7 +316,7 @@ def _room(device: str, neighbours: int) -> int:
 def _disk(subject: Subject) -> str:
     path = subject.config.run.expanduser().absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
-    free, needed = shutil.disk_usage(there).free, parameters_in(subject.model[1]) * SAVED * 4
+    free, needed = shutil.disk_usage(there).free, subject.size * SAVED * 4
     if needed > free:
         raise OSError(
             f"a checkpoint takes about {shown(needed)}, but {there} has {shown(free)} left. Make room, or give --run a "

@@ -15,12 +15,12 @@ from postlude.data.chat import ChatTokenizer, Encoder, TooLong
 from postlude.recipes.clock import Clock
 from postlude.recipes.metrics import EVAL, FAILED, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
 from postlude.recipes.run import Sample
-from postlude.recipes.settings import Answers, Evaluation
+from postlude.recipes.settings import Answers, EnvironmentSettings, Evaluation, Prompts
 from postlude.rollout.environments import Environment, Episode, Transcript, Turn, is_chat
 from postlude.rollout.protocol import Completion, RolloutEngine
 from postlude.rollout.rewards import Score
 from postlude.rollout.sampling import Sampling
-from postlude.rollout.tasks import Task
+from postlude.rollout.tasks import Chosen, Task
 
 SHOWN = 8  # answers of a step kept to be looked at
 TRAINED, HELD_OUT = 0, 1  # what answers are for: the same task gets other answers in either
@@ -151,8 +151,36 @@ def encode_prompt(encoder: Encoder, task: Task, budget: int, answers: Answers) -
     except TooLong as error:
         raise ValueError(
             f"the prompt of {error.row} has {error.length} tokens, but budget={budget} with answers of up to "
-            f"{answers.max_new_tokens} leaves {encoder.max_length}. Raise budget, or leave the row out."
+            f"{answers.max_new_tokens} leaves {encoder.max_length}. Raise budget, or set the environment's "
+            "overlong to drop."
         ) from error
+
+
+def environment_of(
+    settings: EnvironmentSettings, seed: int, tokenizer: ChatTokenizer, answers: Answers, budget: int
+) -> Environment:
+    """The environment, without the prompts that are to be dropped because no answer would fit after them."""
+    environment = settings.build(seed)
+    if isinstance(settings, Prompts) and settings.overlong == "drop":
+        tasks, encoder = environment.tasks, Encoder(tokenizer=tokenizer, max_length=budget - answers.max_new_tokens)
+        kept = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]
+        if not kept:
+            environment.close()
+            raise ValueError(
+                f"every prompt of {settings.path} has more than the {encoder.max_length} tokens that budget={budget} "
+                f"with answers of up to {answers.max_new_tokens} leaves. Raise budget."
+            )
+        if len(kept) < len(tasks):
+            environment.tasks = Chosen(tasks, kept)
+    return environment
+
+
+def _fits(encoder: Encoder, task: Task) -> bool:
+    try:
+        encoder.prompt(task.prompt, task.name)
+    except TooLong:
+        return False
+    return True
 
 
 def summary(answers: Sequence[Answered]) -> dict[str, Any]:

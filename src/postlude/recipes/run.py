@@ -5,6 +5,7 @@
     metrics.jsonl               a JSON object a step
     samples.jsonl               a JSON object a sample rollout
     tensorboard/                the metrics again, as event files
+    cache/                      the dataset's rows as tokens, to begin faster next time
     checkpoints/step-000100/    training state after step 100, as `Engine.save` writes it
 
 Every rank makes the same calls. The first rank writes; the others hold an `Onlooker`, which only reads.

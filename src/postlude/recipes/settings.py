@@ -72,6 +72,9 @@ class Prompts(Settings):
     """Whether a prompt of text is a user's message."""
     system: str | None = None
     """A system message before it."""
+    overlong: Literal["refuse", "drop"] = "refuse"
+    """What becomes of prompts that leave no room in the budget for a whole answer: they end the run before it begins,
+    or are left out."""
     workers: NonNegativeInt = 4
     """Processes that judge."""
     timeout: Positive = 30.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,6 +52,20 @@ class Window:
 
     def __getitem__(self, index: int) -> Task:
         return self.tasks[self.start + _checked(index, len(self))]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some of others, by their indices."""
+
+    tasks: Tasks
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Task:
+        return self.tasks[self.indices[_checked(index, len(self))]]
 
 
 def hold_out(tasks: Tasks, count: int) -> tuple[Window, Window]:
