@@ -109,6 +109,31 @@ def test_no_module_of_a_room_imports_one_that_imports_it(room: str) -> None:
             ahead += nearer
 
 
+def files_imported(path: Path, known: set[str]) -> set[str]:
+    """The package's own files that a file imports, by their dotted names; for types alone too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= whole & known or {str(node.module)} & known
+    return found
+
+
+def test_no_file_imports_itself_by_a_detour() -> None:
+    """What two files both need has a file of its own."""
+    paths = {".".join(("postlude", *path.relative_to(ROOT).with_suffix("").parts)): path for path in modules()}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    ahead = {name: files_imported(path, set(paths)) for name, path in paths.items()}
+    size = 0
+    while size != len(ahead):  # leave out what leads nowhere, and where nothing leads
+        size = len(ahead)
+        reached = set().union(*ahead.values())
+        ahead = {
+            name: needs & ahead.keys() for name, needs in ahead.items() if needs & ahead.keys() and name in reached
+        }
+    assert not ahead, f"these lead back to themselves: {ahead}"
+
+
 @pytest.mark.parametrize(
     "path", [p for p in modules() if room_of(p) in TORCH_ONLY], ids=lambda p: str(p.relative_to(ROOT))
 )

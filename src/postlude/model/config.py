@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from postlude.layout import Layout, Stage
-from postlude.model.blocks.block import BlockConfig
+from postlude.model.block_config import BlockConfig
 from postlude.model.pattern import Pattern
 
 

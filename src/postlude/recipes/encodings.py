@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from postlude.data.chat import Encoder
-from postlude.data.datasets import dataset_files, read_rows
+from postlude.data.chat import Encoder, Form
+from postlude.data.datasets import Rows, dataset_files, read_rows
 from postlude.data.encoding import CHUNK, encode
 from postlude.data.kept import KeptRows, digest_of
-from postlude.recipes.examples import Examples, Pairs
 
 CACHE = "cache"
 """Where in a run's directory they are kept."""
@@ -22,10 +21,32 @@ FEW = 2000  # rows that are done before anyone could look
 Row = TypeVar("Row")
 
 
+class Columns(Protocol):
+    """The settings of a dataset: where its rows are, and which columns of theirs are learned."""
+
+    @property
+    def path(self) -> Path:
+        """The file, or a directory of them."""
+        ...
+
+    @property
+    def overlong(self) -> str:
+        """What becomes of rows that are too long."""
+        ...
+
+    def form(self, rows: Rows) -> tuple[Form, tuple[str | None, ...]]:
+        """What rows are, and the columns that say it."""
+        ...
+
+    def model_dump(self) -> dict[str, Any]:
+        """Every setting, by name."""
+        ...
+
+
 class Encodings(Generic[Row]):
     """Rows as tokens, without those that were left out."""
 
-    def __init__(self, data: Examples | Pairs, encoder: Encoder, cache: Path | None = None) -> None:
+    def __init__(self, data: Columns, encoder: Encoder, cache: Path | None = None) -> None:
         self.cache = cache
         settings = data.model_dump() | {"path": None} | {"length": encoder.max_length, "options": dict(encoder.options)}
         self.digest = digest_of(dataset_files(data.path), encoder.tokenizer, settings | {"kind": type(data).__name__})
@@ -56,7 +77,7 @@ class Encodings(Generic[Row]):
         return row  # type: ignore[no-any-return]
 
 
-def _encoded(data: Examples | Pairs, encoder: Encoder) -> KeptRows:
+def _encoded(data: Columns, encoder: Encoder) -> KeptRows:
     rows = read_rows(data.path)
     form, columns = data.form(rows)
     optional = {None} if form != "preference" else {None, columns[0]}

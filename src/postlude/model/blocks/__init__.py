@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.attention import Attention, AttentionConfig, SlidingAttention, SlidingAttentionConfig
-from postlude.model.blocks.block import Block, BlockConfig, Part
+from postlude.model.blocks.block import Block, Part
 from postlude.model.blocks.mlp import MLP, MLPConfig
 from postlude.model.blocks.moe import MoE, MoEConfig
 

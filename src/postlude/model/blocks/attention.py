@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from postlude.layout import Layout, nearest
 from postlude.mesh import Mesh
-from postlude.model.blocks.block import NOMINAL_LENGTH, Block, BlockConfig
+from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig
+from postlude.model.blocks.block import Block
+from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear
 from postlude.ops.attention import Scores, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.rotary import RotaryConfig, rotate
-
-if TYPE_CHECKING:
-    from postlude.model.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,43 +1,20 @@
-"""Block: the base of every block, and the config all block configs extend. Open this before writing a new block."""
+"""Block: the base of every block. Open this before writing a new block, and `block_config.py` for its config."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from postlude.layout import Layout
 from postlude.mesh import Mesh
+from postlude.model.block_config import BlockConfig
+from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import RMSNorm
 from postlude.model.steps import Step, compute
-
-if TYPE_CHECKING:
-    from postlude.model.config import ModelConfig
-
-NOMINAL_LENGTH = 4096  # sequence length at which costs are estimated for pipeline balance
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """What every block may choose: whether its norm stands before the work, after it, or both."""
-
-    norm: Literal["pre", "post", "both"] = "pre"
-    has_experts: ClassVar[bool] = False  # that expert parallelism can divide
-
-    def flops(self, hidden_size: int) -> float:
-        """Forward FLOPs a token, roughly: pipeline stages are balanced by it."""
-        raise NotImplementedError(f"{type(self).__name__} must estimate its cost in flops().")
-
-    def kept(self, hidden_size: int) -> float:
-        """Numbers a token leaves for the backward, roughly: memory is estimated by it."""
-        return 4 * hidden_size
-
-    def fits(self, layout: Layout, name: str) -> None:
-        """Refuse a layout that cannot divide this block, in a sentence with the nearest that can; `name` is said."""
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from postlude.layout import Layout, nearest
 from postlude.mesh import Axis, Mesh
-from postlude.model.blocks.block import Block, BlockConfig, Part
+from postlude.model.block_config import BlockConfig
+from postlude.model.blocks.block import Block, Part
 from postlude.model.blocks.mlp import Activation, gated
+from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import Linear, WideLinear, local, stored
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, compute, exchange
 from postlude.ops.experts import ExpertRoute, expert_order, grouped_linear, replicate_rows, restore_rows
 from postlude.ops.side_loss import add_side_loss
-
-if TYPE_CHECKING:
-    from postlude.model.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
