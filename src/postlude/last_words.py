@@ -69,33 +69,50 @@ class Word:
 
 
 class LastWords:
-    """What ranks tell one another through the rendezvous store.
+    """What ranks tell one another through the rendezvous store, in a number of words that does not grow with the ranks.
 
-    `word/R` is how rank R stands. Who stops rings `bell/R` of all others, and a thread of each, which waits for that,
-    answers in `at/R` where its rank is, and remembers all words in case the store goes with rank 0.
+    `word/R` is how rank R stands, and `first` the first failure of all. Who stops rings the one `bell`, and a thread of
+    each rank, which waits for that, adds to `at` where its rank is, and remembers who failed in case the store goes
+    with rank 0. Of all ranks that stop waiting one asks, and leaves its `verdict` for the others. Each rank does a few
+    operations, and the one that asks a few more.
     """
 
-    def __init__(self, index: int, size: int, timeout: float) -> None:
-        self.index, self.size, self.timeout = index, size, timeout
-        self.others = [other for other in range(size) if other != index]
-        self.agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then the launcher holds the store
-        self.hosts = index == 0 and not self.agent
+    def __init__(self, index: int, size: int, timeout: float, store: Store, hosts: bool = False) -> None:
+        self.index, self.size, self.timeout, self.store, self.hosts = index, size, timeout, store, hosts
+        self.alive = size  # ranks that can still answer, this one included
         self.heard: dict[int, Word] = {}
         self.failed = self.lost = self.leaving = False
-        base = self._connect(self.hosts)
-        attempt = f"postlude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        prefix = f"{attempt}/{base.add(f'{attempt}/uses/{index}', 1)}"  # the same number on every rank
-        self.store = PrefixStore(f"{prefix}/words", base)
-        self.group_store = PrefixStore(f"{prefix}/group", base)
-        self.place_store = PrefixStore(f"{prefix}/place", base)
-        ear = PrefixStore(f"{prefix}/words", self._connect(False))  # a waiting store can do nothing else
+        self.counted: set[str] = set()
+        self.lock = threading.Lock()
         self.say(Word("here"))
-        self.listener = threading.Thread(target=self._listen, args=(ear, threading.get_ident()), daemon=True)
-        self.listener.start()
 
     def say(self, word: Word) -> None:
         """Leave this rank's word."""
         self.store.set(f"word/{self.index}", json.dumps(asdict(word)))
+
+    def listen(self, ear: Store) -> None:
+        """Have a thread wait for the bell, and answer where this one is. A store that waits can do nothing else."""
+        thread = threading.get_ident()
+
+        def wait() -> None:
+            with suppress(RuntimeError):  # the store is gone; a collective will notice
+                ear.wait(["bell"], timedelta(days=365))
+                self.hear(ear, thread)
+
+        self.listener = threading.Thread(target=wait, daemon=True)
+        self.listener.start()
+
+    def hear(self, store: Store, thread: int) -> None:
+        """Answer the bell."""
+        if self.leaving:
+            return
+        place = [self.index, _whereabouts(sys._current_frames().get(thread))]
+        store.append("at", json.dumps(place) + "\n")  # type: ignore[attr-defined]
+        self._count("settled", store)
+        first = self._first(store)
+        known = [(0, store.get("word/0"))] if store.check(["word/0"]) else []
+        self.heard = {rank: Word(**json.loads(word)) for rank, word in known} | first
+        self._count("heard", store)
 
     def fail(self, error: BaseException) -> RankError | None:
         """Leave a last word about `error`. Where other ranks caused it, ask them, and return what names the cause."""
@@ -104,79 +121,80 @@ class LastWords:
         if word.state != "stopped":
             bounded(lambda: self._tell(word))
             return None
-        answers = bounded(self._ask)
-        if answers is None:
+        verdict = bounded(self._ask)
+        if verdict is None:
             self.lost = True
             return self._verdict_without_store()
-        words, at = answers
-        verdict = self._verdict(words, at)
-        self.others = [rank for rank in self.others if rank in at or (rank in words and words[rank].state != "here")]
-        bounded(lambda: self.say(Word("stopped", str(verdict))))  # for those who cannot find out themselves
         return verdict
 
     def leave(self) -> None:
         """Close this rank's part. The host of the store stays a little, so that the others can read it."""
         self.leaving = True
-        for key in ("heard", "gone", "bell"):
-            self.store.set(f"{key}/{self.index}", "")
-        self.listener.join(0.5)
-        if self.hosts:
-            _until(lambda: self._all("heard" if self.failed else "gone"))
-            self._ring()  # the store closes: whoever is still at work had better listen now
-            _until(lambda: self._all("heard"), 0.5)
+        for name in ("settled", "heard"):
+            self._count(name, self.store)
+        if self.store.add("gone", 1) == self.size:
+            self.store.set("bell", "")  # nobody is left: let the listeners go
+        elif self.hosts:
+            _until(lambda: self.store.add("heard" if self.failed else "gone", 0) >= self.alive)
+            self.store.set("bell", "")  # the store closes: whoever is still at work had better listen now
+            _until(lambda: self.store.add("heard", 0) >= self.alive, 0.5)
 
-    def _connect(self, host: bool) -> TCPStore:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        patience = timedelta(seconds=self.timeout)
-        try:
-            return TCPStore(address, port, None, host, patience, wait_for_workers=False, multi_tenant=host)
-        except dist.DistError as error:
-            if host:
-                raise
-            raise RankError(
-                f"rank {self.index} of {self.size} found no store at {address}:{port} within "
-                f"{self.timeout:g} s: rank 0, or the launcher, was not started or is gone."
-            ) from error
-
-    def _listen(self, store: Store, thread: int) -> None:
-        with suppress(RuntimeError):  # the store is gone; a collective will notice
-            store.wait([f"bell/{self.index}"], timedelta(days=365))
-            if not self.leaving:
-                store.set(f"at/{self.index}", _whereabouts(sys._current_frames().get(thread)))
-                self.heard = self._words(store)
-                store.set(f"heard/{self.index}", "")
-
-    def _words(self, store: Store) -> dict[int, Word]:
-        said = [rank for rank in range(self.size) if store.check([f"word/{rank}"])]
-        return {rank: Word(**json.loads(store.get(f"word/{rank}"))) for rank in said}
-
-    def _all(self, key: str) -> bool:
-        return all(self.store.check([f"{key}/{other}"]) for other in self.others)
-
-    def _ring(self) -> None:
-        for other in self.others:
-            self.store.set(f"bell/{other}", "")
+    def _count(self, name: str, store: Store) -> None:
+        """Count this rank among those that have `heard`, or have `settled`: no answer is to come from them. Once."""
+        with self.lock:
+            known = name in self.counted
+            self.counted.add(name)
+        if not known:
+            store.add(name, 1)
 
     def _tell(self, word: Word) -> None:
         self.say(word)
-        self._ring()
+        if word.state == "failed":
+            self.store.compare_set("first", "", json.dumps([self.index, asdict(word)]))
+        self.store.set("bell", "")
 
-    def _ask(self) -> tuple[dict[int, Word], dict[int, str]]:
-        """All words, and where each rank is that has not ended, once everyone has answered or GRACE has passed."""
+    def _first(self, store: Store) -> dict[int, Word]:
+        """The first failure of all, by its rank, if there was one."""
+        if not store.check(["first"]):
+            return {}
+        rank, word = json.loads(store.get("first"))
+        return {rank: Word(**word)}
+
+    def _ask(self) -> RankError:
+        """What stopped this rank: what the first that failed says, or else one rank finds out for all."""
         self._tell(Word("stopped"))
-        _until(lambda: all(self._settled(other) for other in self.others))
-        at = {rank: self.store.get(f"at/{rank}").decode() for rank in self.others if self.store.check([f"at/{rank}"])}
-        return self._words(self.store), at
+        if error := first_failure(self._first(self.store), self.size):
+            return error
+        asker = int(self.store.compare_set("asker", "", str(self.index)))
+        if asker != self.index:
+            try:
+                self.store.wait(["verdict"], timedelta(seconds=GRACE + 0.5))
+            except dist.DistError:
+                return RankError(f"rank {asker} of {self.size} {SILENT}.")
+            text, trace, self.alive = json.loads(self.store.get("verdict"))
+            return RankError(text, trace)
+        _until(lambda: self.store.add("settled", 0) >= self.size)
+        lines = self.store.get("at").decode().splitlines() if self.store.check(["at"]) else []
+        at = dict(json.loads(line) for line in lines)
+        words = self._words() | self._first(self.store)
+        verdict = self._verdict(words, at)
+        self.alive = sum(rank in at or word.state != "here" for rank, word in words.items())
+        self.store.set("verdict", json.dumps([str(verdict), verdict.traceback, self.alive]))
+        return verdict
 
-    def _settled(self, rank: int) -> bool:
-        return self.store.check([f"at/{rank}"]) or self.store.check([f"gone/{rank}"])
+    def _words(self) -> dict[int, Word]:
+        keys = [f"word/{rank}" for rank in range(self.size)]
+        if not self.store.check(keys):  # some never arrived
+            keys = [key for key in keys if self.store.check([key])]
+        found = zip(keys, self.store.multi_get(keys), strict=True)
+        return {int(key.removeprefix("word/")): Word(**json.loads(word)) for key, word in found}
 
     def _verdict(self, words: dict[int, Word], at: dict[int, str]) -> RankError:
         size = self.size
         if first := first_failure(words, size):
             return first
         blame: dict[str, list[int]] = {}
-        for rank in self.others:
+        for rank in range(size):
             state = words[rank].state if rank in words else "absent"
             if state == "absent":
                 blame.setdefault(f"never arrived within {self.timeout:g} s", []).append(rank)
@@ -187,11 +205,8 @@ class LastWords:
             elif state == "here" and at[rank]:
                 blame.setdefault(f"did not come: it is {at[rank]}", []).append(rank)
         if blame:
-            told = (f"rank {', '.join(map(str, who))} of {size} {what}" for what, who in blame.items())
+            told = (f"rank {_some(who)} of {size} {what}" for what, who in blame.items())
             return RankError("; ".join(told) + ".")
-        if known := [(words[rank].time, rank) for rank in self.others if rank in words and words[rank].text]:
-            _, rank = min(known)
-            return RankError(f"rank {rank} of {size} stopped waiting: {words[rank].text}")
         return RankError(f"all {size} ranks waited for one another; do they call the same collectives?")
 
     def _verdict_without_store(self) -> RankError:
@@ -199,8 +214,59 @@ class LastWords:
             return first
         if 0 in self.heard and self.heard[0].state == "finished":
             return RankError(f"rank 0 of {self.size} {FINISHED}.")
-        host = "the launcher" if self.agent else f"rank 0 of {self.size}"
+        host = "the launcher" if _agent() else f"rank 0 of {self.size}"
         return RankError(f"{host} {SILENT}, and the last words with it.")
+
+
+@dataclass(frozen=True)
+class Stores:
+    """What a rank says through, hears through, and meets the others through: to form a group, and to find its place."""
+
+    words: Store
+    ear: Store
+    group: Store
+    place: Store
+
+    @classmethod
+    def connect(cls, index: int, size: int, timeout: float) -> Stores:
+        """To the store at MASTER_ADDR and MASTER_PORT, which rank 0 holds unless the launcher does."""
+        base = _connect(index, size, timeout, hosts(index))
+        attempt = f"postlude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        prefix = f"{attempt}/{base.add(f'{attempt}/uses/{index}', 1)}"  # the same number on every rank
+        ear = PrefixStore(f"{prefix}/words", _connect(index, size, timeout, False))
+        return cls(
+            PrefixStore(f"{prefix}/words", base),
+            ear,
+            *(PrefixStore(f"{prefix}/{part}", base) for part in ("group", "place")),
+        )
+
+
+def hosts(index: int) -> bool:
+    """Whether this rank holds the store that all use."""
+    return index == 0 and not _agent()
+
+
+def _agent() -> bool:
+    """Whether the launcher holds the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _connect(index: int, size: int, timeout: float, host: bool) -> TCPStore:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    patience = timedelta(seconds=timeout)
+    try:
+        return TCPStore(address, port, None, host, patience, wait_for_workers=False, multi_tenant=host)
+    except dist.DistError as error:
+        if host:
+            raise
+        raise RankError(
+            f"rank {index} of {size} found no store at {address}:{port} within {timeout:g} s: rank 0, or the launcher, "
+            "was not started or is gone."
+        ) from error
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def first_failure(words: dict[int, Word], size: int) -> RankError | None:

@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from postlude.devices import Place, Seen, agree, check_device, group_device, places
-from postlude.last_words import LastWords, RankError, Word, bounded, first_failure
+from postlude.last_words import LastWords, RankError, Stores, Word, bounded, first_failure, hosts
 
 LOUD = (
     "torch.distributed.elastic.agent.server.api",
@@ -144,16 +144,19 @@ def ranks(
         return
     index, size = _numbers()
     check_device(device)
-    words = LastWords(index, size, timeout) if size > 1 else None
+    stores = Stores.connect(index, size, timeout) if size > 1 else None
+    words = LastWords(index, size, timeout, stores.words, hosts(index)) if stores else None
     try:
-        place = _place(None if device is None else torch.device(device), index, size, words)
+        if words and stores:
+            words.listen(stores.ear)
+        place = _place(None if device is None else torch.device(device), index, size, stores)
         rank = Rank(index, size, place.device)
         if place.gpu is not None:
             torch.cuda.set_device(place.device)
         backend = backend or place.backend
         dist.init_process_group(
             backend,
-            store=words.group_store if words else HashStore(),
+            store=stores.group if stores else HashStore(),
             rank=index,
             world_size=size,
             timeout=timedelta(seconds=timeout),
@@ -176,12 +179,12 @@ def ranks(
             bounded(words.leave)
 
 
-def _place(device: torch.device | None, index: int, size: int, words: LastWords | None) -> Place:
+def _place(device: torch.device | None, index: int, size: int, stores: Stores | None) -> Place:
     """Where this rank computes, as all ranks agree."""
     if device is not None and device.type == "cpu":
         return Place()
     seen = Seen.here(device)
-    place = agree(words.place_store, index, size, seen) if words else places([seen])[0]
+    place = agree(stores.place, index, size, seen) if stores else places([seen])[0]
     if place.refusal:
         raise ValueError(place.refusal)
     if place.shared and index == 0:
