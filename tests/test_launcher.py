@@ -167,6 +167,21 @@ def test_torchrun_starts_ranks(tmp_path: Path) -> None:
     assert [Path(f"{script}.{rank}").read_text() for rank in range(2)] == ["2 ranks, sum 2. 2 ranks, sum 2. "] * 2
 
 
+@pytest.mark.slow
+def test_under_torchrun_the_sentence_stands_at_the_end(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*run, "-m", "postlude", "report", nowhere], capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
+    sentence = f"postlude report: {nowhere} has no metrics.jsonl, so it is not the directory of a run."
+    assert done.returncode != 0
+    assert done.stderr.splitlines().count(sentence) == 1
+    *_, last, line = done.stderr.rstrip().splitlines()
+    assert set(line) == {"="}  # of torchrun's table
+    assert last.strip() == f"traceback : {sentence}"
+
+
 @pytest.fixture
 def _no_environment(monkeypatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -11,6 +11,7 @@ import postlude
 
 ROOT = Path(postlude.__file__).parent
 ROOMS = (
+    "complaint",
     "user_code",
     "checks",
     "layout",
@@ -38,6 +39,7 @@ ROOMS = (
 )
 ALONE = {"integrations": {"ops"}}  # a room that may import less than everything above it
 TORCH_ONLY = (
+    "complaint",
     "user_code",
     "checks",
     "layout",

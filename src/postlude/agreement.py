@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -51,6 +52,8 @@ def agreed(
 
 def first_rank_says(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """What `work` gives on the first rank, or raises there, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return work()
     try:
         return agreed(lambda: None, lambda _: work(), group)
     except RankFailure as failure:
@@ -60,6 +63,9 @@ def first_rank_says(work: Callable[[], Result], group: dist.ProcessGroup | None 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return work(), None
-    except Exception as error:  # one that surely pickles, or its words
-        told = error if isinstance(error, OSError | ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        try:
+            told: Exception = pickle.loads(pickle.dumps(error))
+        except Exception:  # it cannot be sent, but what it says can
+            told = RuntimeError(f"{type(error).__name__}: {error}")
         return None, told

@@ -19,6 +19,7 @@ from typing import NoReturn, cast, get_args
 from rich.console import Console
 
 from postlude.checks import MISTAKES
+from postlude.complaint import complain
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.recipes.beginning import again
 from postlude.recipes.commands import RECIPES
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(options: argparse.Namespace, words: Exception | str, code: int) -> int:
-    print(f"postlude {options.command}: {words}", file=sys.stderr)
+    complain(f"postlude {options.command}: {words}")
     return code
 
 
@@ -64,7 +65,8 @@ class _Parser(argparse.ArgumentParser):
     config: type | None = None
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
+        complain(f"{self.prog}: {message}. See `{self.prog} --help`.")
+        self.exit(MISTAKE)
 
     def format_help(self) -> str:
         if self.config is not None:

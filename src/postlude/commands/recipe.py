@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import Any
 
 from rich.console import Console
 
+from postlude.complaint import complain
 from postlude.layout import Layout
 from postlude.recipes.beginning import Beginning, checkpoint_named, step_named
 from postlude.recipes.commands import RECIPES
@@ -44,6 +44,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.dry_run:
         return DONE
     ending = on_ranks(chosen.run, config, device, beginning, nproc=size, timeout=options.timeout, device=device)
-    if ending.sentence and os.environ.get("RANK", "0") == "0":
-        print(f"postlude {options.command}: {ending.sentence}", file=sys.stderr)
+    if ending.sentence:
+        complain(f"postlude {options.command}: {ending.sentence}")
     return ending.code

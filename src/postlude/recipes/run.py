@@ -401,20 +401,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # a tensor or an array
         return value.tolist()
     return value
-
-
-def first_rank_says(work: Callable[[], Value]) -> Value:
-    """What `work` gives on the first rank, or raises there, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return work()
-    told: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            told[0] = work()
-        except Exception as error:  # else the others would wait for ever
-            told[1] = error
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise told[1]
-    value: Value = told[0]
-    return value
