@@ -59,7 +59,7 @@ def test_the_first_failure_is_named_by_two_thousand_ranks_in_a_few_operations_ea
     for rank in ranks:
         rank.leave()
     assert max(store.operations.values()) <= FEW
-    assert store.store.check(["bell"])
+    assert store.store.check([f"bell/{rank}" for rank in range(SIZE)])
 
 
 def test_one_rank_asks_where_the_others_are_and_tells_all() -> None:

@@ -71,10 +71,10 @@ class Word:
 class LastWords:
     """What ranks tell one another through the rendezvous store, in a number of words that does not grow with the ranks.
 
-    `word/R` is how rank R stands, and `first` the first failure of all. Who stops rings the one `bell`, and a thread of
-    each rank, which waits for that, adds to `at` where its rank is, and remembers who failed in case the store goes
-    with rank 0. Of all ranks that stop waiting one asks, and leaves its `verdict` for the others. Each rank does a few
-    operations, and the one that asks a few more.
+    `word/R` is how rank R stands, and `first` the first failure of all. The first to stop rings every `bell/R`, and a
+    thread of each rank, which waits for its own, adds to `at` where its rank is, and remembers who failed in case the
+    store goes with rank 0. Of all ranks that stop waiting one asks, and leaves its `verdict` for the others. Each rank
+    does a few operations, and the one that asks a few more.
     """
 
     def __init__(self, index: int, size: int, timeout: float, store: Store, hosts: bool = False) -> None:
@@ -84,6 +84,7 @@ class LastWords:
         self.failed = self.lost = self.leaving = False
         self.counted: set[str] = set()
         self.lock = threading.Lock()
+        self.listener: threading.Thread | None = None
         self.say(Word("here"))
 
     def say(self, word: Word) -> None:
@@ -96,7 +97,7 @@ class LastWords:
 
         def wait() -> None:
             with suppress(RuntimeError):  # the store is gone; a collective will notice
-                ear.wait(["bell"], timedelta(days=365))
+                ear.wait([f"bell/{self.index}"], timedelta(days=365))
                 self.hear(ear, thread)
 
         self.listener = threading.Thread(target=wait, daemon=True)
@@ -132,12 +133,18 @@ class LastWords:
         self.leaving = True
         for name in ("settled", "heard"):
             self._count(name, self.store)
-        if self.store.add("gone", 1) == self.size:
-            self.store.set("bell", "")  # nobody is left: let the listeners go
-        elif self.hosts:
+        self.store.add("gone", 1)
+        self.store.set(f"bell/{self.index}", "")
+        if self.listener is not None:
+            self.listener.join(GRACE)  # a thread that wakes while Python ends takes the process with it
+        if self.hosts:
             _until(lambda: self.store.add("heard" if self.failed else "gone", 0) >= self.alive)
-            self.store.set("bell", "")  # the store closes: whoever is still at work had better listen now
+            self._ring()  # the store closes: whoever is still at work had better listen now
             _until(lambda: self.store.add("heard", 0) >= self.alive, 0.5)
+
+    def _ring(self) -> None:
+        bells = [f"bell/{rank}" for rank in range(self.size)]
+        self.store.multi_set(bells, [""] * self.size)  # type: ignore[attr-defined]
 
     def _count(self, name: str, store: Store) -> None:
         """Count this rank among those that have `heard`, or have `settled`: no answer is to come from them. Once."""
@@ -151,7 +158,8 @@ class LastWords:
         self.say(word)
         if word.state == "failed":
             self.store.compare_set("first", "", json.dumps([self.index, asdict(word)]))
-        self.store.set("bell", "")
+        if int(self.store.compare_set("ringer", "", str(self.index))) == self.index:
+            self._ring()
 
     def _first(self, store: Store) -> dict[int, Word]:
         """The first failure of all, by its rank, if there was one."""
@@ -173,6 +181,7 @@ class LastWords:
                 return RankError(f"rank {asker} of {self.size} {SILENT}.")
             text, trace, self.alive = json.loads(self.store.get("verdict"))
             return RankError(text, trace)
+        self._ring()  # who rang may have been killed over it
         _until(lambda: self.store.add("settled", 0) >= self.size)
         lines = self.store.get("at").decode().splitlines() if self.store.check(["at"]) else []
         at = dict(json.loads(line) for line in lines)
