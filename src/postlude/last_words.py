@@ -179,8 +179,8 @@ class LastWords:
                 self.store.wait(["verdict"], timedelta(seconds=GRACE + 0.5))
             except dist.DistError:
                 return RankError(f"rank {asker} of {self.size} {SILENT}.")
-            text, trace, self.alive = json.loads(self.store.get("verdict"))
-            return RankError(text, trace)
+            text, trace, mistake, self.alive = json.loads(self.store.get("verdict"))
+            return RankError(text, trace, mistake=mistake)
         self._ring()  # who rang may have been killed over it
         _until(lambda: self.store.add("settled", 0) >= self.size)
         lines = self.store.get("at").decode().splitlines() if self.store.check(["at"]) else []
@@ -188,7 +188,8 @@ class LastWords:
         words = self._words() | self._first(self.store)
         verdict = self._verdict(words, at)
         self.alive = sum(rank in at or word.state != "here" for rank, word in words.items())
-        self.store.set("verdict", json.dumps([str(verdict), verdict.traceback, self.alive]))
+        told = [str(verdict), verdict.traceback, verdict.mistake, self.alive]
+        self.store.set("verdict", json.dumps(told))
         return verdict
 
     def _words(self) -> dict[int, Word]:

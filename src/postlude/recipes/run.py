@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import yaml
 
+from postlude.agreement import first_rank_says
 from postlude.recipes.beginning import CHECKPOINTS, STEP
 from postlude.recipes.changes import MISSING, covered, differences, told
 from postlude.recipes.lock import RunLock

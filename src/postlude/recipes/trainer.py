@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from postlude.agreement import first_rank_says
 from postlude.checks import MISTAKES
 from postlude.data import Batch
 from postlude.engine import Engine
@@ -38,7 +39,6 @@ from postlude.recipes.run import (
     Onlooker,
     RunDirectory,
     check_run,
-    first_rank_says,
     is_first_rank,
     open_run,
     read_config,
