@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+
+from postlude.hf.builtin import BUILTIN, FIELDS
+from postlude.hf.load import adapt
 
 WATCHED = """
 import json, sys
@@ -52,6 +56,21 @@ def test_help_and_mistakes_need_no_torch(arguments: str, code: int, said: str) -
     assert found == code
     assert said in told
     assert not modules & {"torch", "transformers", "tokenizers", "numpy"}
+
+
+@pytest.mark.parametrize("model", sorted(BUILTIN))
+def test_a_built_in_model_is_described_without_what_it_does_not_need(model: str) -> None:
+    code, told, modules = started("info", model)
+    assert code == 0
+    assert "parameters" in told
+    assert "torch" in modules
+    assert not modules & {"transformers", "tokenizers", "torch.distributed.tensor", "sympy", "triton"}
+
+
+@pytest.mark.parametrize("model", sorted(BUILTIN))
+def test_a_built_in_model_is_what_transformers_makes_of_its_fields(model: str) -> None:
+    family, config = adapt(BUILTIN[model]())
+    assert replace(family.to_model(FIELDS[model]), hf_config=config.hf_config) == config  # type: ignore[arg-type]
 
 
 def test_torchrun_leaves_our_options_alone_behind_two_dashes() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from postlude.hf.load import adapt, read_config
-from postlude.model import LanguageModel
+from postlude.hf.builtin import FIELDS
+from postlude.hf.families import FAMILIES
+from postlude.model import LanguageModel, ModelConfig
 from postlude.model.stack import LogicalLayer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Pattern, parameters by block and memory by dtype. Reads the config alone."""
-    _, config = adapt(read_config(options.model))
+    config = _config(options.model)
     with torch.device("meta"):
         model = LanguageModel(config)
     counts: Counter[str] = Counter()
@@ -56,3 +57,13 @@ def _bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def _config(model: str) -> ModelConfig:
+    """The config of any source. That of a built-in model is known without transformers, which is slow to import."""
+    if model in FIELDS:
+        fields: Any = FIELDS[model]
+        return FAMILIES[fields.model_type].to_model(fields)
+    from postlude.hf.load import adapt, read_config
+
+    return adapt(read_config(model))[1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,45 +17,63 @@ PAD, END = 256, 257
 BYTE_VOCABULARY = 256 + len(SPECIAL)
 
 
+# Every field that an adapter reads, so that such a model is described without transformers.
+SHARED = {
+    "vocab_size": BYTE_VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "eos_token_id": END,
+}
+TINY_DENSE = SHARED | {"mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": None}
+TINY_MOE = SHARED | {
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "moe_intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.001,
+}
+
+
+class Fields(SimpleNamespace):
+    """A config's fields as an adapter reads them, where transformers has nothing to add."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return dict(vars(self))
+
+
+FIELDS: Mapping[str, Fields] = MappingProxyType(
+    {"tiny-dense": Fields(model_type="llama", **TINY_DENSE), "tiny-moe": Fields(model_type="qwen3_moe", **TINY_MOE)}
+)
+
+
 def tiny_dense() -> PretrainedConfig:
     """Four Llama layers over bytes, 0.8 M parameters."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        vocab_size=BYTE_VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=END,
-        rms_norm_eps=1e-6,
-    )
+    return LlamaConfig(**TINY_DENSE)
 
 
 def tiny_moe() -> PretrainedConfig:
     """Four Qwen3-MoE layers over bytes, 8 experts of which a token sees 2."""
     from transformers import Qwen3MoeConfig
 
-    return Qwen3MoeConfig(
-        vocab_size=BYTE_VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        moe_intermediate_size=96,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        output_router_logits=True,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=2048,
-        eos_token_id=END,
-    )
+    return Qwen3MoeConfig(**TINY_MOE)
 
 
 BUILTIN: Mapping[str, Callable[[], PretrainedConfig]] = MappingProxyType(

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from postlude.data import Microbatch
 from postlude.layout import Layout, Stage
@@ -25,6 +24,7 @@ from postlude.model.parallel import (
     ValueHead,
     VocabularyEmbedding,
     held,
+    is_shared,
     local,
     made_in,
     region,
@@ -179,7 +179,7 @@ class LanguageModel(nn.Module):
             return
         apart = {id(each) for part in self.apart() if part.experts for each in part.module.parameters()}
         for name, parameter in self.named_parameters():
-            if not isinstance(parameter, DTensor) and id(parameter) not in apart:
+            if not is_shared(parameter) and id(parameter) not in apart:
                 raise TypeError(
                     f"{name} is a plain parameter, which tp={self.mesh.tp.size} ranks would each change on their own; "
                     "make it with postlude.model.parallel.stored."

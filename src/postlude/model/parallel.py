@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from postlude.mesh import ALONE, Axis
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def stored(*shape: int, axis: Axis, cut: int | None, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -28,6 +31,8 @@ def stored(*shape: int, axis: Axis, cut: int | None, dtype: torch.dtype | None =
     """
     if axis.mesh is None:
         return nn.Parameter(torch.empty(shape, dtype=dtype))
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # as slow as half of torch, and for ranks alone
+
     held = list(shape)
     if cut is not None:
         start, stop = axis.block(shape[cut])
@@ -57,10 +62,21 @@ def made_in(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def is_shared(parameter: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is part of a whole that several ranks hold."""
+    if type(parameter) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
+
+
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a stored parameter, for use in a forward. The gradient of a copy is this rank's addend."""
-    if not isinstance(parameter, DTensor):
+    if not is_shared(parameter):
         return parameter
+    from torch.distributed.tensor import Partial
+
     placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
     part: Tensor = parameter.to_local(grad_placements=placements)
     return part
@@ -69,14 +85,14 @@ def local(parameter: Tensor) -> Tensor:
 def held(parameter: Tensor) -> Tensor:
     """The very memory this rank stores of a parameter or its gradient, whatever it is cut over. No gradient."""
     with torch.no_grad():
-        part: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        part: Tensor = parameter.to_local() if is_shared(parameter) else parameter.detach()
     return part
 
 
 def region(parameter: Tensor) -> tuple[slice, ...]:
     """Which part of the whole parameter `held` is."""
     bounds = [(0, size) for size in parameter.shape]
-    if isinstance(parameter, DTensor):
+    if is_shared(parameter):
         mesh = parameter.device_mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None  # this rank stores part of it
