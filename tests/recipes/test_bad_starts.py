@@ -440,3 +440,30 @@ def test_a_run_of_another_model_or_optimizer(here: Path, capsys: Any) -> None:
     (here / "run" / "config.yaml").write_text("model: [\n")
     refused(SFT, (r"config\.yaml cannot be read", "--run"), capsys)
     assert run((*SFT, "--run=other")) == 0
+
+
+def test_checkpoints_that_are_not_there_or_not_whole(
+    here: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    two = (*SFT, "--steps=2", "--save_every=1", "--keep=2")
+    assert run(two) == 0
+    more = (*two, "--steps=3")
+    refused((*more, "--from=run/step-9"), ("step-000009", "has step-000001, step-000002"), capsys)
+    refused((*more, "--resume-from=ten"), ("'ten' names no step", "step-100"), capsys)
+    whole = tree(here / "run" / "checkpoints" / "step-000002")
+    damage(here / "run" / "checkpoints" / "step-000002")
+    assert run(more) == 0
+    assert "step-000002" in caplog.text  # named, and the one before it taken
+    assert any(
+        set(tree(left)) == set(whole) for left in (here / "run" / "checkpoints").iterdir() if "damaged" in left.name
+    )
+    for checkpoint in (here / "run" / "checkpoints").glob("step-*"):
+        damage(checkpoint)
+    capsys.readouterr()
+    assert run((*more, "--steps=4")) == 2
+    assert "no checkpoint of" in capsys.readouterr().err
+
+
+def damage(checkpoint: Path) -> None:
+    for file in checkpoint.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-8])
