@@ -107,6 +107,27 @@ def test_a_rank_reads_what_it_runs_and_what_the_next_one_does(ranks) -> None:
     assert set.union(*(run for _, run in found)) == set(range(len(LENGTHS)))
 
 
+def carried(group: dist.ProcessGroup) -> tuple[int, int]:
+    """The most numbers that an evaluation of [tokens, 16] sums over ranks, and gathers from them."""
+    engine, given = build("dp_shard=2", DENSE), batch(1)
+    engine.logprobs(given)  # whatever is told once
+    summed, gathered = [0], [0]
+    all_reduce, gather = dist.all_reduce, dist.all_gather_into_tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda t, *a, **k: (summed.append(t.numel()), all_reduce(t, *a, **k))[1])
+        patch.setattr(
+            dist, "all_gather_into_tensor", lambda out, *a, **k: (gathered.append(out.numel()), gather(out, *a, **k))[1]
+        )
+        engine.evaluate(given, lambda inputs: {"x": inputs.microbatch.targets[:, None].expand(-1, 16).float()})
+    return max(summed), gathered[-1]
+
+
+def test_results_are_gathered_once_and_never_summed_over_the_world(ranks) -> None:
+    for summed, gathered in ranks(2, carried):
+        assert summed < 100
+        assert sum(LENGTHS) * 16 <= gathered <= 2 * (sum(LENGTHS) // 2 + BUDGET) * 16
+
+
 def differently(group: dist.ProcessGroup, layout: str, fault: str) -> str:
     """The last rank is given something else."""
     engine, given, last = build(layout, DENSE), batch(1), dist.get_rank() == 1
