@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -80,7 +81,15 @@ def test_convert_goes_on_without_a_tokenizer(tmp_path: Path, capsys) -> None:
     (source / "generation_config.json").write_text('{"temperature": 0.5}')
     assert main(["convert", str(source), str(tmp_path / "copy")]) == 0
     assert "written without one" in capsys.readouterr().err
-    assert (tmp_path / "copy" / "generation_config.json").read_text() == '{"temperature": 0.5}'
+    assert json.loads((tmp_path / "copy" / "generation_config.json").read_text()) == {"temperature": 0.5}
+
+
+def test_convert_overwrites_another_model_only_if_told(tmp_path: Path, capsys) -> None:
+    arguments = ["convert", "tiny-dense", str(tmp_path / "model")]
+    assert main(arguments) == 0
+    assert main(arguments) == 2
+    assert "holds a model already (config.json)" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize(

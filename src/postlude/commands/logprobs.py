@@ -22,8 +22,8 @@ ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """A table of every token's log-prob, the entropy where it was predicted, and its rank among all tokens."""
+    check_device(options.device)
     device = torch.device(options.device or default_device())
-    check_device(device)
     text = sys.stdin.read() if options.text == "-" else options.text
     tokenizer = load_tokenizer(options.model)
     tokens = tokenizer(text)["input_ids"]
