@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 
@@ -33,6 +34,20 @@ def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.M
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert heard.heard == signal.SIGTERM
+
+
+def test_a_rank_whose_launcher_is_gone_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with Signals(speaks=False) as heard:
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert heard.heard == 0
+    monkeypatch.delenv("RANK")
+    with Signals(speaks=False) as heard:
+        monkeypatch.setattr(os, "getppid", lambda: 2)
+        signal.raise_signal(signal.SIGINT)  # of a shell that has ended since, a run knows nothing
+        assert heard.heard == signal.SIGINT
 
 
 def test_in_another_thread_signals_stay_as_they_are() -> None:

@@ -16,13 +16,15 @@ SAME = 1.0  # seconds in which a second signal is the first one, come another wa
 class Signals:
     """While it is entered, `heard` is the first signal that asked this process to end, or 0.
 
-    Where it is entered in another thread than the first, Python hears no signals, and they do what they always did.
+    Where it is entered in another thread than the first, Python hears no signals, and they do what they always did. So
+    does one that comes because the launcher of this rank is gone: the system sends it, and there is no one to end for.
     """
 
     def __init__(self, *, speaks: bool) -> None:
         self.heard = 0
         self._speaks, self._at = speaks, 0.0
         self._handlers: dict[int, Any] = {}
+        self._launcher = os.getppid() if "RANK" in os.environ else None
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -36,7 +38,10 @@ class Signals:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self.heard:
+        if self._launcher not in (None, os.getppid()):
+            self.__exit__()
+            signal.raise_signal(number)
+        elif not self.heard:
             self.heard, self._at = number, now
             if self._speaks:
                 words = f"\n{signal.Signals(number).name}: the run ends after this step; another ends it at once.\n"
