@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +119,15 @@ def test_whatever_decides_the_tokens_decides_whether_they_are_kept(tmp_path: Pat
         digest(budget=401),
         digest(template="#" + CHAT_TEMPLATE),
         digest(added="é"),
-        digest(replace(data, turns="last")),
-        digest(replace(data, overlong="drop")),
-        digest(replace(data, path=dataset(tmp_path / "b.jsonl", 9))),
+        digest(data.model_copy(update={"turns": "last"})),
+        digest(data.model_copy(update={"overlong": "drop"})),
+        digest(data.model_copy(update={"path": dataset(tmp_path / "b.jsonl", 9)})),
     ]
     path.write_text(path.read_text().replace("3?", "4?"))
     others.append(digest())
     assert len({base, *others}) == 1 + len(others)
     moved = dataset(tmp_path / "elsewhere.jsonl")
-    assert digest(replace(data, path=moved)) == base  # where it lies changes nothing
+    assert digest(data.model_copy(update={"path": moved})) == base  # where it lies changes nothing
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "unreadable", "missing"])
