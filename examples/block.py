@@ -33,7 +33,7 @@ class Convolution(Block):
 
     def __init__(self, config: ConvolutionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
-        self.taps = stored(config.width, model.hidden_size, axis=mesh.tp, cut=1)  # each rank has channels of its own
+        self.taps = stored(config.width, model.hidden_size, axis=mesh.tp, dim=1)  # each rank has channels of its own
         self.out = RowLinear(model.hidden_size, model.hidden_size, tp=mesh.tp)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:  # [T / tp, H] -> [T / tp, H]

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from postlude import Layout, export_hf
-from postlude.engine.weights import Interruptible, plan_buckets, plan_pieces
+from postlude.engine.streaming import Interruptible, plan_buckets, plan_pieces
 from postlude.hf.export import hf_tensors
 from postlude.hf.load import adapt, check_weights, load_model, load_tokenizer
 from postlude.verify.choices import GRID

@@ -13,7 +13,7 @@ import torch
 
 from postlude.ops.linear_logprobs import fused as fused_kernels
 from postlude.ops.linear_logprobs import linear_logprobs, torch_epilogue, triton_epilogue
-from postlude.ops.linear_logprobs.statistics import LOWEST, TARGET, Rows, Slab, Upstream, empty_state
+from postlude.ops.linear_logprobs.statistics import LOWEST, TARGET, Picked, Slab, Upstream, empty_state
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, assert_close, assert_same_head
 
@@ -125,7 +125,7 @@ def test_results_and_coefficients_equal_torch(wanted: str, inner: float | None) 
     generator = torch.Generator().manual_seed(2)
     state = torch.randn(4, count, generator=generator).exp().to(DEVICE)
     state[2].neg_()
-    rows = Rows(torch.zeros(count, dtype=torch.int64, device=DEVICE), state[3].clone(), inner)
+    rows = Picked(torch.zeros(count, dtype=torch.int64, device=DEVICE), state[3].clone(), inner)
     kept = torch.randperm(2 * count, generator=generator)[:count].sort().values.to(DEVICE)
     arriving = torch.randn(2 * count, 3, generator=generator).to(DEVICE)
     gradients = dict(zip(("logprob", "entropy", "lse"), arriving.unbind(1), strict=True))
@@ -153,7 +153,7 @@ def test_a_shard_without_the_target_says_so(tokens: slice) -> None:
     targets = torch.tensor([0, 299, 140, 300, -3], device=DEVICE)
     at_target = logits.gather(1, targets.clamp(0, 299)[:, None])[:, 0]
     at_target[3:] = LOWEST
-    rows = Rows(targets, torch.ones(5, device=DEVICE), None)[tokens]
+    rows = Picked(targets, torch.ones(5, device=DEVICE), None)[tokens]
     state = torch.full((4, rows.targets.shape[0]), torch.nan, device=DEVICE)
     for columns in (slice(0, 128), slice(128, 300)):
         fused_kernels.accumulate(hidden[tokens], weight, None, rows, columns, state)
@@ -170,7 +170,7 @@ def make_slab(columns: int) -> Slab:
     products = buffer[:, :columns]
     return Slab(
         products=products,
-        rows=Rows(targets, factor, None),
+        rows=Picked(targets, factor, None),
         bias=None,
         hidden=products,
         weight=products,

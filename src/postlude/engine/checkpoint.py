@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from postlude.agreement import RankFailure, agreed, first_rank_says
 from postlude.engine.condition import Condition
-from postlude.engine.weights import speaks_for
+from postlude.engine.streaming import speaks_for
 from postlude.mesh import Mesh
 from postlude.model.parallel import held, region
 from postlude.parts import FORMAT, STATE, Catalogue, Part, Reader, Staging, damaged, joined, read_state

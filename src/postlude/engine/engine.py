@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from postlude.agreement import RankFailure, agreed
 from postlude.data import Batch, Microbatch
 from postlude.devices import group_device
-from postlude.engine import checkpoint, weights
+from postlude.engine import checkpoint, streaming
 from postlude.engine.condition import Condition
 from postlude.engine.dealing import Dealt, deal
 from postlude.engine.gradients import clip, squared_norm, sum_counted
@@ -329,8 +329,8 @@ class Engine:
         """
         self.condition.check()
         dtype = dtype or self.compute_dtype
-        buckets = weights.plan_buckets(self._pieces, bucket_bytes, dtype)
-        return weights.stream(buckets, self.tensors, self.mesh, dtype)
+        buckets = streaming.plan_buckets(self._pieces, bucket_bytes, dtype)
+        return streaming.stream(buckets, self.tensors, self.mesh, dtype)
 
     @torch.no_grad()
     def copy_weights(self, model: LanguageModel) -> None:
@@ -344,12 +344,12 @@ class Engine:
         """The whole gradient, tensor by tensor, as `stream_weights` names and orders them; fp32. Not the critic's."""
         self.condition.check(gradients=True)
         own = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
-        buckets = weights.plan_buckets(self._pieces, 1 << 30, torch.float32)
-        return weights.stream(buckets, own, self.mesh, torch.float32)
+        buckets = streaming.plan_buckets(self._pieces, 1 << 30, torch.float32)
+        return streaming.stream(buckets, own, self.mesh, torch.float32)
 
     @cached_property
-    def _pieces(self) -> list[weights.Piece]:
-        return weights.plan_pieces(self.config, self.family, self.block_types)
+    def _pieces(self) -> list[streaming.Piece]:
+        return streaming.plan_pieces(self.config, self.family, self.block_types)
 
     def export_hf(
         self,
@@ -368,8 +368,8 @@ class Engine:
         self.condition.check()
         dtype = dtype or self.compute_dtype
         _, hf = describe(self.config, dtype, self.families)
-        buckets = weights.plan_buckets(self._pieces, 1 << 30, dtype)
-        stream = weights.Interruptible(buckets, self.tensors, self.mesh, dtype)
+        buckets = streaming.plan_buckets(self._pieces, 1 << 30, dtype)
+        stream = streaming.Interruptible(buckets, self.tensors, self.mesh, dtype)
 
         def write() -> None:
             description = Description(hf, tokenizer, self.generation)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def stored(*shape: int, axis: Axis, cut: int | None, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """An uninitialised parameter of this whole shape, cut along dimension `cut`; None gives every rank a copy.
+def stored(*shape: int, axis: Axis, dim: int | None, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """An uninitialised parameter of this whole shape, cut along dimension `dim`; None gives every rank a copy.
 
     One with a `dtype` of its own has it whatever the model's is. To be gathered in it too, its module is a `Part`.
     """
@@ -34,11 +34,11 @@ def stored(*shape: int, axis: Axis, cut: int | None, dtype: torch.dtype | None =
     from torch.distributed.tensor import DTensor, Replicate, Shard  # as slow as half of torch, and for ranks alone
 
     held = list(shape)
-    if cut is not None:
-        start, stop = axis.block(shape[cut])
-        held[cut] = stop - start
+    if dim is not None:
+        start, stop = axis.block(shape[dim])
+        held[dim] = stop - start
     whole = torch.empty(shape, device="meta")
-    placement = Replicate() if cut is None else Shard(cut)
+    placement = Replicate() if dim is None else Shard(dim)
     return nn.Parameter(
         DTensor.from_local(
             torch.empty(held, dtype=dtype),
@@ -111,8 +111,8 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
         super().__init__()
-        self.weight = stored(out_features, in_features, axis=tp, cut=None)
-        self.bias = stored(out_features, axis=tp, cut=None) if bias else None
+        self.weight = stored(out_features, in_features, axis=tp, dim=None)
+        self.bias = stored(out_features, axis=tp, dim=None) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
@@ -127,7 +127,7 @@ class WideLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, tp: Axis = ALONE) -> None:
         super().__init__()
-        self.weight = stored(out_features, in_features, axis=tp, cut=None, dtype=torch.float32)
+        self.weight = stored(out_features, in_features, axis=tp, dim=None, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, recompute: Recompute = "none") -> Tensor:
         """[T, in] -> [T, out] fp32."""
@@ -142,7 +142,7 @@ class ValueHead(nn.Module):
 
     def __init__(self, size: int, *, tp: Axis = ALONE) -> None:
         super().__init__()
-        self.weight = stored(size, axis=tp, cut=None, dtype=torch.float32)
+        self.weight = stored(size, axis=tp, dim=None, dtype=torch.float32)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, size] -> [T] fp32."""
@@ -154,8 +154,8 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
         super().__init__()
-        self.weight = stored(out_features, in_features, axis=tp, cut=0)
-        self.bias = stored(out_features, axis=tp, cut=0) if bias else None
+        self.weight = stored(out_features, in_features, axis=tp, dim=0)
+        self.bias = stored(out_features, axis=tp, dim=0) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out / tp]."""
@@ -168,8 +168,8 @@ class RowLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = stored(out_features, in_features, axis=tp, cut=1)
-        self.bias = stored(out_features, axis=tp, cut=None) if bias else None
+        self.weight = stored(out_features, in_features, axis=tp, dim=1)
+        self.bias = stored(out_features, axis=tp, dim=None) if bias else None
 
     def forward(self, features: Tensor) -> Tensor:
         """[T, in / tp] -> [T / tp, out]."""
@@ -186,7 +186,7 @@ class VocabularyEmbedding(nn.Module):
         super().__init__()
         self.tp = tp
         self.start, self.stop = tp.block(vocab_size)
-        self.weight = stored(vocab_size, hidden_size, axis=tp, cut=0)
+        self.weight = stored(vocab_size, hidden_size, axis=tp, dim=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[T] -> [T / tp, H]."""
@@ -207,7 +207,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, *, tp: Axis = ALONE) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = stored(size, axis=tp, cut=None)
+        self.weight = stored(size, axis=tp, dim=None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
@@ -222,7 +222,7 @@ class ColumnRMSNorm(nn.Module):
         self.size = size
         self.eps = eps
         self.tp = tp
-        self.weight = stored(size, axis=tp, cut=0)
+        self.weight = stored(size, axis=tp, dim=0)
 
     def forward(self, features: Tensor) -> Tensor:
         """[T, size / tp] -> [T, size / tp]."""

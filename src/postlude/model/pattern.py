@@ -143,7 +143,7 @@ class Pattern:
         costs[-1] += _exact("the head", head_cost)
         return _balance(costs, count)
 
-    def cut(
+    def with_stages(
         self,
         count: int,
         *,

@@ -19,9 +19,9 @@ from torch import Tensor
 from postlude.ops.linear_logprobs.api import (
     Asked,
     TokenStats,
+    at_positions,
     flat_hidden,
     refuse_second_derivative,
-    spread,
     token_results,
 )
 from postlude.ops.linear_logprobs.gemm import without_autocast
@@ -113,7 +113,7 @@ class _OneSweep(torch.autograd.Function):
                 head, problem, wanted, objective=objective, columns=columns, entropy=asked.entropy
             )
         ctx.problem = problem
-        outputs = problem.put(losses), *spread(results, problem, asked)
+        outputs = problem.put(losses), *at_positions(results, problem, asked)
         ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
         return losses.sum(), *outputs
 

@@ -280,7 +280,7 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts: int, in_features: int, out_features: int, ep: Axis) -> None:
         super().__init__()
-        self.weight = stored(experts, out_features, in_features, axis=ep, cut=0)
+        self.weight = stored(experts, out_features, in_features, axis=ep, dim=0)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[R, in] -> [R, out]."""

@@ -100,7 +100,9 @@ def flat_hidden(hidden: Tensor) -> Tensor:
     return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
 
-def spread(results: Results, problem: Problem, asked: Asked, top: TopK | None = None) -> tuple[Tensor | None, ...]:
+def at_positions(
+    results: Results, problem: Problem, asked: Asked, top: TopK | None = None
+) -> tuple[Tensor | None, ...]:
     """What `TokenStats` holds, [positions, ...] each, made of what the projected tokens gave."""
     rows = (
         results.logprob,
@@ -135,7 +137,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, results.normalizer, results.entropy)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        outputs = spread(results, problem, asked, top)
+        outputs = at_positions(results, problem, asked, top)
         ctx.mark_non_differentiable(*(row for row in outputs[3:] if row is not None))
         return outputs
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from postlude.ops.linear_logprobs import statistics
-from postlude.ops.linear_logprobs.statistics import Rows
+from postlude.ops.linear_logprobs.statistics import Picked
 from postlude.ops.linear_logprobs.triton_epilogue import logit_of
 
 # rows × columns × features of a tile, by measurement on an H200. 8 warps and 3 stages fill its shared memory.
@@ -32,7 +32,9 @@ PARTIAL_BYTES = 12
 _LOWEST = tl.constexpr(statistics.LOWEST)
 
 
-def accumulate(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, columns: slice, state: Tensor) -> None:
+def accumulate(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Picked, columns: slice, state: Tensor
+) -> None:
     """Join the logits of hidden [n, H] on `columns` of weight [V, H] to the rows' `state` [4, n]. Entropy included.
 
     Columns from 0 on begin the state: what it held is not read.
@@ -80,7 +82,13 @@ def accumulate(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, 
 
 
 def differentiate(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, columns: slice, coefficients: Tensor, out: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Picked,
+    columns: slice,
+    coefficients: Tensor,
+    out: Tensor,
 ) -> Tensor:
     """The gradient of the products of hidden [n, H] with `columns` of weight [V, H], into `out` [n, columns]."""
     count, features = hidden.shape

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["vocabulary", "token"]
+Along = Literal["vocabulary", "token"]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -97,15 +97,15 @@ class Shape:
 class Plan:
     """Walk the logits over `axis`, `size` columns or rows at a time."""
 
-    axis: Axis
+    axis: Along
     size: int
 
     def slabs(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
         """(rows, columns) of every slab in order."""
         if self.axis == "vocabulary":
-            yield from ((slice(0, shape.rows), part) for part in cut(shape.columns, self.size))
+            yield from ((slice(0, shape.rows), part) for part in runs(shape.columns, self.size))
         else:
-            yield from ((part, slice(0, shape.columns)) for part in cut(shape.rows, self.size))
+            yield from ((part, slice(0, shape.columns)) for part in runs(shape.rows, self.size))
 
     def largest(self, shape: Shape) -> tuple[int, int]:
         """Rows and columns of the largest slab."""
@@ -118,7 +118,7 @@ class Plan:
         return -(-(shape.columns if self.axis == "vocabulary" else shape.rows) // self.size)
 
 
-def cut(total: int, size: int) -> Iterator[slice]:
+def runs(total: int, size: int) -> Iterator[slice]:
     """Consecutive slices of at most `size` that cover `total`."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
@@ -153,7 +153,7 @@ def plan_gradients(
     `weight_cast` says that the GEMMs need the weight in another dtype: over tokens, a whole copy of it.
     """
     row = shape.hidden * shape.accumulator_bytes
-    needs: dict[Axis, int] = {
+    needs: dict[Along, int] = {
         "vocabulary": hidden_gradient * shape.rows * row,
         "token": (weight_gradient + weight_cast) * shape.columns * row,
     }
@@ -180,7 +180,7 @@ def plan_sweep(
     return _plan("token", shape, room)
 
 
-def _plan(axis: Axis, shape: Shape, room: int) -> Plan:
+def _plan(axis: Along, shape: Shape, room: int) -> Plan:
     """The fewest slabs of at most `room` bytes (one row or column where even that is too much)."""
     length, width, tile = (
         (shape.columns, shape.rows, COLUMN_TILE) if axis == "vocabulary" else (shape.rows, shape.columns, ROW_TILE)

@@ -14,14 +14,14 @@ from postlude.ops.linear_logprobs.backends import can_fuse, select_epilogue
 from postlude.ops.linear_logprobs.gemm import operand_dtype
 from postlude.ops.linear_logprobs.logits import Logits
 from postlude.ops.linear_logprobs.plan import Shape
-from postlude.ops.linear_logprobs.statistics import Epilogue, Kernels, Rows, Selection
+from postlude.ops.linear_logprobs.statistics import Epilogue, Kernels, Picked, Selection
 
 
 @dataclass(frozen=True)
 class Problem:
     """`rows` and `kept` cover the n tokens that have a target; `positions` counts all tokens."""
 
-    rows: Rows
+    rows: Picked
     kept: Tensor | None  # [n] their positions; None if every position has a target
     positions: int
     vocab_start: int
@@ -107,7 +107,7 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, how: Logits) -> Pro
         count = target_count
         broken = _broken(selection, count, positions)
         factor = factor.masked_fill(broken, torch.nan)  # and with it every logit, result and gradient
-    rows = Rows(selection.targets, factor, None if softcap is None else logit_scale / softcap)
+    rows = Picked(selection.targets, factor, None if softcap is None else logit_scale / softcap)
     return Problem(
         rows=rows if count == positions else rows[:count],
         kept=None if count == positions else selection.positions[:count],

@@ -28,7 +28,7 @@ MAXIMUM, SUM, MOMENT, TARGET = range(4)
 
 
 @dataclass(frozen=True)
-class Rows:
+class Picked:
     """What each projected token brings along, and what all share.
 
     logit = product · factor, or factor · tanh(product · inner) under a softcap. `targets` counts from this shard's
@@ -39,8 +39,8 @@ class Rows:
     factor: Tensor  # [n]
     inner: float | None
 
-    def __getitem__(self, rows: slice) -> Rows:
-        return Rows(self.targets[rows], self.factor[rows], self.inner)
+    def __getitem__(self, rows: slice) -> Picked:
+        return Picked(self.targets[rows], self.factor[rows], self.inner)
 
     @property
     def slope(self) -> Tensor:
@@ -57,7 +57,7 @@ class Selection:
 
     counts: Tensor  # [3] int64: tokens to project, ignored tokens, tokens to project at no temperature above 0
     positions: Tensor  # int64
-    targets: Tensor  # int64, as in `Rows`
+    targets: Tensor  # int64, as in `Picked`
     factor: Tensor
 
 
@@ -76,7 +76,7 @@ class Slab(Block):
     """A block with its products and all that turns them into logits."""
 
     products: Tensor  # [rows, columns]
-    rows: Rows
+    rows: Picked
     bias: Tensor | None  # [columns]
 
 
@@ -108,7 +108,7 @@ class Epilogue(Protocol):
         ...
 
     def coefficients(
-        self, rows: Rows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
+        self, rows: Picked, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
     ) -> Tensor:
         """[5, n]: m, log Σ, a, b, c with d_product = a·[target] - p·(b + c·log p), given the rows' results.
 
@@ -129,7 +129,7 @@ class Kernels(Protocol):
     PARTIAL_BYTES: int
 
     def accumulate(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, columns: slice, state: Tensor
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Picked, columns: slice, state: Tensor
     ) -> None:
         """Join the logits of hidden [n, H] on `columns` of weight [V, H] to `state` [4, n]; column 0 begins it anew."""
 
@@ -138,7 +138,7 @@ class Kernels(Protocol):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: Rows,
+        rows: Picked,
         columns: slice,
         coefficients: Tensor,
         out: Tensor,

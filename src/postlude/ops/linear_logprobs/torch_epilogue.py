@@ -11,8 +11,8 @@ from postlude.ops.linear_logprobs.statistics import (
     MOMENT,
     SUM,
     TARGET,
+    Picked,
     Results,
-    Rows,
     Selection,
     Slab,
     Upstream,
@@ -76,7 +76,7 @@ def results(state: Tensor) -> Results:
     )
 
 
-def coefficients(rows: Rows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None) -> Tensor:
+def coefficients(rows: Picked, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None) -> Tensor:
     """See `Epilogue.coefficients`."""
     at_target, linear, at_all = (
         torch.zeros_like(entropy) if row is None else (row if kept is None else row[kept]) * rows.slope

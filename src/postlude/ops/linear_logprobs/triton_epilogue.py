@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.linear_logprobs import statistics
-from postlude.ops.linear_logprobs.statistics import Results, Rows, Selection, Slab, Upstream
+from postlude.ops.linear_logprobs.statistics import Picked, Results, Selection, Slab, Upstream
 
 LOGIT_COPIES = 1
 
@@ -96,7 +96,7 @@ def results(state: Tensor) -> Results:
     return made
 
 
-def coefficients(rows: Rows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None) -> Tensor:
+def coefficients(rows: Picked, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None) -> Tensor:
     """See `Epilogue.coefficients`."""
     count = entropy.shape[0]
     made = entropy.new_empty(5, count)
