@@ -260,7 +260,7 @@ ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}, {"prompt": "3" * 300}]
         ),
         ([{"question": "?"}], "return 1.0", 'has no column "prompt"; it has: "question"'),
         ([], "return 1.0", "rows.jsonl has no rows"),
-        (ROWS[:2], "raise RuntimeError('no')", ""),
+        (ROWS[:2], "return 1.0 if prompt.startswith('2') else 1 / 0", ""),
     ],
 )
 def test_tasks_that_cannot_be(
@@ -282,4 +282,4 @@ def test_tasks_that_cannot_be(
             ranks(1, trained, str(tmp_path), *given)
     else:
         (found,) = ranks(1, trained, str(tmp_path), *given)
-        assert found[-1]["reward/failed"] == 1.0, "it costs its samples, not the run"
+        assert 0.0 < found[-1]["reward/failed"] < 1.0, "it costs its samples, not the run"
