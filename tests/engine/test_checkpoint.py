@@ -214,7 +214,10 @@ def no_room_for_tensors(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_room_for_the_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Path, "write_text", full)
+    write = Path.write_text
+    patch.setattr(
+        Path, "write_text", lambda path, text, *rest: full() if path.name == "state.json" else write(path, text, *rest)
+    )
 
 
 def no_room_for_the_directory(patch: pytest.MonkeyPatch) -> None:
