@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -80,3 +81,11 @@ def test_torchrun_leaves_our_options_alone_behind_two_dashes() -> None:
     read = get_args_parser().parse_args(["--nproc-per-node", "8", "-m", "--", "postlude", *words])
     assert read.module
     assert (read.training_script, read.training_script_args) == ("postlude", words)
+
+
+def test_what_can_be_recomputed_is_the_same_everywhere() -> None:
+    from postlude.model import recompute
+    from postlude.recipes import settings
+    from postlude.verify.choices import RECOMPUTE
+
+    assert get_args(settings.Recompute) == get_args(recompute.Recompute) == RECOMPUTE

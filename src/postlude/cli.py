@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, cast, get_args
+from typing import NoReturn, cast
 
 from rich.console import Console
 
@@ -22,11 +22,9 @@ from postlude.checks import MISTAKES
 from postlude.complaint import complain
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.recipes.beginning import again
-from postlude.recipes.commands import RECIPES
-from postlude.recipes.config import describe
+from postlude.recipes.commands import RECIPES, Recipe
 from postlude.recipes.ending import DONE, FAILED, MISTAKE, RunFailed
-from postlude.recipes.settings import Recompute
-from postlude.verify.choices import OBJECTIVES, TOLERANCES
+from postlude.verify.choices import OBJECTIVES, RECOMPUTE, TOLERANCES
 
 DTYPES = tuple(TOLERANCES)
 MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join([*BUILTIN, *PACKAGED])}"
@@ -62,16 +60,18 @@ def _told(options: argparse.Namespace, words: Exception | str, code: int) -> int
 class _Parser(argparse.ArgumentParser):
     """Answers a wrong word with one sentence. A recipe's describes its config when that is asked for: it is long."""
 
-    config: type | None = None
+    recipe: Recipe | None = None
 
     def error(self, message: str) -> NoReturn:
         complain(f"{self.prog}: {message}. See `{self.prog} --help`.")
         self.exit(MISTAKE)
 
     def format_help(self) -> str:
-        if self.config is not None:
+        if self.recipe is not None:
+            from postlude.recipes.config import describe
+
             self.description = "Fields are set in CONFIG.yaml and by --field value, which beats it:\n\n"
-            self.description += describe(self.config)
+            self.description += describe(self.recipe.config)
         return super().format_help()
 
 
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--objective", action="append", choices=OBJECTIVES, help="what to minimise; may be repeated (default: grpo)"
     )
-    command.add_argument("--recompute", choices=get_args(Recompute), default="none", help="recompute activations")
+    command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
     command.add_argument("--tolerance", type=float, help=f"relative to the largest value (default: {limits})")
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
         command.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a silent rank")
         command.set_defaults(module="recipe", parser=command)
-        command.config = recipe.config
+        command.recipe = recipe
 
     command = commands.add_parser("schema", help="a recipe's config as JSON Schema, for editors", allow_abbrev=False)
     command.add_argument("recipe", metavar="RECIPE", choices=RECIPES, help=", ".join(RECIPES))

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from postlude.recipes.beginning import NEWEST, Beginning
-from postlude.recipes.configs import DistillConfig, DPOConfig, EvalConfig, GRPOConfig, SFTConfig
 from postlude.recipes.ending import Ending
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ class Recipe:
     That file is imported when it is needed, and torch with it.
     """
 
-    config: type
+    settings: str
     module: str
     help: str
 
@@ -35,14 +34,19 @@ class Recipe:
         return cast("list[Check]", self._file.checks(subject))
 
     @property
+    def config(self) -> Any:
+        """The class of its config."""
+        return getattr(importlib.import_module("postlude.recipes.configs"), self.settings)
+
+    @property
     def _file(self) -> ModuleType:
         return importlib.import_module(f"postlude.recipes.{self.module}")
 
 
 RECIPES = {
-    "sft": Recipe(SFTConfig, "sft", "learn the answers in a dataset"),
-    "dpo": Recipe(DPOConfig, "dpo", "learn from pairs of answers, one preferred: DPO, IPO, SimPO"),
-    "grpo": Recipe(GRPOConfig, "grpo", "train on rewards: learn from the better of sampled answers"),
-    "distill": Recipe(DistillConfig, "distill", "take on a teacher's distribution"),
-    "eval": Recipe(EvalConfig, "evaluation", "answer tasks and score the answers"),
+    "sft": Recipe("SFTConfig", "sft", "learn the answers in a dataset"),
+    "dpo": Recipe("DPOConfig", "dpo", "learn from pairs of answers, one preferred: DPO, IPO, SimPO"),
+    "grpo": Recipe("GRPOConfig", "grpo", "train on rewards: learn from the better of sampled answers"),
+    "distill": Recipe("DistillConfig", "distill", "take on a teacher's distribution"),
+    "eval": Recipe("EvalConfig", "evaluation", "answer tasks and score the answers"),
 }
