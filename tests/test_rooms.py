@@ -11,6 +11,7 @@ import postlude
 
 ROOT = Path(postlude.__file__).parent
 ROOMS = (
+    "version",
     "complaint",
     "user_code",
     "checks",

@@ -12,7 +12,6 @@ import importlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -25,6 +24,7 @@ from postlude.recipes.beginning import again
 from postlude.recipes.commands import RECIPES, Recipe
 from postlude.recipes.ending import DONE, FAILED, MISTAKE, RunFailed
 from postlude.verify.choices import OBJECTIVES, RECOMPUTE, TOLERANCES
+from postlude.version import __version__
 
 DTYPES = tuple(TOLERANCES)
 MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join([*BUILTIN, *PACKAGED])}"
@@ -90,7 +90,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="postlude", description="A PyTorch-native post-training core.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"postlude {version('postlude')}")
+    parser.add_argument("--version", action="version", version=f"postlude {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     command = commands.add_parser("info", help="pattern, parameters by block, memory by dtype", allow_abbrev=False)
