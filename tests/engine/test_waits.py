@@ -22,7 +22,7 @@ from tests.ops.watch import Waits
 
 LAYERS = 4  # of both models
 LENGTHS = (12, 17, 3, 25, 6, 11, 9, 14, 2, 12)  # pairs fit the budget
-HOST = {"language_model.py:_enter", "scale.py:count"}  # what looks at the batch on the CPU, where looking is free
+HOST = {"language_model.py:_enter", "scale.py:count", "executor.py:send"}  # on the CPU, or through it, as gloo sends
 OBJECTIVES: dict[str, Objective] = {
     "own": policy,
     "sft": SFT(over="mask"),
@@ -95,7 +95,9 @@ def told(action: Callable[[], Any]) -> collections.Counter[str]:
             action()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return collections.Counter(Path(each.filename).name for each in caught if "synchronizing" in str(each.message))
+    return collections.Counter(
+        Path(each.filename).name for each in caught if "called a synchronizing" in str(each.message)
+    )
 
 
 @pytest.mark.gpu

@@ -19,7 +19,6 @@ from postlude import Layout
 from postlude.engine import engine as engine_module
 from postlude.engine.scale import Scale
 from postlude.model import context as context_module
-from postlude.model import parallel
 from postlude.ops import collectives
 from postlude.pipeline import executor
 from postlude.verify.cases import Case
@@ -68,7 +67,7 @@ FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
         Layout(tp=2),
         "tiny-dense",
         "sft",
-        lambda: patch.object(parallel, "Partial", Replicate),
+        lambda: patch.object(torch.distributed.tensor, "Partial", Replicate),  # where `local` takes it from
     ),
     "cp: the gradient of gathered keys is doubled": (
         Layout(cp=2),

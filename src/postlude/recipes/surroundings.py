@@ -7,13 +7,16 @@ import platform
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-PACKAGES = ("postlude", "torch", "triton", "transformers", "safetensors")
+from postlude.version import __version__
+
+PACKAGES = ("triton", "transformers", "safetensors")
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
@@ -33,12 +36,10 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"postlude": __version__, "torch": str(torch.__version__)}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
