@@ -254,8 +254,8 @@ def wait_for_a_signal(how: str, where: str) -> list[int]:
     ("how", "number", "code", "saved"),
     [
         ("save", signal.SIGTERM, 0, True),
-        ("die", signal.SIGINT, -signal.SIGINT, False),
-        ("deaf", signal.SIGTERM, -signal.SIGTERM, False),
+        pytest.param("die", signal.SIGINT, -signal.SIGINT, False, marks=pytest.mark.thorough),
+        pytest.param("deaf", signal.SIGTERM, -signal.SIGTERM, False, marks=pytest.mark.thorough),
         ("deaf twice", signal.SIGTERM, -signal.SIGTERM, False),
     ],
 )

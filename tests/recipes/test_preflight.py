@@ -92,7 +92,7 @@ def test_more_than_a_rank_can_hold_is_refused(
     assert list(tmp_path.iterdir()) == [data]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # tests/test_launcher.py starts ranks by torchrun, too
 def test_under_torchrun_one_rank_of_a_machine_speaks(tmp_path: Path) -> None:
     data = dataset(tmp_path)
     config = tmp_path / "config.yaml"
@@ -109,6 +109,7 @@ def test_under_torchrun_one_rank_of_a_machine_speaks(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
-    assert done.stderr.count("postlude sft: ") == 1  # torchrun's own table says it once more
+    said = [line for line in done.stderr.splitlines() if line.startswith("postlude sft: ")]
+    assert len(said) == 1  # torchrun's own table, which ends with it, is not ours
     assert "too many for the budget" in done.stderr
     assert not (tmp_path / "run").exists()
