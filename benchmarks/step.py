@@ -29,7 +29,9 @@ SHARED = {
 }
 MODELS: dict[str, PretrainedConfig] = {
     "dense": Qwen3Config(**SHARED, intermediate_size=3072),
-    "moe": Qwen3MoeConfig(**SHARED, moe_intermediate_size=256, num_experts=64, num_experts_per_tok=4),
+    "moe": Qwen3MoeConfig(
+        **SHARED, moe_intermediate_size=256, num_experts=64, num_experts_per_tok=4, norm_topk_prob=True
+    ),
 }
 WARM_UP, STEPS = 3, 6
 
