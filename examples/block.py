@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from postlude import AdamW, Batch, Engine, Layout, ModelConfig, Pattern, ranks
-from postlude.mesh import Mesh
 from postlude.model.blocks import BLOCKS, AttentionConfig, Block, BlockConfig, MLPConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import RowLinear, local, stored
 from postlude.model.pattern import SYMBOLS
 from postlude.objectives import SFT
 from postlude.ops.collectives import gather_from_sequence
+from postlude.world.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)

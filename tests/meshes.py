@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from postlude.layout import Layout
-from postlude.mesh import Mesh
+from postlude.world.mesh import Mesh
 
 
 @functools.cache

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from postlude import Engine
-from postlude.devices import Place, Seen, agree, check_device, default_device, group_device, places
-from postlude.launcher import launch, ranks
+from postlude.world.devices import Place, Seen, agree, check_device, default_device, group_device, places
+from postlude.world.launcher import launch, ranks
 
 ALL = ("a", "b", "c", "d")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from postlude.recipes.commands import RECIPES
-from postlude.recipes.config import load
+from postlude.recipes.config.reading import load
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

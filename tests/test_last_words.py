@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from postlude.last_words import LastWords, Word
+from postlude.world.last_words import LastWords, Word
 
 SIZE = 2000
 FEW = 16  # operations of one rank, from its first word to its last

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from postlude.last_words import GRACE, RankError
-from postlude.launcher import launch, ranks
+from postlude.world.last_words import GRACE, RankError
+from postlude.world.launcher import launch, ranks
 
 SLACK = 25.0  # seconds; the tests share their machine
 PATIENCE = 90  # seconds until a process that should end by itself is given up
@@ -51,7 +51,7 @@ def misbehave(how: str, who: int, where: str) -> None:
 
 PLAIN = """
 import sys
-from postlude.launcher import RankError, ranks
+from postlude.world.launcher import RankError, ranks
 from tests.test_launcher import misbehave, timeout
 
 try:
@@ -154,7 +154,7 @@ def test_torchrun_starts_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"
-        "from postlude.launcher import ranks\n"
+        "from postlude.world.launcher import ranks\n"
         "for _ in range(2):\n"
         "    with ranks(timeout=30, device='cpu') as rank:\n"
         "        total = torch.ones(())\n"
@@ -227,7 +227,7 @@ def test_half_an_environment_is_a_sentence(monkeypatch) -> None:
 STOPPED = """
 import signal, sys, time
 from pathlib import Path
-from postlude.launcher import launch
+from postlude.world.launcher import launch
 from tests.test_launcher import wait_for_a_signal
 
 if __name__ == "__main__":

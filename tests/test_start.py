@@ -85,7 +85,7 @@ def test_torchrun_leaves_our_options_alone_behind_two_dashes() -> None:
 
 def test_what_can_be_recomputed_is_the_same_everywhere() -> None:
     from postlude.model import recompute
-    from postlude.recipes import settings
+    from postlude.recipes.config import settings
     from postlude.verify.choices import RECOMPUTE
 
     assert get_args(settings.Recompute) == get_args(recompute.Recompute) == RECOMPUTE

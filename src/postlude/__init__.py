@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from postlude.engine import SGD, AdamW, Engine, Schedule
     from postlude.hf.export import export_hf
     from postlude.hf.load import load_model, load_tokenizer
-    from postlude.last_words import RankError
-    from postlude.launcher import launch, ranks
     from postlude.layout import Layout, Stage
-    from postlude.mesh import Mesh
     from postlude.model import LanguageModel, ModelConfig, OutputHead, OutputInputs, OutputProcessor, Pattern
     from postlude.objectives import Loss
     from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
     from postlude.ops.linear_objective import LinearObjective, linear_objective
+    from postlude.world.last_words import RankError
+    from postlude.world.launcher import launch, ranks
+    from postlude.world.mesh import Mesh
 
 __all__ = [
     "SGD",
@@ -57,10 +57,10 @@ _HOMES = {
     "postlude.engine": ("SGD", "AdamW", "Engine", "Schedule"),
     "postlude.hf.export": ("export_hf",),
     "postlude.hf.load": ("load_model", "load_tokenizer"),
-    "postlude.last_words": ("RankError",),
-    "postlude.launcher": ("launch", "ranks"),
+    "postlude.world.last_words": ("RankError",),
+    "postlude.world.launcher": ("launch", "ranks"),
     "postlude.layout": ("Layout", "Stage"),
-    "postlude.mesh": ("Mesh",),
+    "postlude.world.mesh": ("Mesh",),
     "postlude.model": ("LanguageModel", "ModelConfig", "OutputHead", "OutputInputs", "OutputProcessor", "Pattern"),
     "postlude.objectives": ("Loss",),
     "postlude.ops.linear_logprobs": ("TokenStats", "linear_logprobs"),

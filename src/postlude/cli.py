@@ -20,9 +20,9 @@ from rich.console import Console
 from postlude.checks import MISTAKES
 from postlude.complaint import complain
 from postlude.hf.builtin import BUILTIN, PACKAGED
-from postlude.recipes.beginning import again
 from postlude.recipes.commands import RECIPES, Recipe
-from postlude.recipes.ending import DONE, FAILED, MISTAKE, RunFailed
+from postlude.recipes.run.beginning import again
+from postlude.recipes.run.ending import DONE, FAILED, MISTAKE, RunFailed
 from postlude.verify.choices import OBJECTIVES, RECOMPUTE, TOLERANCES
 from postlude.version import __version__
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _told(options, "SIGINT ended it.", 128 + signal.SIGINT)
     except RuntimeError as error:
-        from postlude.last_words import RankError  # torch, which has been imported where a rank failed
+        from postlude.world.last_words import RankError  # torch, which has been imported where a rank failed
 
         if isinstance(error, RankError):
             return _told(options, error, MISTAKE if error.mistake else FAILED)
@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         if self.recipe is not None:
-            from postlude.recipes.config import describe
+            from postlude.recipes.config.reading import describe
 
             self.description = "Fields are set in CONFIG.yaml and by --field value, which beats it:\n\n"
             self.description += describe(self.recipe.config)

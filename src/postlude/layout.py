@@ -1,6 +1,6 @@
 """The parallel layout: how many ways the work is divided along each axis, as one value that is passed down.
 
-`Layout` is the numbers alone and needs no torch; `mesh.py` lays them over running ranks.
+`Layout` is the numbers alone and needs no torch; `world/mesh.py` lays them over running ranks.
 """
 
 from __future__ import annotations

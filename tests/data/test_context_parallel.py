@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postlude.data import IGNORE, Microbatch, cut, pack, scatter, unpack
-from postlude.mesh import Axis
 from postlude.ops.attention import Scores, attend
+from postlude.world.mesh import Axis
 from tests.conftest import Ranks
 from tests.equality import assert_equal
 

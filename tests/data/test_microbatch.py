@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postlude.data import Microbatch, cut, pack
-from postlude.mesh import Axis
 from postlude.ops.packing import Packing
+from postlude.world.mesh import Axis
 
 some_lengths = st.lists(st.integers(1, 9), max_size=8)
 

@@ -11,10 +11,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 from postlude import LanguageModel, load_model, pack
-from postlude.mesh import Mesh
 from postlude.model.blocks import MoE, MoEConfig
 from postlude.model.context import ForwardContext
 from postlude.model.steps import run_steps
+from postlude.world.mesh import Mesh
 from tests.equality import assert_equal
 from tests.model.small import small_config, small_microbatch, small_model
 

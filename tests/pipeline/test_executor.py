@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude import LanguageModel, Layout, Microbatch, OutputInputs, Stage, load_model, pack
-from postlude.mesh import Mesh
 from postlude.pipeline import Executor
 from postlude.pipeline.executor import MOST_UNSENT
+from postlude.world.mesh import Mesh
 from tests.equality import assert_equal
 from tests.meshes import mesh
 from tests.model.small import sequences, small_config

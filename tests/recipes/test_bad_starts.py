@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from postlude.cli import main
-from postlude.recipes.lock import RunLock
+from postlude.recipes.run.lock import RunLock
 
 SHORT = ("--budget=256", "--save_every=0", "--export=false")
 SFT = ("sft", "--data.path=rows.jsonl", "--batch=2", "--steps=1", *SHORT)

@@ -19,7 +19,7 @@ from pydantic import Field, create_model, model_validator
 from postlude.layout import Layout
 from postlude.objectives import SFT, Distill, PolicyGradient, Preference, ReferenceKL, RolloutCorrection
 from postlude.optimizer import SGD, AdamW
-from postlude.recipes.config import ConfigError, Kinds, Settings, describe, load, to_yaml, undocumented
+from postlude.recipes.config.reading import ConfigError, Kinds, Settings, describe, load, to_yaml, undocumented
 
 
 class ReasoningGym(Settings):

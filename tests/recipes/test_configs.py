@@ -10,11 +10,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from postlude.recipes.commands import RECIPES
-from postlude.recipes.config import load
+from postlude.recipes.config.reading import load
+from postlude.recipes.config.schema import json_schema
+from postlude.recipes.config.written import Loader
 from postlude.recipes.metrics import explain
-from postlude.recipes.schema import json_schema
 from postlude.recipes.verdict import read_verdict
-from postlude.recipes.written import Loader
 from tests.conftest import Ranks
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from postlude.recipes.config import ConfigError, load, undocumented
-from postlude.recipes.ending import Ending, RunFailed, read_ending
+from postlude.recipes.config.reading import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
 from postlude.recipes.metrics import explain
 from postlude.recipes.rollouts import SHOWN
+from postlude.recipes.run.ending import Ending, RunFailed, read_ending
 from postlude.recipes.trainer import train
 from postlude.recipes.verdict import read_verdict
 from tests.conftest import Ranks

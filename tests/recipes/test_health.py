@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from postlude.cli import main
-from postlude.recipes.ending import read_ending
+from postlude.recipes.config.settings import Limits
 from postlude.recipes.health import Health, Hopeless
 from postlude.recipes.rollouts import Answered
-from postlude.recipes.settings import Limits
+from postlude.recipes.run.ending import read_ending
 from postlude.rollout.environments import Transcript
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task

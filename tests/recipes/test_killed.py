@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from postlude.recipes.config import load
+from postlude.recipes.config.reading import load
 from postlude.recipes.grpo import GRPOConfig, run
 from tests.conftest import PATIENCE, Ranks
 from tests.recipes import killing

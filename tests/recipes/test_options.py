@@ -13,8 +13,8 @@ import torch
 from postlude.hf.export import export_hf
 from postlude.hf.load import load_model, load_tokenizer, read_config
 from postlude.recipes.commands import RECIPES
-from postlude.recipes.config import load
-from postlude.recipes.schema import options
+from postlude.recipes.config.reading import load
+from postlude.recipes.config.schema import options
 from tests.conftest import Ranks
 
 pytest.importorskip("reasoning_gym", reason="some of the tasks are reasoning-gym's")

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from postlude.recipes import report
-from postlude.recipes.ending import Ending, write_ending
 from postlude.recipes.numbers import short
-from postlude.recipes.report import write_report
-from postlude.recipes.report_charts import Scale
-from postlude.recipes.report_data import Series, smooth, thin
-from postlude.recipes.run import Onlooker, RunDirectory, Sample, open_run
+from postlude.recipes.report import page as report
+from postlude.recipes.report.charts import Scale
+from postlude.recipes.report.data import Series, smooth, thin
+from postlude.recipes.report.page import write_report
+from postlude.recipes.run.directory import Onlooker, RunDirectory, Sample, open_run
+from postlude.recipes.run.ending import Ending, write_ending
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 WORDS = [

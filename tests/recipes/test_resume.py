@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from postlude.cli import main
-from postlude.recipes.beginning import NEWEST, Beginning, again, checkpoint_named, step_named
 from postlude.recipes.commands import RECIPES
-from postlude.recipes.config import load
-from postlude.recipes.run import read_metrics, read_record
+from postlude.recipes.config.reading import load
+from postlude.recipes.run.beginning import NEWEST, Beginning, again, checkpoint_named, step_named
+from postlude.recipes.run.directory import read_metrics, read_record
 from tests.conftest import Ranks
 from tests.recipes.test_run import files_of_at_most
 

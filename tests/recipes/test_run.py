@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from postlude.recipes import sinks
 from postlude.recipes.live import LiveView, sparkline
 from postlude.recipes.numbers import duration, short
-from postlude.recipes.run import (
+from postlude.recipes.run import sinks
+from postlude.recipes.run.directory import (
     Onlooker,
     RunDirectory,
     Sample,
@@ -36,7 +36,7 @@ from postlude.recipes.run import (
     read_record,
     read_samples,
 )
-from postlude.recipes.surroundings import surroundings
+from postlude.recipes.run.surroundings import surroundings
 from tests.conftest import Ranks
 
 CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "data": Path("a/b"), "steps": 10}
@@ -308,7 +308,7 @@ def test_one_process_a_run(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=words):
             open_run(tmp_path, CONFIG)
         train(run, 1, 2)
-    holder = "import sys, time; from pathlib import Path; from postlude.recipes.lock import RunLock; "
+    holder = "import sys, time; from pathlib import Path; from postlude.recipes.run.lock import RunLock; "
     holder += "lock = RunLock(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", holder, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -13,10 +13,10 @@ import pytest
 
 from postlude.hf.load import load_model
 from postlude.recipes.commands import RECIPES
-from postlude.recipes.config import ConfigError, load, undocumented
+from postlude.recipes.config.reading import ConfigError, load, undocumented
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.dpo import DPOTrainer
-from postlude.recipes.ending import read_ending
+from postlude.recipes.run.ending import read_ending
 from postlude.recipes.sft import SFTTrainer
 from postlude.recipes.trainer import train
 from tests.conftest import Ranks

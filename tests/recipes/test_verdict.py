@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from postlude.recipes.conclusion import tell
-from postlude.recipes.ending import Ending, read_ending, write_ending
 from postlude.recipes.live import LiveView
 from postlude.recipes.metrics import METRICS, explain, glossary, title
 from postlude.recipes.numbers import labels, share, short
-from postlude.recipes.report import write_report
-from postlude.recipes.run import RunDirectory
+from postlude.recipes.report.page import write_report
+from postlude.recipes.run.directory import RunDirectory
+from postlude.recipes.run.ending import Ending, read_ending, write_ending
 from postlude.recipes.verdict import facts, held_out_table, read_verdict
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from postlude import Layout
-from postlude.launcher import launch
 from postlude.verify.cases import Case
 from postlude.verify.compare import compare_all
+from postlude.world.launcher import launch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,9 @@ from rich.table import Table
 from torch import Tensor
 
 from postlude.data import pack
-from postlude.devices import check_device, default_device
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.model import OutputInputs
+from postlude.world.devices import check_device, default_device
 
 ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
 

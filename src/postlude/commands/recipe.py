@@ -10,10 +10,10 @@ from rich.console import Console
 
 from postlude.complaint import complain
 from postlude.layout import Layout
-from postlude.recipes.beginning import Beginning, checkpoint_named, step_named
 from postlude.recipes.commands import RECIPES
-from postlude.recipes.config import load, to_yaml
-from postlude.recipes.ending import DONE
+from postlude.recipes.config.reading import load, to_yaml
+from postlude.recipes.run.beginning import Beginning, checkpoint_named, step_named
+from postlude.recipes.run.ending import DONE
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -25,9 +25,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     config: Any = load(chosen.config, options.config, overrides)
     beginning = Beginning(None if options.resume_from is None else step_named(options.resume_from), options.again)
     # torch: a mistake in the config is named before that
-    from postlude.devices import default_device
-    from postlude.launcher import on_ranks
     from postlude.recipes.preflight import Start, Subject, preflight, print_findings
+    from postlude.world.devices import default_device
+    from postlude.world.launcher import on_ranks
 
     device = options.device or default_device()
     needed = getattr(config, "layout", Layout()).world_size

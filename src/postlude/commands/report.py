@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from postlude.recipes.report import write_report
+from postlude.recipes.report.page import write_report
 
 
 def run(options: argparse.Namespace, console: Console) -> None:

@@ -8,7 +8,7 @@ import json
 from rich.console import Console
 
 from postlude.recipes.commands import RECIPES
-from postlude.recipes.schema import json_schema
+from postlude.recipes.config.schema import json_schema
 
 
 def run(options: argparse.Namespace, console: Console) -> None:

@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from postlude.devices import check_device, default_device
 from postlude.hf.load import adapt, read_config
-from postlude.launcher import on_ranks
 from postlude.layout import Layout
 from postlude.verify.cases import Case, fitting, source_of
 from postlude.verify.choices import TOLERANCES
 from postlude.verify.compare import Report, compare_all
+from postlude.world.devices import check_device, default_device
+from postlude.world.launcher import on_ranks
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

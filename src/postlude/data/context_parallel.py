@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from postlude.data.microbatch import IGNORE, ContextCut, Microbatch
-from postlude.mesh import Axis
 from postlude.ops.packing import Packing
+from postlude.world.mesh import Axis
 
 
 def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from postlude.mesh import Axis
 from postlude.ops.collectives import sum_over_group
 from postlude.ops.packing import Packing, to_device
+from postlude.world.mesh import Axis
 
 IGNORE = -100
 """The target of a position that predicts nothing: the last one of each sequence, and padding."""

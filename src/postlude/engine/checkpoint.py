@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from postlude.agreement import RankFailure, agreed, first_rank_says
 from postlude.engine.condition import Condition
 from postlude.engine.streaming import speaks_for
-from postlude.mesh import Mesh
 from postlude.model.parallel import held, region
 from postlude.parts import FORMAT, STATE, Catalogue, Part, Reader, Staging, damaged, joined, read_state
+from postlude.world.agreement import RankFailure, agreed, first_rank_says
+from postlude.world.mesh import Mesh
 
 ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files", "tensors")
 CRITIC = "model/value_head.weight"

@@ -23,7 +23,7 @@ from torch import Tensor
 from postlude.data import Batch, Microbatch, cut, scatter
 from postlude.data.bins import Plan, plan_bins, plan_held
 from postlude.data.packing import Content, build, is_plain, lengths_of, read
-from postlude.mesh import Mesh
+from postlude.world.mesh import Mesh
 
 DTYPES = (
     torch.bool,

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from postlude.agreement import RankFailure, agreed
 from postlude.data import Batch, Microbatch
-from postlude.devices import group_device
 from postlude.engine import checkpoint, streaming
 from postlude.engine.condition import Condition
 from postlude.engine.dealing import Dealt, deal
@@ -32,7 +30,6 @@ from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family
 from postlude.hf.load import Source, fresh_or_filled, read_generation, read_model
 from postlude.layout import Layout, Stage
-from postlude.mesh import Mesh
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.output import NO_VALUE_HEAD
@@ -41,6 +38,9 @@ from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.parts import Staging
 from postlude.pipeline import Executor
+from postlude.world.agreement import RankFailure, agreed
+from postlude.world.devices import group_device
+from postlude.world.mesh import Mesh
 
 
 @dataclass(frozen=True)

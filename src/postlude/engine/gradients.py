@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from postlude.mesh import Mesh
 from postlude.model.parallel import held
+from postlude.world.mesh import Mesh
 
 CHUNK = 1 << 24  # elements that are looked at in float64 at a time
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import IGNORE, Microbatch
-from postlude.devices import group_device
 from postlude.model import OutputInputs
 from postlude.objectives import Loss, Metric, Objective
 from postlude.objectives.loss import Reduction
+from postlude.world.devices import group_device
 
 Named = tuple[str, Reduction]
 MOST_LINES = 256

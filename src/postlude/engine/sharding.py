@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from postlude.mesh import Mesh
 from postlude.model import LanguageModel
 from postlude.model.parallel import held
+from postlude.world.mesh import Mesh
 
 
 def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype) -> None:

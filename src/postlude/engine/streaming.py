@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from postlude.hf.family import Family, pieces
 from postlude.hf.tensors import names_in_order
-from postlude.mesh import Mesh
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import held, region
+from postlude.world.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from postlude.hf.family import OURS_ALONE, Family, pieces
 from postlude.hf.tensors import CheckpointSource, ModuleSource, SafetensorsSource, TensorSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
-from postlude.mesh import Mesh
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import held, region
 from postlude.parts import STATE
+from postlude.world.mesh import Mesh
 
 Source: TypeAlias = str | os.PathLike[str] | PretrainedConfig | ModelConfig
 GENERATION = "generation_config.json"

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.mesh import Mesh
 from postlude.model.recompute import Recompute
 from postlude.ops.attention import Scores
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, rotary_table
+from postlude.world.mesh import Mesh
 
 
 class AttentionCache(Protocol):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from postlude.data import Microbatch
 from postlude.layout import Layout, Stage
-from postlude.mesh import Mesh
 from postlude.model.blocks import BLOCKS, Block, Part
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
@@ -32,6 +31,7 @@ from postlude.model.parallel import (
 from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.ops.linear_logprobs import Logits
+from postlude.world.mesh import Mesh
 
 
 class LanguageModel(nn.Module):

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from postlude.data import Microbatch
 from postlude.layout import Layout
-from postlude.mesh import ALONE, Axis
 from postlude.model.config import ModelConfig
 from postlude.model.parallel import ValueHead
 from postlude.ops.collectives import gather_alike, gather_from_sequence
 from postlude.ops.linear_logprobs import Logits, TokenStats, linear_logprobs
 from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
 from postlude.ops.logprobs_at import linear_logprobs_at
+from postlude.world.mesh import ALONE, Axis
 
 NO_VALUE_HEAD = "this model has no value head: make it with Engine(..., critic=True) or LanguageModel(value_head=True)."
 

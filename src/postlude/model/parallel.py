@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from postlude.mesh import ALONE, Axis
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
+from postlude.world.mesh import ALONE, Axis
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

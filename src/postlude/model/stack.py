@@ -8,13 +8,13 @@ from typing import cast
 from torch import Tensor, nn
 
 from postlude.layout import Stage
-from postlude.mesh import Mesh
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.pattern import Layer
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, run_steps
+from postlude.world.mesh import Mesh
 
 
 class LogicalLayer(nn.Module):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.mesh import Axis
 from postlude.ops.collectives import Group, exchange_rows
+from postlude.world.mesh import Axis
 
 
 def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.mesh import Channel, Mesh
 from postlude.model import LanguageModel, OutputProcessor
 from postlude.ops.products import plain_products
 from postlude.pipeline.order import Action, order
+from postlude.world.mesh import Channel, Mesh
 
 MOST_UNSENT = 2
 """Activations a rank may have sent that were not taken yet before it waits, when it runs forward only."""

@@ -1,1 +1,1 @@
-"""The loops a user runs, and the typed config each of them reads: start at `config.py`."""
+"""The loops a user runs, and the typed config each of them reads: start at `trainer.py`."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from postlude.recipes.beginning import NEWEST, Beginning
-from postlude.recipes.ending import Ending
+from postlude.recipes.run.beginning import NEWEST, Beginning
+from postlude.recipes.run.ending import Ending
 
 if TYPE_CHECKING:
     from postlude.recipes.preflight import Check, Subject
@@ -36,7 +36,7 @@ class Recipe:
     @property
     def config(self) -> Any:
         """The class of its config."""
-        return getattr(importlib.import_module("postlude.recipes.configs"), self.settings)
+        return getattr(importlib.import_module("postlude.recipes.config.configs"), self.settings)
 
     @property
     def _file(self) -> ModuleType:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from postlude.recipes.ending import Ending, write_ending
-from postlude.recipes.report import write_report
-from postlude.recipes.run import is_first_rank
+from postlude.recipes.report.page import write_report
+from postlude.recipes.run.directory import is_first_rank
+from postlude.recipes.run.ending import Ending, write_ending
 from postlude.recipes.verdict import REPORT, Verdict, facts, held_out_table, read_verdict
 
 

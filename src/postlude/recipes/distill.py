@@ -9,13 +9,13 @@ from typing import Any
 from postlude.data import Batch
 from postlude.data.chat import Encoded
 from postlude.engine import Engine
-from postlude.recipes.beginning import NEWEST, Beginning
-from postlude.recipes.configs import MASK, DistillConfig, OwnAnswers
-from postlude.recipes.ending import Ending
+from postlude.recipes.config.configs import MASK, DistillConfig, OwnAnswers
+from postlude.recipes.config.settings import ObjectiveFile, built
 from postlude.recipes.examples import Examples, Indexed
 from postlude.recipes.preflight import Check, Subject, check_teacher, of_environment, of_rows, of_teacher, of_training
 from postlude.recipes.rollouts import Rollouts, environment_of, shown, summary
-from postlude.recipes.settings import ObjectiveFile, built
+from postlude.recipes.run.beginning import NEWEST, Beginning
+from postlude.recipes.run.ending import Ending
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
 from postlude.rollout.environments import Transcript

@@ -9,12 +9,12 @@ from typing import Any
 from postlude.data import Batch
 from postlude.data.chat import Encoded, preference_batch
 from postlude.engine.reference import Reference
-from postlude.recipes.beginning import NEWEST, Beginning
-from postlude.recipes.configs import DPOConfig
+from postlude.recipes.config.configs import DPOConfig
+from postlude.recipes.config.settings import built
 from postlude.recipes.encodings import Encodings
-from postlude.recipes.ending import Ending
 from postlude.recipes.preflight import Check, Subject, of_rows, of_training
-from postlude.recipes.settings import built
+from postlude.recipes.run.beginning import NEWEST, Beginning
+from postlude.recipes.run.ending import Ending
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
 

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.recipes import schema
-from postlude.recipes.beginning import NEWEST, Beginning
-from postlude.recipes.changes import MAY_CHANGE
 from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
-from postlude.recipes.configs import EvalConfig
-from postlude.recipes.ending import Ending
+from postlude.recipes.config import schema
+from postlude.recipes.config.configs import EvalConfig
 from postlude.recipes.live import LiveView
 from postlude.recipes.preflight import Check, Subject, of_environment, of_model
 from postlude.recipes.rollouts import Answered, Rollouts, environment_of, scores, shown, summary
-from postlude.recipes.run import check_run, open_run
-from postlude.recipes.surroundings import surroundings
+from postlude.recipes.run.beginning import NEWEST, Beginning
+from postlude.recipes.run.changes import MAY_CHANGE
+from postlude.recipes.run.directory import check_run, open_run
+from postlude.recipes.run.ending import Ending
+from postlude.recipes.run.surroundings import surroundings
 from postlude.recipes.verdict import EVALUATED
 from postlude.rollout.gathered import SharedGenerator
 

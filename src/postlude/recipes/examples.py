@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from postlude.data.chat import ChatTokenizer, Encoded, Encoder, Form
 from postlude.data.datasets import Rows, Sampler
-from postlude.recipes.schema import Settings
+from postlude.recipes.config.schema import Settings
 
 if TYPE_CHECKING:
     from postlude.recipes.encodings import Encodings

@@ -17,14 +17,14 @@ from postlude.data.datasets import Sampler
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
-from postlude.recipes.beginning import NEWEST, Beginning
-from postlude.recipes.configs import GRPOConfig
-from postlude.recipes.ending import Ending
+from postlude.recipes.config.configs import GRPOConfig
+from postlude.recipes.config.settings import built
 from postlude.recipes.metrics import LOSS, SKIPPED
 from postlude.recipes.preflight import Check, Subject, of_environment, of_training
 from postlude.recipes.rollouts import Answered, Rollouts, environment_of, scores, shown, summary
-from postlude.recipes.run import step_of
-from postlude.recipes.settings import built
+from postlude.recipes.run.beginning import NEWEST, Beginning
+from postlude.recipes.run.directory import step_of
+from postlude.recipes.run.ending import Ending
 from postlude.recipes.trainer import Trainer, train
 from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.tasks import Task, Tasks, hold_out

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from postlude.recipes.config.settings import Limits
 from postlude.recipes.rollouts import Answered
-from postlude.recipes.settings import Limits
 
 LOG = logging.getLogger("postlude")
 

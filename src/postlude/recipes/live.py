@@ -19,7 +19,7 @@ from rich.text import Text
 
 from postlude.recipes.metrics import LENGTH, LOSS, REWARD, SPEED, TIME
 from postlude.recipes.numbers import duration, short
-from postlude.recipes.run import flatten, is_first_rank
+from postlude.recipes.run.directory import flatten, is_first_rank
 
 SHOWN = (  # label, and the first of these metrics that a step has
     ("reward", (REWARD,)),

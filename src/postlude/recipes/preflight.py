@@ -27,15 +27,8 @@ from postlude.engine import AdamW
 from postlude.hf.family import Family
 from postlude.hf.load import adapt, check_weights, load_tokenizer, read_config
 from postlude.model import ModelConfig
-from postlude.recipes.changes import MAY_CHANGE
-from postlude.recipes.encodings import CACHE, Encodings
-from postlude.recipes.examples import Examples, Pairs
-from postlude.recipes.lock import LOCK, RunLock
-from postlude.recipes.memory import Memory, estimate, parameters_in
-from postlude.recipes.rollouts import encode_prompt, environment_of
-from postlude.recipes.run import check_run
-from postlude.recipes.schema import plain
-from postlude.recipes.settings import (
+from postlude.recipes.config.schema import plain
+from postlude.recipes.config.settings import (
     Answers,
     EnvironmentSettings,
     ObjectiveFile,
@@ -43,6 +36,13 @@ from postlude.recipes.settings import (
     Training,
     built,
 )
+from postlude.recipes.encodings import CACHE, Encodings
+from postlude.recipes.examples import Examples, Pairs
+from postlude.recipes.memory import Memory, estimate, parameters_in
+from postlude.recipes.rollouts import encode_prompt, environment_of
+from postlude.recipes.run.changes import MAY_CHANGE
+from postlude.recipes.run.directory import check_run
+from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
 
 SAVED = 3  # numbers a parameter has in a checkpoint: itself and, at most, two of the optimizer's

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from postlude.data.chat import ChatTokenizer, Encoder, TooLong
 from postlude.recipes.clock import Clock
+from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evaluation, Prompts
 from postlude.recipes.metrics import EVAL, FAILED, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
-from postlude.recipes.run import Sample
-from postlude.recipes.settings import Answers, EnvironmentSettings, Evaluation, Prompts
+from postlude.recipes.run.directory import Sample
 from postlude.rollout.environments import Environment, Episode, Transcript, Turn, is_chat
 from postlude.rollout.protocol import Completion, RolloutEngine
 from postlude.rollout.rewards import Score

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from postlude.data import Batch
 from postlude.objectives import Objective
-from postlude.recipes.configs import Supervised
+from postlude.recipes.config.configs import Supervised
 from postlude.recipes.encodings import CACHE, Encodings
 from postlude.recipes.examples import Course, Examples, Indexed, Pairs
 from postlude.recipes.metrics import EVAL, LOSS
-from postlude.recipes.run import is_first_rank
+from postlude.recipes.run.directory import is_first_rank
 from postlude.recipes.trainer import Trainer
 
 log = logging.getLogger(__name__)

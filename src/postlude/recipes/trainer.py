@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from postlude.agreement import first_rank_says
 from postlude.checks import MISTAKES
 from postlude.data import Batch
 from postlude.engine import Engine
@@ -26,16 +25,16 @@ from postlude.hf.card import ModelCard
 from postlude.hf.load import load_tokenizer
 from postlude.objectives import Objective
 from postlude.optimizer import OptimizerConfig
-from postlude.recipes import schema
-from postlude.recipes.beginning import NEWEST, Beginning
-from postlude.recipes.changes import MAY_CHANGE
 from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
-from postlude.recipes.ending import FAILED, Ending, Outcome, RunFailed, forget_ending
+from postlude.recipes.config import schema
+from postlude.recipes.config.settings import Training
 from postlude.recipes.health import Health, Hopeless
 from postlude.recipes.live import LiveView
 from postlude.recipes.metrics import LOSS, MEMORY, SKIPPED, SPEED
-from postlude.recipes.run import (
+from postlude.recipes.run.beginning import NEWEST, Beginning
+from postlude.recipes.run.changes import MAY_CHANGE
+from postlude.recipes.run.directory import (
     Onlooker,
     RunDirectory,
     check_run,
@@ -44,10 +43,11 @@ from postlude.recipes.run import (
     read_config,
     step_of,
 )
-from postlude.recipes.settings import Training
+from postlude.recipes.run.ending import FAILED, Ending, Outcome, RunFailed, forget_ending
+from postlude.recipes.run.surroundings import surroundings
 from postlude.recipes.signals import Signals
-from postlude.recipes.surroundings import surroundings
 from postlude.recipes.verdict import MODEL, facts, read_verdict
+from postlude.world.agreement import first_rank_says
 
 NOT_THE_MODELS = ("run", "model", "wandb")  # settings that say nothing about what was made
 LOG = logging.getLogger("postlude")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from postlude.recipes.ending import Ending, read_ending
 from postlude.recipes.metrics import (
     EVAL,
     FAILED,
@@ -28,7 +27,8 @@ from postlude.recipes.metrics import (
     title,
 )
 from postlude.recipes.numbers import duration, share, short
-from postlude.recipes.run import read_metrics
+from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.run.ending import Ending, read_ending
 
 MODEL, REPORT = "model", "report.html"  # what a finished run has besides its records
 EVALUATED = "eval"  # the phase of a run that only measures

@@ -19,12 +19,12 @@ from postlude.engine.scale import Scale
 from postlude.hf.family import pieces
 from postlude.hf.load import Source, load_model, read_config, read_model
 from postlude.layout import Layout
-from postlude.mesh import Mesh
 from postlude.model import LanguageModel, ModelConfig, OutputInputs
 from postlude.model.blocks import BLOCKS
 from postlude.ops.linear_logprobs import TokenStats
 from postlude.verify.cases import BUDGET, Case, batches
 from postlude.verify.choices import TOLERANCES, objective_named
+from postlude.world.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from postlude.layout import Layout, nearest
-from postlude.mesh import Mesh
 from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
@@ -18,6 +17,7 @@ from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLin
 from postlude.ops.attention import Scores, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.rotary import RotaryConfig, rotate
+from postlude.world.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from postlude.mesh import Mesh
 from postlude.model.block_config import BlockConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import RMSNorm
 from postlude.model.steps import Step, compute
+from postlude.world.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.mesh import Mesh
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import ColumnLinear, RowLinear
 from postlude.ops.collectives import gather_from_sequence
+from postlude.world.mesh import Mesh
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from postlude.layout import Layout, nearest
-from postlude.mesh import Axis, Mesh
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block, Part
 from postlude.model.blocks.mlp import Activation, gated
@@ -21,6 +20,7 @@ from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, compute, exchange
 from postlude.ops.experts import ExpertRoute, expert_order, grouped_linear, replicate_rows, restore_rows
 from postlude.ops.side_loss import add_side_loss
+from postlude.world.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from html import escape
 from pathlib import Path
 
 from postlude.recipes.metrics import EVAL, LENGTH, LOSS, MEMORY, PASS, REWARD, SPEED, TIME
-from postlude.recipes.report_charts import as_json, colour, curve, distribution, phases
-from postlude.recipes.report_data import RunData, read_runs
-from postlude.recipes.report_samples import samples
-from postlude.recipes.report_tables import config, differences, held_out, machine, verdicts
-from postlude.recipes.sinks import write_whole
+from postlude.recipes.report.charts import as_json, colour, curve, distribution, phases
+from postlude.recipes.report.data import RunData, read_runs
+from postlude.recipes.report.samples import samples
+from postlude.recipes.report.tables import config, differences, held_out, machine, verdicts
+from postlude.recipes.run.sinks import write_whole
 from postlude.recipes.verdict import REPORT
 
 CURVES = (  # in this order; all others follow

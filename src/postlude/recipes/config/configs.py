@@ -11,9 +11,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.objectives import SFT, Distill, PolicyGradient, Preference
 from postlude.optimizer import AdamW
-from postlude.recipes.examples import Examples, Pairs
-from postlude.recipes.schema import Kinds, Settings
-from postlude.recipes.settings import (
+from postlude.recipes.config.schema import Kinds, Settings
+from postlude.recipes.config.settings import (
     Answers,
     EnvironmentSettings,
     Evaluation,
@@ -27,6 +26,7 @@ from postlude.recipes.settings import (
     Training,
     room_for_prompts,
 )
+from postlude.recipes.examples import Examples, Pairs
 
 MASK = "response_mask"
 SFTObjective: TypeAlias = Annotated[SFT | ObjectiveFile, Kinds(sft=SFT, file=ObjectiveFile)]

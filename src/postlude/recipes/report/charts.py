@@ -13,7 +13,7 @@ import numpy as np
 
 from postlude.recipes.metrics import TIME, explain, title
 from postlude.recipes.numbers import duration, labels, share, short
-from postlude.recipes.report_data import Band, Floats, RunData, Series, smooth, thin
+from postlude.recipes.report.data import Band, Floats, RunData, Series, smooth, thin
 
 WIDTH, HEIGHT = 400, 210
 RIGHT, TOP, BOTTOM = 388, 22, 184  # the plots' edges; what is left of them, the labels of the axis need

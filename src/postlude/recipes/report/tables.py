@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from postlude.recipes.report_charts import colour
-from postlude.recipes.report_data import RunData
+from postlude.recipes.report.charts import colour
+from postlude.recipes.report.data import RunData
 from postlude.recipes.verdict import Fact, Verdict, facts, held_out_table
 
 MISSING = "–"

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from postlude.recipes import schema
-from postlude.recipes.schema import KIND, TEXT, Kinds, Node, Settings, describe, join, undocumented, words
-from postlude.recipes.written import NULL, ConfigError, Dumper, Loader, Written, read
+from postlude.recipes.config import schema
+from postlude.recipes.config.schema import KIND, TEXT, Kinds, Node, Settings, describe, join, undocumented, words
+from postlude.recipes.config.written import NULL, ConfigError, Dumper, Loader, Written, read
 
 __all__ = ["ConfigError", "Kinds", "Settings", "describe", "load", "to_yaml", "undocumented"]
 

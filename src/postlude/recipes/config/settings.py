@@ -12,7 +12,7 @@ from postlude.data.datasets import read_rows
 from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
-from postlude.recipes.schema import Kinds, Settings
+from postlude.recipes.config.schema import Kinds, Settings
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn
 from postlude.rollout.rewards import RewardPool
 from postlude.rollout.sampling import Sampling

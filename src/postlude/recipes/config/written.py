@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from postlude.recipes.schema import join
+from postlude.recipes.config.schema import join
 
 COMMAND_LINE = "on the command line"
 NULL = "tag:yaml.org,2002:null"

@@ -33,8 +33,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from postlude.devices import Place, Seen, agree, check_device, group_device, places
-from postlude.last_words import LastWords, RankError, Stores, Word, bounded, first_failure, hosts
+from postlude.world.devices import Place, Seen, agree, check_device, group_device, places
+from postlude.world.last_words import LastWords, RankError, Stores, Word, bounded, first_failure, hosts
 
 LOUD = (
     "torch.distributed.elastic.agent.server.api",

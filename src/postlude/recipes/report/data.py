@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from postlude.recipes.metrics import EVAL
-from postlude.recipes.run import read_config, read_metrics, read_record, read_samples
+from postlude.recipes.run.directory import read_config, read_metrics, read_record, read_samples
 from postlude.recipes.verdict import Verdict, read_verdict
 
 SMOOTHED_FROM = 40  # values; fewer are shown as they are

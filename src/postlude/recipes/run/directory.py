@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import yaml
 
-from postlude.agreement import first_rank_says
-from postlude.recipes.beginning import CHECKPOINTS, STEP
-from postlude.recipes.changes import MISSING, covered, differences, told
-from postlude.recipes.lock import RunLock
-from postlude.recipes.sinks import LineFile, Sink, TensorBoard, WeightsAndBiases, write_whole
+from postlude.recipes.run.beginning import CHECKPOINTS, STEP
+from postlude.recipes.run.changes import MISSING, covered, differences, told
+from postlude.recipes.run.lock import RunLock
+from postlude.recipes.run.sinks import LineFile, Sink, TensorBoard, WeightsAndBiases, write_whole
+from postlude.world.agreement import first_rank_says
 
 CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
 METRICS, SAMPLES, TENSORBOARD = "metrics.jsonl", "samples.jsonl", "tensorboard"

@@ -1,0 +1,1 @@
+"""`report.html`: what a run's page shows, and how. Open `page.py` first."""

@@ -1,0 +1,1 @@
+"""A run on disk: its directory and all that is kept there. Open `directory.py` first."""
