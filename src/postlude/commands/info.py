@@ -14,6 +14,7 @@ from postlude.hf.builtin import FIELDS
 from postlude.hf.families import FAMILIES
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.stack import LogicalLayer
+from postlude.recipes.numbers import in_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,16 +48,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         label, each = str(dtype).removeprefix("torch."), dtype.itemsize
         # AdamW keeps two moments and, beside half-precision weights, a master copy; all three in fp32.
         states = 8 + (4 if each < 4 else 0)
-        memory.add_row(label, *(_bytes(total * size) for size in (each, 2 * each, 2 * each + states)))
+        memory.add_row(label, *(in_bytes(total * size) for size in (each, 2 * each, 2 * each + states)))
     console.print(memory)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _config(model: str) -> ModelConfig:

@@ -42,6 +42,15 @@ def share(part: float, whole: float) -> str:
     return f">99{PERCENT}" if 99 < percent < 100 else f"{percent:.0f}{PERCENT}"
 
 
+def in_bytes(count: float) -> str:
+    """A number of bytes, in the unit it is said in."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def labels(values: Sequence[float]) -> list[str]:
     """Labels of an axis's ticks: as few digits as tell them apart, and as many in each."""
     for digits in range(1, MOST_DIGITS + 1):

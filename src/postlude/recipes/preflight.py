@@ -39,6 +39,7 @@ from postlude.recipes.config.settings import (
 from postlude.recipes.encodings import CACHE, Encodings
 from postlude.recipes.examples import Examples, Pairs
 from postlude.recipes.memory import Memory, estimate, parameters_in
+from postlude.recipes.numbers import in_bytes
 from postlude.recipes.rollouts import encode_prompt, environment_of
 from postlude.recipes.run.changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
@@ -233,8 +234,8 @@ def print_findings(subject: Subject, found: Mapping[str, str], console: Console)
         return
     table = Table("memory a rank", *(f"stage {rank}" for rank in range(len(subject.memory))))
     for part in fields(Memory):
-        table.add_row(part.name, *(shown(getattr(each, part.name)) for each in subject.memory))
-    table.add_row("all", *(shown(each.total) for each in subject.memory))
+        table.add_row(part.name, *(in_bytes(getattr(each, part.name)) for each in subject.memory))
+    table.add_row("all", *(in_bytes(each.total) for each in subject.memory))
     console.print(table)
 
 
@@ -298,10 +299,10 @@ def _memory(subject: Subject) -> str:
     room = _room(subject.start.device, neighbours)
     if most.lasting > room:
         raise ValueError(
-            f"a rank needs {shown(most.lasting)} for weights, gradients and the optimizer's numbers, but has "
-            f"{shown(room)} of memory. Raise layout.dp_shard, tp or pp: {subject.config.layout} is asked for."
+            f"a rank needs {in_bytes(most.lasting)} for weights, gradients and the optimizer's numbers, but has "
+            f"{in_bytes(room)} of memory. Raise layout.dp_shard, tp or pp: {subject.config.layout} is asked for."
         )
-    return f"about {shown(max(each.total for each in subject.memory))} a rank of {shown(room)}"
+    return f"about {in_bytes(max(each.total for each in subject.memory))} a rank of {in_bytes(room)}"
 
 
 def _room(device: str, neighbours: int) -> int:
@@ -319,10 +320,10 @@ def _disk(subject: Subject) -> str:
     free, needed = shutil.disk_usage(there).free, subject.size * SAVED * 4
     if needed > free:
         raise OSError(
-            f"a checkpoint takes about {shown(needed)}, but {there} has {shown(free)} left. Make room, or give --run a "
+            f"a checkpoint takes about {in_bytes(needed)}, but {there} has {in_bytes(free)} left. Make room, or give --run a "
             "directory on another disk."
         )
-    return f"{shown(free)} left, about {shown(needed)} a checkpoint"
+    return f"{in_bytes(free)} left, about {in_bytes(needed)} a checkpoint"
 
 
 def _objective(objective: Any) -> str:
@@ -345,12 +346,3 @@ def _tasks(subject: Subject, tasks: Tasks, count: int, answers: Answers, example
 
 def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
-
-
-def shown(count: float) -> str:
-    """Bytes, in the unit they are said in."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
