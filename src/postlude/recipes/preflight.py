@@ -320,8 +320,8 @@ def _disk(subject: Subject) -> str:
     free, needed = shutil.disk_usage(there).free, subject.size * SAVED * 4
     if needed > free:
         raise OSError(
-            f"a checkpoint takes about {in_bytes(needed)}, but {there} has {in_bytes(free)} left. Make room, or give --run a "
-            "directory on another disk."
+            f"a checkpoint takes about {in_bytes(needed)}, but {there} has {in_bytes(free)} left. Make room, or give "
+            "--run a directory on another disk."
         )
     return f"{in_bytes(free)} left, about {in_bytes(needed)} a checkpoint"
 
