@@ -78,8 +78,8 @@ def steps(group: Any, layout: str, objective: Objective, lengths: tuple[int, ...
     [
         *((layout, (20, 17, 3, 25, 6)) for layout in LAYOUTS),
         pytest.param("dp_shard=2", (9,), id="dp_shard=2 with nothing for one rank"),
-        pytest.param("dp_shard=2,tp=2", (20, 17, 3, 25, 6), marks=pytest.mark.slow),
-        pytest.param("pp=2,dp_replicate=2", (20, 17, 3, 25, 6), marks=pytest.mark.slow),
+        pytest.param("dp_shard=2,tp=2", (20, 17, 3, 25, 6), marks=pytest.mark.thorough),
+        pytest.param("pp=2,dp_replicate=2", (20, 17, 3, 25, 6), marks=pytest.mark.thorough),
     ],
 )
 def test_steps_with_a_critic_equal_torchs_adamw_on_a_plain_model(

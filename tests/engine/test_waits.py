@@ -68,10 +68,10 @@ def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list
     [
         ("", "tiny-moe", "none"),
         ("tp=2", "tiny-moe", "none"),
-        pytest.param("", "tiny-dense", "none", marks=pytest.mark.slow),
-        pytest.param("", "tiny-moe", "selective", marks=pytest.mark.slow),
-        pytest.param("cp=2", "tiny-moe", "none", marks=pytest.mark.slow),
-        pytest.param("pp=2", "tiny-moe", "none", marks=pytest.mark.slow),
+        pytest.param("", "tiny-dense", "none", marks=pytest.mark.thorough),
+        pytest.param("", "tiny-moe", "selective", marks=pytest.mark.thorough),
+        pytest.param("cp=2", "tiny-moe", "none", marks=pytest.mark.thorough),
+        pytest.param("pp=2", "tiny-moe", "none", marks=pytest.mark.thorough),
     ],
 )
 def test_forward_and_backward_wait_for_nothing(ranks: Any, layout: str, model: str, recompute: str) -> None:

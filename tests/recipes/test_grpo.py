@@ -129,7 +129,15 @@ def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [(), ("--objective.kl.coefficient=0.1", "--warm_start.optimizer=sgd", "--save_every=1")], ids=["", "kl"]
+    "settings",
+    [
+        pytest.param((), id=""),
+        pytest.param(
+            ("--objective.kl.coefficient=0.1", "--warm_start.optimizer=sgd", "--save_every=1"),
+            id="kl",
+            marks=pytest.mark.thorough,  # test_killed.py goes on with a reference, too
+        ),
+    ],
 )
 def test_a_continued_run_is_the_run_that_was_not_interrupted(
     ranks: Ranks, tmp_path: Path, settings: tuple[str, ...]

@@ -39,7 +39,7 @@ def assert_same(actual: Answers, expected: Answers) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_tensor_parallel_ranks_agree_with_one_rank(ranks, name: str, size: int) -> None:
     sampling = Sampling(max_new_tokens=9, top_p=0.9, seed=2)
     expected = answers(load_model(name), PROMPTS, sampling)

@@ -74,10 +74,10 @@ VARIANTS = {
     "layout",
     [
         pytest.param(Layout(tp=2), marks=pytest.mark.slow),
-        pytest.param(Layout(cp=2, tp=2), marks=pytest.mark.slow),
+        pytest.param(Layout(cp=2, tp=2), marks=pytest.mark.thorough),
         pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(Layout(tp=4), marks=pytest.mark.slow),
-        pytest.param(Layout(dp_shard=2, cp=2), marks=pytest.mark.slow),
+        pytest.param(Layout(dp_shard=2, cp=2), marks=pytest.mark.thorough),
     ],
     ids=label,
 )
