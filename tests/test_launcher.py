@@ -256,7 +256,7 @@ def wait_for_a_signal(how: str, where: str) -> list[int]:
         ("save", signal.SIGTERM, 0, True),
         pytest.param("die", signal.SIGINT, -signal.SIGINT, False, marks=pytest.mark.thorough),
         pytest.param("deaf", signal.SIGTERM, -signal.SIGTERM, False, marks=pytest.mark.thorough),
-        ("deaf twice", signal.SIGTERM, -signal.SIGTERM, False),
+        pytest.param("deaf twice", signal.SIGTERM, -signal.SIGTERM, False, marks=pytest.mark.thorough),
     ],
 )
 def test_a_signal_goes_to_the_ranks_who_may_save_before_they_end(

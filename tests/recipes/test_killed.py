@@ -153,7 +153,7 @@ def test_a_run_killed_again_and_again_goes_on(ranks: Ranks, place: Path) -> None
     assert_equal(place)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # on one rank above; that all end when one is killed, in tests/engine/test_failure.py
 def test_a_kill_of_one_rank_or_of_the_launcher_ends_all_and_the_command_goes_on(ranks: Ranks, place: Path) -> None:
     ranks(2, trained, str(place), "whole", "--layout=pp=2")
     for victim, step, code, words in (

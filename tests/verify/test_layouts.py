@@ -35,9 +35,11 @@ def cases() -> list[Any]:
         for turn, model in enumerate(("tiny-moe",) if layout.ep > 1 else ("tiny-moe", "tiny-dense")):
             objective = ("grpo", "dpo", "gspo", "sft")[(place + turn) % 4]
             quick = layout.world_size == 2 and model == "tiny-moe"
+            more = layout.world_size > 2 and model == "tiny-dense"  # whose blocks are in the other as well
             name = f"{label(layout)}-{model}-{objective}"
             case = Case(model, layout, objective, initializer_range=0.1)
-            found.append(pytest.param(case, id=name, marks=() if quick else pytest.mark.slow))
+            mark = pytest.mark.thorough if more else pytest.mark.slow
+            found.append(pytest.param(case, id=name, marks=() if quick else mark))
     return found
 
 
@@ -76,7 +78,7 @@ VARIANTS = {
         pytest.param(Layout(tp=2), marks=pytest.mark.slow),
         pytest.param(Layout(cp=2, tp=2), marks=pytest.mark.thorough),
         pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow),
-        pytest.param(Layout(tp=4), marks=pytest.mark.slow),
+        pytest.param(Layout(tp=4), marks=pytest.mark.thorough),
         pytest.param(Layout(dp_shard=2, cp=2), marks=pytest.mark.thorough),
     ],
     ids=label,
