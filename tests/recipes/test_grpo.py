@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from postlude.recipes.config.reading import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
@@ -41,8 +43,9 @@ save_every: 2
 
 
 def config_of(directory: Path, *overrides: str) -> GRPOConfig:
-    file = directory / "small.yaml"
-    file.write_text(SMALL)
+    file, own = directory / "small.yaml", directory / f"small.{os.getpid()}"
+    own.write_text(SMALL)
+    own.replace(file)  # whole at once: ranks write it at the same time
     return load(GRPOConfig, file, ["--run", str(directory / "run"), *overrides])
 
 
@@ -111,6 +114,19 @@ def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path) -> Non
         for expected, found in zip(alone, spread, strict=True):
             assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4, rel=1e-4), layout
             assert found.get("rewards") == expected.get("rewards"), layout
+
+
+def differing(group: Any, directory: str) -> str:
+    seed = 7 * dist.get_rank()
+    with pytest.raises(ValueError, match="config") as refusal:
+        GRPOTrainer(config_of(Path(directory), "--layout", "pp=2", f"--seed={seed}"), "cpu")
+    return str(refusal.value)
+
+
+def test_ranks_with_different_configs_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks(2, differing, str(tmp_path)):
+        assert told.startswith("rank 1 was given another config than rank 0: seed is 7 and 0. ")
+    assert not (tmp_path / "run").exists()
 
 
 def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:

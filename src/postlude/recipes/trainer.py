@@ -10,6 +10,7 @@ import functools
 import logging
 import signal
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from postlude.recipes.health import Health, Hopeless
 from postlude.recipes.live import LiveView
 from postlude.recipes.metrics import LOSS, MEMORY, SKIPPED, SPEED
 from postlude.recipes.run.beginning import NEWEST, Beginning
-from postlude.recipes.run.changes import MAY_CHANGE
+from postlude.recipes.run.changes import MAY_CHANGE, differences, shown
 from postlude.recipes.run.directory import (
     Onlooker,
     RunDirectory,
@@ -47,7 +48,7 @@ from postlude.recipes.run.ending import FAILED, Ending, Outcome, RunFailed, forg
 from postlude.recipes.run.surroundings import surroundings
 from postlude.recipes.signals import Signals
 from postlude.recipes.verdict import MODEL, facts, read_verdict
-from postlude.world.agreement import first_rank_says
+from postlude.world.agreement import RankFailure, agreed, first_rank_says
 
 NOT_THE_MODELS = ("run", "model", "wandb")  # settings that say nothing about what was made
 LOG = logging.getLogger("postlude")
@@ -73,6 +74,7 @@ class Trainer(ABC):
         self.settings = config
         self.run: RunDirectory = Onlooker(config.run)  # until it is resumed
         self.asked = schema.plain(config)
+        _check_alike(self.asked)
         check_run(config.run, self.asked, may_change=MAY_CHANGE)
         torch.manual_seed(config.seed)  # nothing here draws from it, but an objective of the user's may
         self.tokenizer: Any = load_tokenizer(config.model)
@@ -301,6 +303,24 @@ def train(trainer: Trainer, beginning: Beginning = NEWEST) -> Ending:
                     failed = f"after step {trainer.step} the run failed: {_told(error)}"
                     raise RunFailed(f"{failed}. When that is mended, {trainer.again}") from error
             raise
+
+
+def _check_alike(asked: Mapping[str, Any]) -> None:
+    """Refuse ranks that were given different configs: they would part at some collective, each waiting for another."""
+
+    def compare(configs: list[Mapping[str, Any]]) -> None:
+        for rank, other in enumerate(configs):
+            if found := list(differences(other, configs[0])):
+                path, first, own = found[0]
+                raise ValueError(
+                    f"rank {rank} was given another config than rank 0: {path} is {shown(own)} and {shown(first)}. "
+                    "Start all ranks with the same command and the same file."
+                )
+
+    try:
+        agreed(lambda: asked, compare)
+    except RankFailure as failure:
+        raise failure.cause from None
 
 
 def _told(error: BaseException) -> str:
