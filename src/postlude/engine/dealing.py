@@ -23,7 +23,6 @@ from torch import Tensor
 from postlude.data import Batch, Microbatch, cut, scatter
 from postlude.data.bins import Plan, plan_bins, plan_held
 from postlude.data.packing import Content, build, is_plain, lengths_of, read
-from postlude.ops.collectives import gather_into
 from postlude.world.mesh import Mesh
 
 DTYPES = (
@@ -84,7 +83,7 @@ class Dealt:
                 alike[: len(together)] = together
                 together = alike.new_zeros((ranks * max(sizes), *trailing))
                 if found:
-                    gather_into(together, alike, group=mesh.dp.group)
+                    dist.all_gather_into_tensor(together, alike, group=mesh.dp.group)
             if mesh.pp.group is not None:
                 dist.broadcast(together, group=mesh.pp.group, group_src=mesh.pp.size - 1)
             by_sequence: dict[int, Tensor] = {}

@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.ops.collectives import gather_into
-
 # Logits are held at or above this, so that -inf (a bias used as a mask) and sums that hold nothing yet stay numbers.
 LOWEST = -1e30
 
@@ -212,7 +210,7 @@ def join_ranks(state: Tensor, top: TopK | None, group: dist.ProcessGroup) -> tup
         mine = torch.cat((state, top.logits.t(), top.ids.to(bits).view(state.dtype).t()))
     size = dist.get_world_size(group)
     everyone = mine.new_empty(size * mine.shape[0], mine.shape[1])
-    gather_into(everyone, mine, group=group)
+    dist.all_gather_into_tensor(everyone, mine, group=group)
     everyone = everyone.view(size, *mine.shape)
     if top is None:
         return join(everyone), None
