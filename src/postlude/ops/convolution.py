@@ -1,0 +1,125 @@
+"""Causal depthwise convolution over packed sequences, as recurrent blocks have it before their scan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from postlude.ops.packing import Packing
+
+
+def convolve(inputs: Tensor, kernel: Tensor, bias: Tensor | None, packing: Packing, *, silu: bool = False) -> Tensor:
+    """Each channel of `inputs` [T, channels] by its own `kernel` [channels, K]: [T, channels].
+
+    A token sees itself, by the kernel's last tap, and the K - 1 tokens before it in its own sequence; before the first
+    there are zeros. With `silu` that activation follows. Sums are fp32, or float64 where the inputs are.
+    """
+    _check(inputs.shape[-1], kernel)
+    output: Tensor = _Convolution.apply(
+        inputs, kernel, bias, _spread(packing, kernel.shape[1] - 1), packing.count, silu
+    )
+    return output
+
+
+def last_inputs(inputs: Tensor, packing: Packing, width: int) -> Tensor:
+    """The last `width` (K - 1) tokens of each sequence of `inputs` [T, channels], for `convolve_step` to go on from.
+
+    [sequences, width, channels], the oldest first; zeros stand before the first token of a shorter sequence.
+    """
+    back = torch.arange(-width, 0, device=inputs.device)
+    starts, stops = packing.cu_seqlens[:-1, None], packing.cu_seqlens[1:, None]
+    rows = stops + back  # [sequences, width]
+    if packing.count == 0 or width == 0:
+        return inputs.new_zeros(packing.count, width, inputs.shape[-1])
+    return inputs[rows.clamp_min(0)].where((rows >= starts)[..., None], 0.0)
+
+
+def convolve_step(
+    inputs: Tensor, state: Tensor, kernel: Tensor, bias: Tensor | None, *, silu: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One more token of each of n sequences, `inputs` [n, channels], whose last K - 1 are `state` [n, K - 1, channels].
+
+    Returns what `convolve` gives for that token, [n, channels], and the state after it.
+    """
+    _check(inputs.shape[-1], kernel)
+    window = torch.cat((state, inputs[:, None]), 1)  # [n, K, channels]
+    output = (window * kernel.T.to(_wide(inputs))).sum(1)
+    if bias is not None:
+        output = output + bias
+    return (F.silu(output) if silu else output).to(inputs.dtype), window[:, 1:]
+
+
+def _check(channels: int, kernel: Tensor) -> None:
+    if kernel.ndim != 2 or kernel.shape[0] != channels or kernel.shape[1] < 1:
+        raise ValueError(
+            f"a kernel of shape {tuple(kernel.shape)} for {channels} channels: a depthwise convolution has one of "
+            f"[{channels}, K], K taps a channel."
+        )
+
+
+def _spread(packing: Packing, gap: int) -> Tensor:
+    """[T] int64: where each token lies when `gap` empty rows stand before, between and after the sequences."""
+    return torch.arange(packing.total, device=packing.cu_seqlens.device) + gap * (packing.sequence_index() + 1)
+
+
+class _Convolution(Function):
+    """Tokens are spread so that K - 1 zeros part the sequences: then every tap is one slice, and needs no mask.
+
+    Only the inputs are kept; spreading them and summing the taps again costs less than keeping the sums.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, places: Tensor, sequences: int, silu: bool
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, kernel, bias, places)
+        ctx.sequences, ctx.silu = sequences, silu
+        gap = kernel.shape[1] - 1
+        sums = _sums(_lay_out(inputs, places, sequences, gap), kernel, bias)[places - gap]
+        return (F.silu(sums) if silu else sums).to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, kernel, bias, places = ctx.saved_tensors
+        gap, needs = kernel.shape[1] - 1, ctx.needs_input_grad
+        before = _lay_out(inputs, places, ctx.sequences, gap)
+        upstream = gradients[0].to(_wide(inputs))
+        if ctx.silu:
+            sums = _sums(before, kernel, bias)[places - gap]
+            gate = sums.sigmoid()
+            upstream = upstream * (gate * (1 + sums * (1 - gate)))
+        after = _lay_out(upstream, places, ctx.sequences, gap)
+        for_inputs = for_kernel = for_bias = None
+        if needs[0]:  # a token's gradient comes from itself and the K - 1 after it
+            for_inputs = _sums(after, kernel.flip(1), None)[places].to(inputs.dtype)
+        if needs[1]:
+            rows = before.shape[0] - gap
+            taps = [(after[gap:] * before[tap : tap + rows]).sum(0) for tap in range(gap + 1)]
+            for_kernel = torch.stack(taps, 1).to(kernel.dtype)
+        if needs[2]:
+            for_bias = upstream.sum(0).to(bias.dtype)
+        return for_inputs, for_kernel, for_bias, None, None, None
+
+
+def _lay_out(tokens: Tensor, places: Tensor, sequences: int, gap: int) -> Tensor:
+    """[T, channels] -> [T + (sequences + 1) · gap, channels], zero where no token lies."""
+    rows = tokens.shape[0] + (sequences + 1) * gap
+    return tokens.new_zeros(rows, tokens.shape[1]).index_copy_(0, places, tokens)
+
+
+def _sums(laid: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    """Row r is the sum of rows r to r + K - 1 of `laid` [R, channels], each by its tap: [R - K + 1, channels], wide."""
+    taps = kernel.T.to(_wide(laid))
+    rows = laid.shape[0] - len(taps) + 1
+    sums = laid[:rows] * taps[0]
+    for first, tap in enumerate(taps[1:], 1):
+        sums.addcmul_(laid[first : first + rows], tap)
+    return sums if bias is None else sums.add_(bias)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
