@@ -9,7 +9,7 @@ from torch import Tensor
 
 from postlude import load_model, pack, unpack
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import pieces
+from postlude.hf.family import their_tensors
 from postlude.hf.tensors import as_stored
 from tests.equality import assert_equal
 from tests.hf.families import CONFIGS, saved
@@ -51,12 +51,14 @@ def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_
     loss.backward()
     assert_equal(loss, expected_loss, "loss")
 
-    expected_gradients = as_stored({name: parameter.grad for name, parameter in theirs.named_parameters()})
-    family = FAMILIES[theirs.config.model_type]
-    compared = set()
-    for parameter_name, parameter in ours.named_parameters():
-        for expert, their_name in pieces(family, parameter_name, parameter.shape):
-            gradient = parameter.grad if expert is None else parameter.grad[expert]
-            assert_equal(gradient, expected_gradients[their_name], f"gradient of {their_name}")
-            compared.add(their_name)
-    assert compared == set(expected_gradients)
+    own = dict(ours.named_parameters())
+    wanted = their_tensors(
+        FAMILIES[theirs.config.model_type], ours.config, ((name, parameter.shape) for name, parameter in own.items())
+    )
+    expected_gradients = as_stored({name: parameter.grad for name, parameter in theirs.named_parameters()}, wanted)
+    for tensor in wanted.values():
+        gradient = torch.full(tensor.shape, torch.nan)
+        for parameter_name, place in tensor.parts:
+            place.write(gradient, own[parameter_name].grad[place.ours])
+        assert_equal(gradient, expected_gradients[tensor.name], f"gradient of {tensor.name}")
+    assert set(wanted) == set(expected_gradients)

@@ -27,12 +27,13 @@ from postlude.engine.sharding import before_backwards, copies, renewed, reshard,
 from postlude.hf.card import ModelCard
 from postlude.hf.export import Description, describe, is_described, write_hf
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family
+from postlude.hf.family import Family, into_ours
 from postlude.hf.load import Source, fresh_or_filled, read_generation, read_model
 from postlude.layout import Layout, Stage
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.output import NO_VALUE_HEAD
+from postlude.model.parallel import region
 from postlude.model.recompute import Recompute
 from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
@@ -337,8 +338,8 @@ class Engine:
         """Copy the weights into a whole model on every rank, such as one that generates."""
         own = model.state_dict()
         for piece, (_, tensor) in zip(self._pieces, self.stream_weights(), strict=True):
-            target = own[piece.ours] if piece.expert is None else own[piece.ours][piece.expert]
-            target.copy_(tensor)
+            for ours, place in piece.parts:
+                into_ours(tensor, place, own[ours], region(own[ours]))
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The whole gradient, tensor by tensor, as `stream_weights` names and orders them; fp32. Not the critic's."""

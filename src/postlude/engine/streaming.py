@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from postlude.hf.family import Family, pieces
+from postlude.hf.family import Family, Place, into_theirs, their_tensors
 from postlude.hf.tensors import names_in_order
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
@@ -26,19 +27,18 @@ from postlude.world.mesh import Mesh
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor as others know it: all of one of ours, or of one of its experts."""
+    """One tensor as others know it, and which of ours stand in it, each at its place."""
 
     theirs: str
-    ours: str
-    expert: int | None
-    shape: torch.Size
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, Place], ...]
     least: torch.dtype
     """The least precise dtype it is given in: fp32 for what the model keeps in fp32."""
 
     @property
     def size(self) -> int:
         """Elements."""
-        return self.shape.numel()
+        return prod(self.shape)
 
     def dtype(self, asked: torch.dtype) -> torch.dtype:
         """What it is given in where `asked` is asked for."""
@@ -53,12 +53,12 @@ def plan_pieces(config: ModelConfig, family: Family | None, blocks: Mapping[str,
     """Every tensor of the model, in transformers' order; under our names and in our order where it has no family."""
     with torch.device("meta"):
         whole = LanguageModel(config, dtype=torch.bfloat16, blocks=blocks).state_dict()  # what is wider, is kept so
+    shapes = ((name, tensor.shape) for name, tensor in whole.items())
     found = {
-        theirs: Piece(theirs, ours, expert, tensor.shape if expert is None else tensor.shape[1:], tensor.dtype)
-        for ours, tensor in whole.items()
-        for expert, theirs in pieces(family, ours, tensor.shape)
+        name: Piece(name, theirs.shape, theirs.parts, max((whole[ours].dtype for ours, _ in theirs.parts), key=_width))
+        for name, theirs in their_tensors(family, config, shapes).items()
     }
-    order = [] if family is None else names_in_order(config)
+    order = [] if family is None else names_in_order(config, found)
     # What a family of your own names beyond what transformers' model has comes last.
     return [found[name] for name in dict.fromkeys([*order, *found]) if name in found]
 
@@ -95,8 +95,9 @@ def stream(
         for piece, room in zip(bucket, flat.split(words), strict=True):
             view = room.view(piece.dtype(dtype))[: piece.size].view(piece.shape)
             views.append(view)
-            if piece.ours in spoken:
-                _write(view, spoken[piece.ours], piece.expert)
+            for ours, place in piece.parts:
+                if ours in spoken:
+                    into_theirs(view, place, held(spoken[ours]), region(spoken[ours]))
         if dist.is_initialized():
             dist.all_reduce(flat)
         yield from zip((piece.theirs for piece in bucket), views, strict=True)
@@ -131,12 +132,8 @@ class Interruptible:
         return bool(flag.item())
 
 
-def _write(view: Tensor, tensor: Tensor, expert: int | None) -> None:
-    part, where = held(tensor), region(tensor)
-    if expert is None:
-        view[where] = part.to(view.dtype)
-    elif where[0].start <= expert < where[0].stop:
-        view[where[1:]] = part[expert - where[0].start].to(view.dtype)
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def speaks_for(name: str, tensor: Tensor, mesh: Mesh) -> bool:

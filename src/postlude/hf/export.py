@@ -20,10 +20,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from postlude.hf.card import MARK, ModelCard
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family, pieces
+from postlude.hf.family import Family, into_theirs, their_tensors
 from postlude.hf.load import GENERATION, SPECIAL_TOKENS, read_generation
 from postlude.hf.tensors import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
+from postlude.model.parallel import region
 from postlude.parts import STATE
 
 MAX_SHARD_BYTES = 5 * 1024**3
@@ -144,10 +145,17 @@ def _facts(hf: PretrainedConfig | None, sizes: Mapping[str, int]) -> dict[str, s
 
 
 def hf_tensors(model: LanguageModel, family: Family) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its Hugging Face name, as views of the model's own memory."""
-    for name, tensor in model.state_dict().items():
-        for expert, theirs in pieces(family, name, tensor.shape):
-            yield theirs, tensor if expert is None else tensor[expert]
+    """Every tensor under its Hugging Face name: a view of the model's own memory, where it is that and no more."""
+    own = model.state_dict()
+    for theirs in their_tensors(family, model.config, ((name, tensor.shape) for name, tensor in own.items())).values():
+        (name, place), *others = theirs.parts
+        if place.is_plain and not others:
+            yield theirs.name, own[name][place.ours].view(theirs.shape)
+            continue
+        whole = torch.empty(theirs.shape, dtype=own[name].dtype, device=own[name].device)
+        for name, place in theirs.parts:
+            into_theirs(whole, place, own[name], region(own[name]))
+        yield theirs.name, whole
 
 
 def describe(

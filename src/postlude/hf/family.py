@@ -1,10 +1,17 @@
-"""Family: how one Hugging Face model family maps onto Postlude, as plain data and one pure function."""
+"""Family: how one Hugging Face model family maps onto Postlude, as plain data and pure functions.
+
+A tensor of ours stands in theirs at one or more `Place`s: all of it in one of another name, one expert in each, or
+beside others of ours in one that they keep fused, interleaved or transposed. Loading, export, weight streaming and
+comparison all go by the same places.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
 
 from postlude.model import ModelConfig
 
@@ -14,45 +21,186 @@ if TYPE_CHECKING:
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 OURS_ALONE = ("value_head.weight",)  # their models have no such tensor
 EXPERT = "{expert}"
+LAYER = "{layer}"
+Region: TypeAlias = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stretch of one of our tensors stands in one of theirs, which has `shape`.
+
+    See theirs as `split` (the same elements in the same order), pick `index` of that and put its dimensions in `order`:
+    what is left, row by row, is the stretch `ours`. By default each of the three leaves things as they are. An `index`
+    has slices alone, one for each of the first dimensions.
+    """
+
+    theirs: str
+    shape: tuple[int, ...]
+    split: tuple[int, ...] = ()
+    index: Region = ()
+    order: tuple[int, ...] = ()
+    ours: Region = ()
+    """One slice, with both ends, for each dimension of ours."""
+
+    @property
+    def stretch(self) -> tuple[int, ...]:
+        """The sizes of what stands here, as we hold it."""
+        return tuple(each.stop - each.start for each in self.ours)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of theirs is the stretch, row by row."""
+        return not (self.split or self.index or self.order)
+
+    def within(self, theirs: Tensor) -> Tensor:
+        """Theirs, whole -> a view of what is ours in it, in a shape of the place's own."""
+        view = theirs.view(self.split) if self.split else theirs
+        view = view[self.index] if self.index else view
+        return view.permute(self.order) if self.order else view
+
+    def read(self, theirs: Tensor) -> Tensor:
+        """Theirs, whole -> the stretch of ours."""
+        return self.within(theirs).reshape(self.stretch)
+
+    def write(self, theirs: Tensor, stretch: Tensor) -> None:
+        """Put the stretch of ours into theirs, whole."""
+        view = self.within(theirs)
+        view.copy_(stretch.reshape(view.shape))
+
+
+@dataclass(frozen=True)
+class Within:
+    """A tensor of ours inside one of theirs, which keeps others beside it: as a `Place` says, by a name in the layer.
+
+    `{expert}` in the name is allowed: then ours is stacked, and this is said of each expert's tensor.
+    """
+
+    theirs: str
+    shape: tuple[int, ...] = ()
+    """Of theirs; by default ours, or that of one expert."""
+    split: tuple[int, ...] = ()
+    index: Region = ()
+    order: tuple[int, ...] = ()
+
+
+def rows(theirs: str, start: int, stop: int, shape: Sequence[int]) -> Within:
+    """Rows `start` to `stop` of theirs, which has `shape`."""
+    return Within(theirs, tuple(shape), index=(slice(start, stop),))
+
+
+Names: TypeAlias = Mapping[str, "str | Within"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`: its config -> ModelConfig, and the names of its tensors.
+    """One `model_type`: its config -> ModelConfig, and where its tensors stand.
 
     `names` maps a module inside one of our layers ("attention.q_proj") to the module inside one of theirs
-    ("self_attn.q_proj"). `{expert}` in their name stands for one tensor an expert, which we hold stacked.
+    ("self_attn.q_proj"), or a whole tensor ("moe.selection_bias") to theirs, by name or `Within` another. `{expert}` in
+    their name stands for one tensor an expert, which we hold stacked. Names that hang on sizes are a function of the
+    config. `outer` names what stands outside the layers, and `layer` what goes before names inside one.
     """
 
     model_type: str
     to_model: Callable[[PretrainedConfig], ModelConfig]
-    names: Mapping[str, str]
+    names: Names | Callable[[ModelConfig], Names]
+    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
+    layer: str = f"model.layers.{LAYER}"
 
-    def theirs(self, name: str) -> str:
-        """Their name of our tensor, `{expert}` still in it where we stack: layers.3.… -> model.layers.3.…."""
+    def theirs(self, name: str, config: ModelConfig) -> Within:
+        """Where our tensor is, by a name of theirs that is whole but for `{expert}`: layers.3.… -> model.layers.3.…."""
         module, _, leaf = name.rpartition(".")
-        if module in OUTER:
-            return f"{OUTER[module]}.{leaf}"
-        _, layer, inner = module.split(".", 2)
-        # A tensor that is no module's weight or bias is named whole.
-        whole = self.names.get(f"{inner}.{leaf}")
-        if whole is None and inner not in self.names:
+        if module in self.outer:
+            return Within(f"{self.outer[module]}.{leaf}")
+        names = self.names(config) if callable(self.names) else self.names
+        _, layer, inner = module.split(".", 2) if module.count(".") > 1 else (*module.split("."), "")
+        whole = names.get(f"{inner}.{leaf}".removeprefix("."))  # such as one that is no module's weight or bias
+        found = f"{names[inner]}.{leaf}" if whole is None and inner in names else whole
+        if found is None:
             raise ValueError(
                 f"{self.model_type} models have no tensor for {name}. Give a family of your own that names it, or a "
                 "ModelConfig with family=None to go by our names."
             )
-        return f"model.layers.{layer}.{whole or f'{self.names[inner]}.{leaf}'}"
+        within = found if isinstance(found, Within) else Within(found)
+        return replace(within, theirs=f"{self.layer.replace(LAYER, layer)}.{within.theirs}")
 
 
-def pieces(family: Family | None, name: str, shape: Sequence[int]) -> Iterator[tuple[int | None, str]]:
-    """The tensors that make up ours of this name and whole shape: (None, their name), or (expert, their name) for each.
+def places(family: Family | None, config: ModelConfig, name: str, shape: Sequence[int]) -> Iterator[Place]:
+    """Where our tensor of this name and whole shape stands in theirs.
 
-    Without a family there is one, of our own name. There are none for what is `OURS_ALONE`.
+    Without a family it stands under our own name. Nowhere, if it is `OURS_ALONE`.
     """
     if name in OURS_ALONE:
         return
-    theirs = name if family is None else family.theirs(name)
-    if EXPERT in theirs:
-        yield from ((expert, theirs.replace(EXPERT, str(expert))) for expert in range(shape[0]))
-    else:
-        yield None, theirs
+    theirs = Within(name) if family is None else family.theirs(name, config)
+    whole = tuple(slice(0, size) for size in shape)
+    if EXPERT not in theirs.theirs:
+        yield _place(theirs, theirs.theirs, tuple(shape), whole)
+        return
+    for expert in range(shape[0]):
+        name_of_one = theirs.theirs.replace(EXPERT, str(expert))
+        yield _place(theirs, name_of_one, tuple(shape[1:]), (slice(expert, expert + 1), *whole[1:]))
+
+
+def _place(within: Within, theirs: str, shape: tuple[int, ...], ours: Region) -> Place:
+    return Place(theirs, within.shape or shape, within.split, within.index, within.order, ours)
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """One of their tensors, and which of ours stand in it, each at its place."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, Place], ...]
+
+
+def their_tensors(
+    family: Family | None, config: ModelConfig, shapes: Iterable[tuple[str, Sequence[int]]]
+) -> dict[str, Theirs]:
+    """All tensors of theirs that ours, of these names and whole shapes, stand in; by name, in the order of ours."""
+    found: dict[str, Theirs] = {}
+    for name, shape in shapes:
+        for place in places(family, config, name, shape):
+            before = found.get(place.theirs)
+            parts = () if before is None else before.parts
+            found[place.theirs] = Theirs(place.theirs, place.shape, (*parts, (name, place)))
+    return found
+
+
+def overlap(place: Place, held: Region) -> tuple[Region, Region] | None:
+    """Of a stretch of ours and the region that a rank holds: what both have, counted in each. None if nothing."""
+    starts = [max(one.start, other.start) for one, other in zip(place.ours, held, strict=True)]
+    stops = [min(one.stop, other.stop) for one, other in zip(place.ours, held, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return None
+
+    def counted(region: Region) -> Region:
+        return tuple(
+            slice(start - each.start, stop - each.start)
+            for start, stop, each in zip(starts, stops, region, strict=True)
+        )
+
+    return counted(place.ours), counted(held)
+
+
+def into_ours(theirs: Tensor, place: Place, part: Tensor, held: Region) -> None:
+    """Copy what a rank holds of one of ours, `part` at `held`, out of one of theirs, whole."""
+    common = overlap(place, held)
+    if common is not None:
+        inside, here = common
+        part[here].copy_(place.read(theirs)[inside])
+
+
+def into_theirs(theirs: Tensor, place: Place, part: Tensor, held: Region) -> None:
+    """Copy what a rank holds of one of ours, `part` at `held`, into one of theirs. The rest of the place becomes 0."""
+    common = overlap(place, held)
+    if common is None:
+        return
+    inside, here = common
+    if place.is_plain:
+        theirs.view(place.stretch)[inside] = part[here].to(theirs.dtype)
+        return
+    stretch = theirs.new_zeros(place.stretch)
+    stretch[inside] = part[here].to(theirs.dtype)
+    place.write(theirs, stretch)

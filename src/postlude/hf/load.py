@@ -21,7 +21,7 @@ from transformers import (
 
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import OURS_ALONE, Family, pieces
+from postlude.hf.family import OURS_ALONE, Family, Theirs, into_ours, overlap, their_tensors
 from postlude.hf.tensors import CheckpointSource, ModuleSource, SafetensorsSource, TensorSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
@@ -148,7 +148,7 @@ def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tu
 
 def fresh_or_filled(model: LanguageModel, source: Source, family: Family | None, seed: int) -> None:
     """Give a model its weights: the source's, or fresh ones where the source is a config alone."""
-    tensors = _tensors(source, family)
+    tensors = _tensors(source, family, model.config)
     if tensors is None:
         model.reset(seed)
     else:
@@ -158,20 +158,30 @@ def fresh_or_filled(model: LanguageModel, source: Source, family: Family | None,
 @torch.no_grad()
 def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> None:
     """Copy every tensor that this rank holds from the source, and account for every tensor of the source."""
-    with torch.device("meta"):
-        whole = LanguageModel(model.config, blocks=model.block_types).state_dict()
-    wanted = {theirs for name, tensor in whole.items() for _, theirs in pieces(family, name, tensor.shape)}
-    _account(wanted, set(tensors.names()), model)
+    _account(set(wanted_tensors(model.config, family, model.block_types)), set(tensors.names()), model.config)
     unstored = [parameter for name, parameter in model.named_parameters() if name in OURS_ALONE]
     for tensor in (*model.buffers(), *unstored):
         held(tensor).zero_()  # those that are not stored start from nothing
-    for name, target in model.state_dict().items():
-        part, where = held(target), region(target)
-        for expert, theirs in pieces(family, name, target.shape):
-            if expert is None:
-                part.copy_(_take(tensors, theirs, target.shape)[where])
-            elif where[0].start <= expert < where[0].stop:
-                part[expert - where[0].start].copy_(_take(tensors, theirs, target.shape[1:])[where[1:]])
+    own = model.state_dict()
+    for theirs in their_tensors(family, model.config, ((name, target.shape) for name, target in own.items())).values():
+        here = [
+            (place, own[name], region(own[name]))
+            for name, place in theirs.parts
+            if overlap(place, region(own[name])) is not None
+        ]
+        if here:  # else it is none of this rank's experts
+            whole = _take(tensors, theirs)
+            for place, target, where in here:
+                into_ours(whole, place, held(target), where)
+
+
+def wanted_tensors(
+    config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS
+) -> dict[str, Theirs]:
+    """Every tensor of theirs that a whole model of this config is made of, by name."""
+    with torch.device("meta"):
+        whole = LanguageModel(config, blocks=blocks).state_dict()
+    return their_tensors(family, config, ((name, tensor.shape) for name, tensor in whole.items()))
 
 
 def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> int | None:
@@ -184,37 +194,31 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
     if not (path := _existing(source)).is_dir():
         return None
     family, config = read_model(source, families)
-    tensors = _directory(path, family)
-    with torch.device("meta"):
-        whole = LanguageModel(config)
-    wanted = {
-        theirs: target.shape if expert is None else target.shape[1:]
-        for name, target in whole.state_dict().items()
-        for expert, theirs in pieces(family, name, target.shape)
-    }
-    _account(set(wanted), set(tensors.names()), whole)
-    for name, shape in wanted.items():
-        _compare(name, tensors.shape(name), shape)
+    tensors = _directory(path, family, config)
+    wanted = wanted_tensors(config, family)
+    _account(set(wanted), set(tensors.names()), config)
+    for name, theirs in wanted.items():
+        _compare(name, tensors.shape(name), theirs.shape)
     return len(wanted)
 
 
-def _account(wanted: set[str], available: set[str], model: LanguageModel) -> None:
+def _account(wanted: set[str], available: set[str], config: ModelConfig) -> None:
     missing = sorted(wanted - available)
     if missing:
-        raise ValueError(f"the source lacks {len(missing)} tensor(s) of {model.config.pattern}: {_some(missing)}.")
+        raise ValueError(f"the source lacks {len(missing)} tensor(s) of {config.pattern}: {_some(missing)}.")
     derived = {name for name in available if name.endswith("rotary_emb.inv_freq")}
-    if model.config.tied_head:
+    if config.tied_head:
         derived.add("lm_head.weight")
     unknown = sorted(available - wanted - derived)
     if unknown:
         raise ValueError(
-            f"the source holds {len(unknown)} tensor(s) {model.config.pattern} has no place for: {_some(unknown)}."
+            f"the source holds {len(unknown)} tensor(s) {config.pattern} has no place for: {_some(unknown)}."
         )
 
 
-def _take(tensors: TensorSource, name: str, shape: torch.Size) -> Tensor:
-    tensor = tensors.take(name)
-    _compare(name, tensor.shape, shape)
+def _take(tensors: TensorSource, theirs: Theirs) -> Tensor:
+    tensor = tensors.take(theirs.name)
+    _compare(theirs.name, tensor.shape, theirs.shape)
     return tensor
 
 
@@ -223,19 +227,20 @@ def _compare(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
         raise ValueError(f"{name} is {tuple(found)} in the source, but the config asks for {tuple(wanted)}.")
 
 
-def _directory(path: Path, family: Family | None) -> SafetensorsSource | CheckpointSource:
-    return CheckpointSource(path, family) if (path / STATE).is_file() else SafetensorsSource(path)
+def _directory(path: Path, family: Family | None, config: ModelConfig) -> SafetensorsSource | CheckpointSource:
+    return CheckpointSource(path, family, config) if (path / STATE).is_file() else SafetensorsSource(path)
 
 
-def _tensors(source: Source, family: Family | None) -> TensorSource | None:
+def _tensors(source: Source, family: Family | None, config: ModelConfig) -> TensorSource | None:
     if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
         return None
     path = _existing(source)
     if path.is_dir():
-        return _directory(path, family)
+        return _directory(path, family, config)
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(GGUF_NEEDS)
-    return ModuleSource(AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name))
+    module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+    return ModuleSource(module, wanted_tensors(config, family))
 
 
 def _existing(source: str | os.PathLike[str]) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from postlude.hf.family import Family, pieces
+from postlude.hf.family import Family, their_tensors
 from postlude.model import ModelConfig
 from postlude.parts import Reader, read_state
 
@@ -70,39 +70,40 @@ class SafetensorsSource:
 class CheckpointSource:
     """The model in a training checkpoint, whose tensors go by our names there and are in parts."""
 
-    def __init__(self, directory: Path, family: Family | None) -> None:
+    def __init__(self, directory: Path, family: Family | None, config: ModelConfig) -> None:
         self._reader = Reader(directory, read_state(directory))
         ours = [name.removeprefix(MODEL) for name in self._reader.tensors if name.startswith(MODEL)]
-        self._piece_of = {
-            theirs: (name, expert)
-            for name in ours
-            for expert, theirs in pieces(family, name, self._reader.shape(MODEL + name))
-        }
+        self._theirs = their_tensors(family, config, ((name, self._reader.shape(MODEL + name)) for name in ours))
 
     def names(self) -> Iterable[str]:
         """Every tensor of the model."""
-        return self._piece_of
+        return self._theirs
 
     def take(self, name: str) -> Tensor:
         """One tensor, on the CPU."""
-        ours, expert = self._piece_of[name]
-        if expert is None:
-            return self._reader.take(MODEL + ours)
-        shape = self.shape(name)
-        return self._reader.take(MODEL + ours, (expert, *(0 for _ in shape)), (1, *shape))[0]
+        theirs = self._theirs[name]
+        stretches = [
+            self._reader.take(MODEL + ours, tuple(each.start for each in place.ours), place.stretch)
+            for ours, place in theirs.parts
+        ]
+        if len(stretches) == 1 and theirs.parts[0][1].is_plain:
+            return stretches[0].view(theirs.shape)
+        whole = torch.empty(theirs.shape, dtype=stretches[0].dtype)
+        for (_, place), stretch in zip(theirs.parts, stretches, strict=True):
+            place.write(whole, stretch)
+        return whole
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The sizes of one tensor."""
-        ours, expert = self._piece_of[name]
-        whole = self._reader.shape(MODEL + ours)
-        return whole if expert is None else whole[1:]
+        return self._theirs[name].shape
 
 
 class ModuleSource:
     """The tensors of a transformers model in memory, let go of one by one as they are taken."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._tensors = as_stored(module.state_dict())
+    def __init__(self, module: nn.Module, wanted: Container[str]) -> None:
+        """`wanted` are the names of the family's tensors, as its files have them."""
+        self._tensors = as_stored(module.state_dict(), wanted)
         module.to("meta")  # the tensors above are now the only hold on the memory
 
     def names(self) -> Iterable[str]:
@@ -114,11 +115,11 @@ class ModuleSource:
         return self._tensors.pop(name)
 
 
-def names_in_order(config: ModelConfig) -> list[str]:
-    """The names a family's tensors have in files, in the order of transformers' own state dict."""
+def names_in_order(config: ModelConfig, wanted: Container[str]) -> list[str]:
+    """The names that `wanted` tensors of a family have in files, in the order of transformers' own state dict."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(hf_config(config))
-    return list(as_stored(module.state_dict()))
+    return list(as_stored(module.state_dict(), wanted))
 
 
 def hf_config(config: ModelConfig) -> PretrainedConfig:
@@ -135,12 +136,17 @@ def hf_config(config: ModelConfig) -> PretrainedConfig:
     return hf
 
 
-def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a transformers module as its files name them: a layer's stacked experts one by one, as views."""
+def as_stored(tensors: Mapping[str, Tensor], wanted: Container[str]) -> dict[str, Tensor]:
+    """Tensors of a transformers module as its files name them: a layer's stacked experts one by one, as views.
+
+    Those that are `wanted` under the module's own name are left as they are.
+    """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem, _, leaf = name.rpartition(".")
-        if stem.endswith(".experts") and leaf == "gate_up_proj":
+        if name in wanted:
+            stored[name] = tensor
+        elif stem.endswith(".experts") and leaf == "gate_up_proj":
             for expert, matrix in enumerate(tensor):
                 gate, up = matrix.chunk(2)
                 stored |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from postlude.data import pack, unpack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
-from postlude.hf.family import pieces
+from postlude.hf.family import their_tensors
 from postlude.hf.load import Source, load_model, read_config, read_model
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, OutputInputs
@@ -153,12 +153,15 @@ def _score(inputs: OutputInputs, context: None) -> TokenStats:
 
 def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     """By the names that weights are streamed under; zero where nothing depends on a parameter."""
-    family, _ = read_model(source)
+    family, config = read_model(source)
+    own = dict(model.named_parameters())
     found = {}
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for expert, theirs in pieces(family, name, parameter.shape):
-            found[theirs] = (gradient if expert is None else gradient[expert]).float().cpu()
+    for theirs in their_tensors(family, config, ((name, parameter.shape) for name, parameter in own.items())).values():
+        whole = found[theirs.name] = torch.zeros(theirs.shape)
+        for name, place in theirs.parts:
+            gradient = own[name].grad
+            if gradient is not None:
+                place.write(whole, gradient[place.ours].float().cpu())
     return found
 
 
