@@ -94,12 +94,19 @@ def _context(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: P
     """The keys before the end of each chunk, and where they lie once every rank's are gathered in rank order."""
     device = queries.cu_seqlens.device
     keys = Packing.from_lengths([(number + 1) * width for width in widths for number in numbers], device)
+    whole = Packing.from_lengths([_chunks(cp.size) * width for width in widths], device)
     chunk = keys.sequence_index()
-    sequence_start = queries.cu_seqlens[chunk - chunk % 2]  # where the sequence's two chunks start, on every rank
+    key_rows = _rows(cp, queries, chunk - chunk % 2, keys.positions())
+    return ContextCut(
+        cp, queries, keys, key_rows, whole, _rows(cp, queries, 2 * whole.sequence_index(), whole.positions())
+    )
+
+
+def _rows(cp: Axis, queries: Packing, chunk: Tensor, position: Tensor) -> Tensor:
+    """Where tokens lie once every rank's are gathered in rank order: those at `position` in the sequence whose first
+    chunk on every rank is number `chunk`."""
     width = queries.cu_seqlens.diff()[chunk]
-    position = keys.positions()
     number = position // width
     late = number >= cp.size
     holder = torch.where(late, 2 * cp.size - 1 - number, number)
-    key_rows = holder * queries.total + sequence_start + late * width + position % width
-    return ContextCut(cp, queries, keys, key_rows)
+    return holder * queries.total + queries.cu_seqlens[chunk] + late * width + position % width

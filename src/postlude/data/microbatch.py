@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from postlude.ops.collectives import sum_over_group
+from postlude.ops.collectives import heads_to_sequence, sequence_to_heads, sum_over_group
 from postlude.ops.packing import Packing, to_device
-from postlude.world.mesh import Axis
+from postlude.world.mesh import ALONE, Axis
 
 IGNORE = -100
 """The target of a position that predicts nothing: the last one of each sequence, and padding."""
@@ -32,12 +32,50 @@ class ContextCut:
     """For each of them, its sequence from the start to the end of the chunk."""
     key_rows: Tensor
     """[keys.total] int64, the row of each key among those gathered."""
+    whole: Packing
+    """The whole sequences, as they lie once every rank's tokens are together and in order."""
+    whole_rows: Tensor
+    """[whole.total] int64, the row of each of those tokens among all ranks' laid end to end in rank order."""
 
     def to(self, device: torch.device | str) -> ContextCut:
         """Return the same cut with every tensor on `device`."""
         return replace(
-            self, queries=self.queries.to(device), keys=self.keys.to(device), key_rows=to_device(self.key_rows, device)
+            self,
+            queries=self.queries.to(device),
+            keys=self.keys.to(device),
+            key_rows=to_device(self.key_rows, device),
+            whole=self.whole.to(device),
+            whole_rows=to_device(self.whole_rows, device),
         )
+
+
+class ByHeads:
+    """The tokens of a microbatch seen another way: whole sequences, of this rank's block of the heads.
+
+    For work that goes along a sequence, such as a scan. Where sequences are whole anyway, nothing moves.
+    """
+
+    def __init__(self, packing: Packing, context: ContextCut | None) -> None:
+        self.packing = packing if context is None else context.whole
+        self.axis = ALONE if context is None else context.axis
+        self._rows = None if context is None else context.whole_rows
+
+    def own(self, heads: Tensor) -> Tensor:
+        """What this rank works with of something that there is one of for each head: [heads, ...] -> its block."""
+        return heads[slice(*self.axis.block(len(heads)))]
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """This rank's tokens of all heads [T, heads, ...] -> the whole sequences of its block, [total, own, ...]."""
+        if self._rows is None:
+            return tensor
+        return sequence_to_heads(tensor, self.axis.group)[self._rows]
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """The way back: [total, own, ...] -> [T, heads, ...]."""
+        if self._rows is None:
+            return tensor
+        together = torch.empty_like(tensor).index_copy(0, self._rows, tensor)
+        return heads_to_sequence(together, self.axis.group)
 
 
 @dataclass(frozen=True)
@@ -125,6 +163,11 @@ class Microbatch:
     def __len__(self) -> int:
         """Return T, the number of tokens."""
         return self.packing.total
+
+    @property
+    def by_heads(self) -> ByHeads:
+        """The whole sequences, for work along them that can be divided by heads instead."""
+        return ByHeads(self.packing, self.context)
 
     @property
     def cu_seqlens(self) -> Tensor:

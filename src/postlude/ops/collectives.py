@@ -56,6 +56,19 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Gro
     return rows if group is None else _apply(_ExchangeRows, rows, sent, received, group)
 
 
+def sequence_to_heads(tensor: Tensor, group: Group) -> Tensor:
+    """This rank's tokens of all heads [T, heads, ...] -> every rank's tokens, in rank order, of its block of the heads.
+
+    [size * T, heads / size, ...]; `heads_to_sequence` is the way back, and each is the other's gradient.
+    """
+    return tensor if group is None else _apply(_SwapSequenceAndHeads, tensor, group, True)
+
+
+def heads_to_sequence(tensor: Tensor, group: Group) -> Tensor:
+    """Every rank's tokens, in rank order, of this rank's block of the heads -> this rank's tokens of all heads."""
+    return tensor if group is None else _apply(_SwapSequenceAndHeads, tensor, group, False)
+
+
 def _apply(function: type[Function], *arguments: Any) -> Tensor:
     result: Tensor = function.apply(*arguments)
     return result
@@ -88,6 +101,35 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.Pr
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
+
+
+def _to_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = dist.get_world_size(group)
+    if tensor.shape[1] % size:
+        raise ValueError(f"{tensor.shape[1]} heads do not divide over {size} ranks. Use a cp that divides them.")
+    sent = tensor.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # [size, T, heads / size, ...]
+    arrived = torch.empty_like(sent)
+    dist.all_to_all_single(arrived, sent, group=group)
+    return arrived.flatten(0, 1)
+
+
+def _to_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sent = tensor.unflatten(0, (dist.get_world_size(group), -1)).contiguous()  # [size, T, heads / size, ...]
+    arrived = torch.empty_like(sent)
+    dist.all_to_all_single(arrived, sent, group=group)
+    return arrived.movedim(0, 1).flatten(1, 2)
+
+
+class _SwapSequenceAndHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _to_heads(tensor, group) if to_heads else _to_sequence(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        back = _to_sequence if ctx.to_heads else _to_heads
+        return back(gradients[0], ctx.group), None, None
 
 
 class _CopyToGroup(Function):
