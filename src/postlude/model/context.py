@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,12 +16,35 @@ from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, rotary_table
 from postlude.world.mesh import Mesh
 
+Inputs = tuple[Tensor, ...]
+States = tuple[Tensor, ...]
+Recur = Callable[[Inputs, States], tuple[Tensor, States]]
+Scan = Callable[[Inputs, Packing], tuple[Tensor, States]]
 
-class AttentionCache(Protocol):
-    """Keys and values of tokens that passed before, and how the tokens of this forward attend to them."""
+
+class Running(Protocol):
+    """What blocks keep of sequences that are generated token by token, and how they go on from it.
+
+    A forward holds the next token of some sequences, and all tokens so far of others, which begin. What is kept grows
+    with a sequence (keys and values) or does not (a recurrence, a convolution's last inputs); a block says which by
+    what it calls, under its name.
+    """
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Keep the new keys and values [T, kv_heads, width] of block `name`; query [T, heads, width] -> the same."""
+        """Keep the new keys [T, kv_heads, width] and values [T, kv_heads, value_width] of block `name`.
+
+        Query [T, heads, width] -> what the queries see of these and of those before, [T, heads, value_width].
+        """
+        ...
+
+    def recur(self, name: str, inputs: Inputs, step: Recur, scan: Scan) -> Tensor:
+        """Go on from the states of block `name`, and keep the new ones; a sequence's states are of one size for ever.
+
+        `step(inputs, states)` takes one token [n, ...] of each of n sequences and their states [n, ...], and returns
+        the outputs [n, ...] and the new states. `scan(inputs, packing)` takes whole packed sequences [T, ...] from
+        their beginning, and returns the outputs [T, ...] and the last states [count, ...]. Of `inputs`, all [T, ...],
+        -> the outputs of all T tokens.
+        """
         ...
 
 
@@ -36,12 +60,12 @@ class ForwardContext:
         microbatch: Microbatch,
         mesh: Mesh | None = None,
         *,
-        cache: AttentionCache | None = None,
+        running: Running | None = None,
         recompute: Recompute = "none",
     ) -> None:
         self.microbatch = microbatch
         self.mesh = mesh or Mesh.alone()
-        self.cache = cache
+        self.running = running
         self.recompute = recompute
         self.real = self._real()
         self.reports: dict[str, Tensor] = {}

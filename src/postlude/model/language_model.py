@@ -15,7 +15,7 @@ from postlude.layout import Layout, Stage
 from postlude.model.blocks import BLOCKS, Block, Part
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
-from postlude.model.context import AttentionCache, ForwardContext
+from postlude.model.context import ForwardContext, Running
 from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
 from postlude.model.parallel import (
     ColumnLinear,
@@ -105,17 +105,17 @@ class LanguageModel(nn.Module):
         targets: Tensor | bool | None = None,
         output_processor: OutputProcessor | None = None,
         output_processor_context: Any = None,
-        cache: AttentionCache | None = None,
+        running: Running | None = None,
     ) -> Any:
         """Run this stage. The last one returns what the output processor returns, as it is.
 
         `hidden` [T / tp, H] comes from the stage before and is given on every stage but the first; stages but the last
         return the same. Without a processor the last stage returns logits [T, vocab], or per-token losses [T] when
         `targets` are asked for: True for the microbatch's own next tokens, or a tensor [T] with -100 where there is
-        none.
+        none. `running` is what blocks kept of the sequences' earlier tokens, where they are generated.
         """
         processor, context = self._processor(targets, output_processor, output_processor_context)
-        forward = ForwardContext(microbatch, self.mesh, cache=cache, recompute=self.recompute)
+        forward = ForwardContext(microbatch, self.mesh, running=running, recompute=self.recompute)
         hidden = self.layers(self._enter(microbatch, hidden), forward)
         if not self.stage.last:
             return hidden

@@ -9,7 +9,7 @@ parameters. So every parameter that ranks hold alike is used on different tokens
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -147,6 +147,22 @@ class ValueHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, size] -> [T] fp32."""
         return hidden.float() @ local(self.weight).float()
+
+
+class HeadVectors(nn.Module):
+    """Vectors of one number a head: each rank has its block of them. Stored in fp32 whatever the model's dtype.
+
+    Its owner declares it a `Part` with `fp32`, so that they are gathered in fp32 too.
+    """
+
+    def __init__(self, names: Sequence[str], heads: int, *, tp: Axis = ALONE) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, stored(heads, axis=tp, dim=0, dtype=torch.float32))
+
+    def forward(self) -> dict[str, Tensor]:
+        """Each vector by its name, [heads / tp] fp32, in memory of its own: what is gathered is let go of again."""
+        return {name: local(vector).float().clone() for name, vector in self.named_parameters()}
 
 
 class ColumnLinear(nn.Module):

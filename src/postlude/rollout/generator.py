@@ -24,7 +24,7 @@ from postlude.rollout.draw import Settings, draw
 from postlude.rollout.noise import stream_key
 from postlude.rollout.protocol import Completion
 from postlude.rollout.sampling import Sampling, one_each
-from postlude.rollout.schedule import Admission, Answer, Prompt, Schedule
+from postlude.rollout.schedule import Admission, Answer, Opening, Prompt, Schedule
 from postlude.rollout.stops import Decoder, StopStrings, final_text
 
 
@@ -66,7 +66,7 @@ class Generator:
                 raise ValueError(
                     f"{block.name} ({type(block).__name__}) does not say how it goes on from earlier tokens, so its "
                     "answers would be wrong. Set generates=True on a block that takes each token by itself, or that "
-                    "keeps what it needs in context.cache."
+                    "keeps what it needs in context.running."
                 )
         self.model = model
         self.tokenizer = tokenizer
@@ -204,23 +204,36 @@ class _Run:
             padding=padding,
         )
         logits: Tensor = self.model(
-            microbatch, output_processor=last_logits, output_processor_context=answers, cache=self.cache
+            microbatch, output_processor=last_logits, output_processor_context=answers, running=self.cache
         )
         return logits if answers else None
 
     def _begin(self, logits: Tensor, admission: Admission, decoded: int) -> Tensor:
-        """Give the answers whose prompt was cached already its keys and its logits: [running, vocab]."""
-        fresh: dict[Prompt, Tensor] = {}
+        """Give the answers whose prompt was cached already what is kept of it, and its logits: [running, vocab]."""
         for row, answer in enumerate(admission.prefilled, start=decoded):
             if not answer.tokens:
-                fresh[answer.prompt] = answer.prompt.begin(logits[row])
+                self._open(answer.prompt, logits[row], row)
         moves = [
             (source, target, len(answer.prompt.tokens))
             for target, (answer, source) in enumerate(admission.copied, start=len(logits))
         ]
         self.cache.copy(moves)
-        rows = [answer.prompt.begin(fresh.get(answer.prompt)) for answer, _ in admission.copied]
-        return torch.cat((logits, torch.stack(rows))) if rows else logits
+        firsts = [self._begin_in(row, answer) for row, (answer, _) in enumerate(admission.copied, start=len(logits))]
+        return torch.cat((logits, torch.stack(firsts))) if firsts else logits
+
+    def _open(self, prompt: Prompt, logits: Tensor, row: int) -> None:
+        """Its first answer begins in this row; keep what others need, if there are any."""
+        prompt.begin()
+        if prompt.not_begun:
+            prompt.opening = Opening(logits.clone(), self.cache.states(row))  # its own memory, not the whole step's
+
+    def _begin_in(self, row: int, answer: Answer) -> Tensor:
+        """One more answer begins in a row that has its prompt's keys: the logits of its first token."""
+        opening = answer.prompt.opening
+        assert opening is not None
+        answer.prompt.begin()
+        self.cache.set_states(row, opening.states)
+        return opening.logits
 
     def _advance(self, logits: Tensor) -> None:
         """A token for every running answer. The finished ones leave, or hand their rows to others of their prompt."""
@@ -232,7 +245,7 @@ class _Run:
         while heirs := schedule.inherit(finished):
             left += set(finished) - set(heirs)
             answers = [schedule.running[row] for row in heirs]
-            firsts = torch.stack([answer.prompt.begin() for answer in answers])
+            firsts = torch.stack([self._begin_in(row, schedule.running[row]) for row in heirs])
             finished = [heirs[place] for place in self._draw(answers, firsts, self._settings(answers))]
             self.settings = None
         left += finished

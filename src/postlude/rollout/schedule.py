@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,6 +15,14 @@ from postlude.rollout.stops import StopStrings
 MARGIN = 32  # tokens; room is made for at least so many more, since making room copies the cache
 
 
+@dataclass(frozen=True)
+class Opening:
+    """What there is after a prompt's last token: the logits [vocab], and by block the states that do not grow."""
+
+    logits: Tensor
+    states: Mapping[str, tuple[Tensor, ...]]
+
+
 @dataclass(eq=False)
 class Prompt:
     """One prompt, shared by its answers."""
@@ -23,19 +31,14 @@ class Prompt:
     sampling: Sampling
     not_begun: int
     """Answers without a first token."""
-    logits: Tensor | None = None
-    """[vocab] after its last token, kept while answers are still to begin."""
+    opening: Opening | None = None
+    """What answers that are still to begin go on from."""
 
-    def begin(self, logits: Tensor | None = None) -> Tensor:
-        """The logits of one more answer's first token: `logits` where they have just been made, else those kept."""
-        first = self.logits if logits is None else logits
-        assert first is not None
+    def begin(self) -> None:
+        """One more answer gets its first token."""
         self.not_begun -= 1
         if not self.not_begun:
-            self.logits = None
-        elif logits is not None:
-            self.logits = logits.clone()  # its own memory, not the whole step's
-        return first
+            self.opening = None
 
 
 @dataclass(eq=False)
@@ -156,7 +159,7 @@ class Schedule:
         heirs = []
         for row in finished:
             prompt, waiting = self.running[row].prompt, self.waiting
-            if prompt.logits is not None and waiting and waiting[0].prompt is prompt and not waiting[0].tokens:
+            if prompt.opening is not None and waiting and waiting[0].prompt is prompt and not waiting[0].tokens:
                 self.running[row] = waiting.popleft()
                 heirs.append(row)
         return heirs
@@ -178,7 +181,7 @@ class Schedule:
         """Whether this step has the prompt's keys, and its last logits, from another answer to it."""
         if any(answer.prompt is prompt and not answer.tokens for answer in prefilled):
             return True
-        return prompt.logits is not None and any(answer.prompt is prompt for answer in self.running)
+        return prompt.opening is not None and any(answer.prompt is prompt for answer in self.running)
 
     def _capacity(self, rows: int, needed: int) -> int | None:
         """Tokens a row gets where so many rows of at least `needed` tokens fit; None where they do not."""

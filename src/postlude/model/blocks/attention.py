@@ -150,8 +150,8 @@ class Attention(Block):
         config = self.config
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
         scores = Scores(scale=scale, window=config.window, softcap=config.softcap)
-        if context.cache is not None:
-            return context.cache.attend(self.name, query, key, value, scores)
+        if context.running is not None:
+            return context.running.attend(self.name, query, key, value, scores)
         cut = context.microbatch.context
         if cut is None:
             return attend(query, key, value, context.packing, context.packing, scores)

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
     Config: ClassVar[type[BlockConfig]]
     generates: ClassVar[bool] = False
-    """Whether it can go on from an earlier forward's tokens: it takes each by itself, or asks `context.cache`."""
+    """Whether it can go on from an earlier forward's tokens: it takes each by itself, or asks `context.running`."""
 
     def __init__(self, config: BlockConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__()
