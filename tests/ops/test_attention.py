@@ -1,6 +1,8 @@
-"""Packed attention equals dense masked softmax in float64, window and softcap included."""
+"""Packed attention equals dense masked softmax in float64, with windows, softcaps, sinks and values of another width."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +16,13 @@ LENGTHS = (5, 1, 9, 5, 3)
 PARTS = (2, 1, 1, 5, 2)  # the last so many positions of each
 
 
-def tensors(heads: int, kv_heads: int, width: int, queries=LENGTHS, keys=LENGTHS, **options) -> list[Tensor]:
+def tensors(
+    heads: int, kv_heads: int, width: int, queries=LENGTHS, keys=LENGTHS, *, value_width: int = 0, **options
+) -> list[Tensor]:
+    """Queries, keys, values and sinks."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(queries), heads, width), (sum(keys), kv_heads, width), (sum(keys), kv_heads, width)]
+    shapes = [(sum(queries), heads, width), (sum(keys), kv_heads, width), (sum(keys), kv_heads, value_width or width)]
+    shapes += [(heads,)]
     return [torch.randn(shape, generator=generator).to(**options).requires_grad_() for shape in shapes]
 
 
@@ -33,14 +39,20 @@ def dense(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Pac
     visible = (queries.sequence_index()[:, None] == keys.sequence_index()[None, :]) & (distance >= 0)
     if scores.window is not None:
         visible &= distance < scores.window
-    return torch.einsum("hqk,khd->qhd", rated.masked_fill(~visible, float("-inf")).softmax(-1), value)
+    rated = rated.masked_fill(~visible, float("-inf")).exp()
+    denominator = rated.sum(-1, keepdim=True)
+    if scores.sinks is not None:
+        denominator = denominator + scores.sinks[:, None, None].exp()
+    return torch.einsum("hqk,khd->qhd", rated / denominator, value)
 
 
 def assert_alike(implementation, reference, inputs, queries, keys, scores, tolerance=TOLERANCE) -> None:
-    """Values and gradients equal those of the reference in float64."""
+    """Values and gradients equal those of the reference in float64. A fourth input is the sinks."""
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    actual = implementation(*inputs, queries, keys, scores)
-    expected = reference(*exact, queries, keys, scores)
+    actual, expected = (
+        attention(*each[:3], queries, keys, replace(scores, sinks=each[3] if len(each) > 3 else None))
+        for attention, each in ((implementation, inputs), (reference, exact))
+    )
     assert actual.dtype == inputs[0].dtype
     assert_equal(actual, expected, tolerance=tolerance)
     upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1)).to(actual)
@@ -59,17 +71,33 @@ def assert_alike(implementation, reference, inputs, queries, keys, scores, toler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_per_sequence_attention_equals_dense_float64(dtype, part, heads: int, kv_heads: int, window, softcap) -> None:
     queries, keys = Packing.from_lengths(part), Packing.from_lengths(LENGTHS)
-    inputs = tensors(heads, kv_heads, 8, part, dtype=dtype)
+    inputs = tensors(heads, kv_heads, 8, part, dtype=dtype)[:3]
     scores = Scores(scale=0.4, window=window, softcap=softcap)
     tolerance = TOLERANCE if dtype == torch.float32 else 1e-12  # float64 must not pass through float32 on its way
     assert_alike(per_sequence_attention, dense, inputs, queries, keys, scores, tolerance)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("value_width", [3, 8, 13])
+@pytest.mark.parametrize("part", [LENGTHS, PARTS, (1,) * 5], ids=["whole", "parts", "last"])
+def test_sinks_and_values_of_another_width_equal_dense_float64(part, value_width, sinks, window, softcap) -> None:
+    queries, keys = Packing.from_lengths(part), Packing.from_lengths(LENGTHS)
+    inputs = tensors(6, 2, 8, part, value_width=value_width, dtype=torch.float32)[: 4 if sinks else 3]
+    scores = Scores(scale=0.4, window=window, softcap=softcap)
+    assert_alike(per_sequence_attention, dense, inputs, queries, keys, scores)
+    assert_alike(
+        per_sequence_attention, dense, [each.detach().double().requires_grad_() for each in inputs],
+        queries, keys, scores, tolerance=1e-12,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_parts_equal_the_same_rows_of_the_whole(window, softcap) -> None:
     keys, queries = Packing.from_lengths(LENGTHS), Packing.from_lengths(PARTS)
-    query, key, value = tensors(6, 2, 8, dtype=torch.float64)
+    query, key, value, _ = tensors(6, 2, 8, dtype=torch.float64)
     rows = torch.cat([torch.arange(stop - part, stop) for part, (_, stop) in zip(PARTS, keys.slices(), strict=True)])
     scores = Scores(scale=0.4, window=window, softcap=softcap)
     assert_equal(
@@ -81,12 +109,13 @@ def test_parts_equal_the_same_rows_of_the_whole(window, softcap) -> None:
 def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> None:
     none = Packing.from_lengths(())
     hidden = torch.zeros(0, 5)
-    weights = [torch.randn(heads * 8, 5, requires_grad=True) for heads in (4, 2, 2)]
-    query, key, value = ((hidden @ weight.T).unflatten(-1, (-1, 8)) for weight in weights)
-    output = implementation(query, key, value, none, none, Scores(scale=1.0))
-    assert output.shape == (0, 4, 8)
+    weights = [torch.randn(heads * width, 5, requires_grad=True) for heads, width in ((4, 8), (2, 8), (2, 6))]
+    made = [(hidden @ weight.T).unflatten(-1, (heads, -1)) for weight, heads in zip(weights, (4, 2, 2), strict=True)]
+    sinks = torch.ones(4, requires_grad=True)
+    output = implementation(*made, none, none, Scores(scale=1.0, sinks=sinks))
+    assert output.shape == (0, 4, 6)
     output.sum().backward()
-    for weight in weights:
+    for weight in (*weights, sinks):
         assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
@@ -108,7 +137,7 @@ def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> 
     ],
 )
 def test_queries_without_their_keys_are_refused(implementation, queries, keys, sentence) -> None:
-    inputs = tensors(2, 2, 8, queries, keys)
+    inputs = tensors(2, 2, 8, queries, keys)[:3]
     with pytest.raises(ValueError) as error:  # noqa: PT011
         implementation(*inputs, Packing.from_lengths(queries), Packing.from_lengths(keys), Scores(scale=1.0))
     assert str(error.value) == sentence
@@ -117,28 +146,43 @@ def test_queries_without_their_keys_are_refused(implementation, queries, keys, s
 def test_varlen_refuses_softcap() -> None:
     packing = Packing.from_lengths(LENGTHS)
     with pytest.raises(ValueError, match="has no softcap"):
-        varlen_attention(*tensors(2, 2, 8), packing, packing, Scores(scale=1.0, softcap=3.0))
+        varlen_attention(*tensors(2, 2, 8)[:3], packing, packing, Scores(scale=1.0, softcap=3.0))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 40, 10_000])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
 @pytest.mark.parametrize("part", [(130, 1, 517, 64), (65, 1, 130, 1)], ids=["whole", "parts"])
-@pytest.mark.parametrize("reference", [dense, per_sequence_attention])
-def test_varlen_equals_the_reference_on_cuda(reference, part, heads: int, kv_heads: int, window) -> None:
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (20, 36)])
+def test_varlen_equals_the_reference_on_cuda(widths, sinks, part, heads: int, kv_heads: int, window) -> None:
     """bf16 against float64 on the same bf16 inputs: 1e-2 of the scale, what bf16 outputs and gradients can hold."""
     lengths = (130, 1, 517, 64)
     queries, keys = (Packing.from_lengths(each, device="cuda") for each in (part, lengths))
-    inputs = tensors(heads, kv_heads, 64, part, lengths, device="cuda", dtype=torch.bfloat16)
-    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    inputs = tensors(
+        heads, kv_heads, widths[0], part, lengths, value_width=widths[1], device="cuda", dtype=torch.bfloat16
+    )
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs[: 4 if sinks else 3]]
     scores = Scores(scale=0.125, window=window)
-    assert_alike(varlen_attention, reference, inputs, queries, keys, scores, tolerance=1e-2)
-    assert torch.equal(attend(*inputs, queries, keys, scores), varlen_attention(*inputs, queries, keys, scores))
+    for reference in (dense, per_sequence_attention):
+        assert_alike(varlen_attention, reference, inputs, queries, keys, scores, tolerance=1e-2)
+    whole = replace(scores, sinks=inputs[3] if sinks else None)
+    assert torch.equal(attend(*inputs[:3], queries, keys, whole), varlen_attention(*inputs[:3], queries, keys, whole))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(576, 512), (64, 300)])
+def test_heads_too_wide_for_flash_are_attended_to_all_the_same(widths) -> None:
+    lengths = (130, 1, 517, 64)
+    packing = Packing.from_lengths(lengths, device="cuda")
+    inputs = tensors(8, 1, widths[0], lengths, lengths, value_width=widths[1], device="cuda", dtype=torch.bfloat16)
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+    assert_alike(attend, dense, inputs, packing, packing, Scores(scale=0.05), tolerance=1e-2)
 
 
 @pytest.mark.gpu
 def test_on_cuda_of_nothing_the_gradients_are_zeros() -> None:
     none = Packing.from_lengths((), device="cuda")
     inputs = tensors(4, 2, 64, (), (), device="cuda", dtype=torch.bfloat16)
-    output = attend(*inputs, none, none, Scores(scale=1.0))
+    output = attend(*inputs[:3], none, none, Scores(scale=1.0, sinks=inputs[3]))
     assert [gradient.shape for gradient in torch.autograd.grad(output.sum(), inputs)] == [each.shape for each in inputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,22 +26,28 @@ SCORES = {
     "softcap": Scores(scale=0.3, softcap=1.5),
     "softcap and window": Scores(scale=0.3, window=3, softcap=1.5),
 }
+SINKS = torch.tensor([0.7, -1.0, 2.0, 0.1, 0.4, -0.3])
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("value_width", [WIDTH, 10])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("name", SCORES)
-def test_decoding_from_a_store_equals_packed_attention(name: str, heads: tuple[int, int]) -> None:
+def test_decoding_from_a_store_equals_packed_attention(
+    name: str, heads: tuple[int, int], sinks: bool, value_width: int
+) -> None:
     lengths = [5, 1, 9, 3]
     query = normal(4, heads[0], WIDTH)
-    keys, values = normal(6, 12, heads[1], WIDTH, seed=1), normal(6, 12, heads[1], WIDTH, seed=2)
-    actual = DecodeAttention(torch.tensor(lengths), 9)(query, keys, values, SCORES[name])
+    keys, values = normal(6, 12, heads[1], WIDTH, seed=1), normal(6, 12, heads[1], value_width, seed=2)
+    scores = replace(SCORES[name], sinks=SINKS[: heads[0]] if sinks else None)
+    actual = DecodeAttention(torch.tensor(lengths), 9)(query, keys, values, scores)
     packed = (torch.cat([store[row, :length] for row, length in enumerate(lengths)]) for store in (keys, values))
     queries, asked = Packing.from_lengths([1] * 4), Packing.from_lengths(lengths)
-    assert_equal(actual, per_sequence_attention(query, *packed, queries, asked, SCORES[name]), name)
+    assert_equal(actual, per_sequence_attention(query, *packed, queries, asked, scores), name)
 
 
 def test_stretches_that_nobody_asks_about_lie_between_the_seen_keys() -> None:
@@ -51,16 +58,19 @@ def test_stretches_that_nobody_asks_about_lie_between_the_seen_keys() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (576, 512)])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (6, 1)])
 @pytest.mark.parametrize("name", ["plain", "window", "wide window"])
-def test_flash_on_the_store_stays_near_fp32(name: str, heads: tuple[int, int]) -> None:
+def test_bf16_on_the_store_stays_near_fp32(name: str, heads: tuple[int, int], sinks: bool, widths) -> None:
     """bf16 keeps 8 bits: 2e-2 of the scale."""
     lengths = torch.tensor([5, 1, 9, 3], device="cuda")
-    query = normal(4, heads[0], 64).cuda()
-    keys, values = (normal(6, 12, heads[1], 64, seed=seed).cuda() for seed in (1, 2))
-    expected = DecodeAttention(lengths, 9)(query, keys, values, SCORES[name])
+    query = normal(4, heads[0], widths[0]).cuda()
+    keys, values = (normal(6, 12, heads[1], widths[seed - 1], seed=seed).cuda() for seed in (1, 2))
+    scores = replace(SCORES[name], scale=0.1, sinks=SINKS[: heads[0]].cuda() if sinks else None)
+    expected = DecodeAttention(lengths, 9)(query, keys, values, scores)
     half = (tensor.bfloat16() for tensor in (query, keys, values))
-    assert_equal(DecodeAttention(lengths, 9)(*half, SCORES[name]).float(), expected, name, tolerance=2e-2)
+    assert_equal(DecodeAttention(lengths, 9)(*half, scores).float(), expected, name, tolerance=2e-2)
 
 
 @pytest.mark.parametrize("name", ["plain", "window"])

@@ -9,20 +9,26 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from postlude.ops.packing import Packing, to_device
 
+FLASH_WIDTH = 256  # the widest head that flash attention takes
+FLASH_STEP = 8  # and it takes multiples of this alone
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
     """How a query rates the keys it sees: scale · query·key, bounded to softcap · tanh(score / softcap) if asked.
 
-    It sees those before it and its own, `window` of them in all; None means every one.
+    It sees those before it and its own, `window` of them in all; None means every one. `sinks` [heads] are scores of a
+    key that every query sees and whose value is zero: they join the softmax's denominator alone.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class PackedAttention(Protocol):
@@ -31,7 +37,7 @@ class PackedAttention(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
     ) -> Tensor:
-        """Query [Tq, heads, width], key and value [Tk, kv_heads, width] -> [Tq, heads, width].
+        """Query [Tq, heads, width], key [Tk, kv_heads, width], value [Tk, kv_heads, v] -> [Tq, heads, v].
 
         Query heads share key heads in equal groups. The queries of a sequence stand at the last positions of its keys:
         on whole sequences `queries` and `keys` are one packing, on a part of each the keys are all those up to its end.
@@ -41,9 +47,16 @@ class PackedAttention(Protocol):
 
 def attend(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores) -> Tensor:
     """The fastest implementation that computes exactly this on the tensors' device and dtype."""
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scores.softcap is None
-    implementation: PackedAttention = varlen_attention if flash else per_sequence_attention
+    narrow = max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH
+    implementation: PackedAttention = (
+        varlen_attention if narrow and flash_fits(query, scores) else per_sequence_attention
+    )
     return implementation(query, key, value, queries, keys, scores)
+
+
+def flash_fits(query: Tensor, scores: Scores) -> bool:
+    """Whether flash attention has a kernel for this device and dtype, and a word for these scores."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scores.softcap is None
 
 
 def per_sequence_attention(
@@ -52,7 +65,7 @@ def per_sequence_attention(
     """The reference: each sequence by itself, those alike in length side by side, on any device and dtype."""
     _check_lengths(queries, keys)
     if queries.count == 0:
-        return _nothing(query, key, value)
+        return _nothing(query, key, value, scores)
     outputs, rows = [], []
     for (asking, asked), starts in _by_lengths(queries, keys).items():
         own_rows, key_rows = (
@@ -63,8 +76,8 @@ def per_sequence_attention(
         q, k, v = (
             tensor[chosen].transpose(1, 2) for tensor, chosen in ((query, own_rows), (key, key_rows), (value, key_rows))
         )
-        if scores.softcap is None:
-            plain = asking == asked and (scores.window is None or scores.window >= asked)
+        plain = asking == asked and (scores.window is None or scores.window >= asked)
+        if scores.softcap is None and scores.sinks is None:
             heads = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -75,12 +88,7 @@ def per_sequence_attention(
                 enable_gqa=True,
             )
         else:
-            group = q.shape[1] // k.shape[1]
-            rated = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * scores.scale
-            rated = scores.softcap * torch.tanh(rated / scores.softcap)
-            rated = rated.masked_fill(~_visible(asking, asked, scores.window, query.device), float("-inf"))
-            dtype = torch.promote_types(v.dtype, torch.float32)
-            heads = rated.softmax(dim=-1, dtype=dtype).to(v.dtype) @ v.repeat_interleave(group, dim=1)
+            heads = _written_out(q, k, v, _visible(asking, asked, scores.window, query.device), scores)
         outputs.append(heads.transpose(1, 2).flatten(0, 1))
         rows.append(own_rows.flatten())
     return torch.cat(outputs)[torch.cat(rows).argsort()]
@@ -96,29 +104,41 @@ def varlen_attention(
         raise ValueError(f"varlen_attention has no softcap (got {scores.softcap}); use per_sequence_attention.")
     _check_lengths(queries, keys)
     if queries.count == 0:
-        return _nothing(query, key, value)
+        return _nothing(query, key, value, scores)
+    width = max(query.shape[-1], value.shape[-1])
+    width += -width % FLASH_STEP
+    # Zeros add nothing to a score, and what they make of the values is cut off again.
+    query, key, padded = (_widened(each, width) for each in (query, key, value))
     grouped: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if scores.sinks is None and "enable_gqa" in inspect.signature(varlen_attn).parameters:
             grouped["enable_gqa"] = True
         else:  # torch 2.11 wants one key head a query head
             group = query.shape[1] // key.shape[1]
-            key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+            key, padded = (tensor.repeat_interleave(group, dim=1) for tensor in (key, padded))
     left = -1 if scores.window is None else scores.window - 1  # flash counts the keys before the query's own
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        queries.max_length,
-        keys.max_length,
-        scale=scores.scale,
-        window_size=(left, 0),  # counted from the ends, so that the last query stands at the last key
-        **grouped,
-    )
+    window = (left, 0)  # counted from the ends, so that the last query stands at the last key
+    if scores.sinks is not None:
+        output = _VarlenWithSinks.apply(query, key, padded, scores.sinks, queries, keys, scores.scale, window)
+    else:
+        output = varlen_attn(
+            query,
+            key,
+            padded,
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            queries.max_length,
+            keys.max_length,
+            scale=scores.scale,
+            window_size=window,
+            **grouped,
+        )
     assert isinstance(output, Tensor)  # not the pair it returns when asked for more
-    return output
+    return output[..., : value.shape[-1]]
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
 
 
 def _check_lengths(queries: Packing, keys: Packing) -> None:
@@ -138,9 +158,94 @@ def _check_lengths(queries: Packing, keys: Packing) -> None:
             )
 
 
-def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[0, heads, width] that hangs on all three, so that what made them gets a gradient of zero rather than none."""
-    return query + key.sum() + value.sum()
+def _nothing(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """[0, heads, v] that hangs on all of them, so that what made them gets a gradient of zero rather than none."""
+    nothing = query.sum(-1, keepdim=True).expand(-1, -1, value.shape[-1]) + key.sum() + value.sum()
+    return nothing if scores.sinks is None else nothing + 0 * scores.sinks.sum()
+
+
+def softmax(rated: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension, in fp32 or wider, with a sink [..., 1] in the denominator where there is one."""
+    dtype = torch.promote_types(rated.dtype, torch.float32)
+    if sinks is None:
+        return rated.softmax(dim=-1, dtype=dtype)
+    joined = torch.cat((rated.to(dtype), sinks.to(dtype).expand(*rated.shape[:-1], 1)), dim=-1)
+    return joined.softmax(dim=-1)[..., :-1]
+
+
+def _written_out(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
+    """[n, heads, asking, width] and keys and values [n, kv_heads, asked, ...], step by step, for any scores."""
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [n, kv_heads, group, asking, width]
+    rated = grouped @ key[:, :, None].transpose(-1, -2) * scores.scale
+    if scores.softcap is not None:
+        rated = scores.softcap * torch.tanh(rated / scores.softcap)
+    sinks = None if scores.sinks is None else scores.sinks.view(*grouped.shape[1:3], 1, 1)
+    weights = softmax(rated.masked_fill(~visible, float("-inf")), sinks)
+    return (weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2)
+
+
+class _VarlenWithSinks(Function):
+    """Flash attention as if each query saw one more key, rated `sinks` and of value zero. One key head a query head.
+
+    That key scales the output by sigmoid(lse - sink) and joins the lse. Given those, flash attention's own backward is
+    the right one: it needs no more of the softmax than its output and its lse.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        queries: Packing,
+        keys: Packing,
+        scale: float,
+        window: tuple[int, int],
+    ) -> Tensor:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: PLC0415 - as above
+
+        lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
+        output, lse = varlen_attn(
+            query, key, value, *lengths, scale=scale, window_size=window, return_aux=AuxRequest(lse=True)
+        )
+        output, lse = with_sinks(output, lse, sinks[:, None])
+        ctx.save_for_backward(query, key, value, sinks, output, lse, *lengths[:2])
+        ctx.longest, ctx.scale, ctx.window = lengths[2:], scale, window
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, lse, *borders = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        unused = torch.empty(0, device=query.device)
+        for_query, for_key, for_value = torch.ops.aten._flash_attention_backward(
+            gradient,
+            query,
+            key,
+            value,
+            output,
+            lse,
+            *borders,
+            *ctx.longest,
+            0.0,  # dropout
+            ctx.window == (-1, 0),
+            torch.zeros(2, dtype=torch.uint64, device=query.device),  # dropout's random state
+            unused,
+            scale=ctx.scale,
+            window_size_left=ctx.window[0],
+            window_size_right=ctx.window[1],
+        )
+        sunk = (sinks[:, None].float() - lse).exp()  # [heads, Tq], the sink's share of the softmax
+        for_sinks = -(sunk * (gradient.float() * output.float()).sum(-1).T).sum(-1)
+        return for_query, for_key, for_value, for_sinks.to(sinks.dtype), None, None, None, None
+
+
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [T, heads, v] and lse [heads, T] of flash attention, with `sinks` [heads, 1 or T] in the denominator."""
+    sinks = sinks.float()
+    kept = (lse - sinks).sigmoid().T[..., None]
+    return (output * kept).to(output.dtype), torch.logaddexp(lse, sinks)
 
 
 def _by_lengths(queries: Packing, keys: Packing) -> dict[tuple[int, int], list[tuple[int, int]]]:
