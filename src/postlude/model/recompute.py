@@ -1,8 +1,8 @@
 """Activation recompute: what a logical layer keeps for its backward, and what it computes again.
 
 "full" keeps a layer's input alone, so the backward repeats all of its forward, exchanges with experts included: to
-keep what they brought would be top_k times that input. "selective" keeps what products and attention give and what
-exchanges brought, and makes the cheap rest again, step by step; gathers within a step are repeated.
+keep what they brought would be top_k times that input. "selective" keeps what products, attention and scans give and
+what exchanges brought, and makes the cheap rest again, step by step; gathers within a step are repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 Recompute = Literal["none", "selective", "full"]
 Result = TypeVar("Result")
 
-# The expensive results: products and attention. All else of a layer is cheap to make again from them.
+# The expensive results: products, attention and scans. All else of a layer is cheap to make again from them.
 KEPT = (
     "aten.mm",
     "aten.addmm",
@@ -30,6 +30,7 @@ KEPT = (
     "aten._scaled_dot_product_cudnn_attention",
     "aten._flash_attention_forward",
     "torch_attn._varlen_attn",
+    "postlude.ssd",
 )
 
 

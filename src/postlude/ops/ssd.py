@@ -1,0 +1,244 @@
+"""Mamba-2's state-space scan over packed sequences, by chunks: products of matrices inside, a short scan between.
+
+For each head, with its state S [p, n] zero before the first token of a sequence:
+
+    S_t = exp(dt_t · A) · S_{t-1} + dt_t · x_t ⊗ B_t        y_t = S_t · C_t + D · x_t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from postlude.ops.packing import Packing
+
+WORKSPACE = 1 << 26  # decays between tokens held at once; heads for which there is no room wait their turn
+BLOCK = 16  # chunks whose states one product carries along
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    packing: Packing,
+    *,
+    chunk: int = 128,
+    last_states: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The outputs [T, heads, p] and, where asked for, the states after the last token of each sequence, else None.
+
+    `x` [T, heads, p]; `dt` [T, heads], positive; `A` [heads], negative; `B` and `C` [T, groups, n], each for as many
+    adjacent heads; `D` [heads]. States are [sequences, heads, p, n]. Computed in fp32, or float64 where `x` is; outputs
+    have x's dtype. Chunks of `chunk` tokens lie wherever they fall: what is of another sequence is masked. Of all that
+    is computed the backward keeps nothing but the inputs.
+    """
+    _check(x, dt, A, B, C, chunk)
+    chunk = max(1, min(chunk, packing.total))
+    at_once = WORKSPACE // max(1, packing.total * chunk)
+    outputs, states = [], []
+    for heads, groups in _turns(x.shape[1], B.shape[1], at_once):
+        own = x[:, heads], dt[:, heads], A[heads], B[:, groups], C[:, groups]
+        output, last = _Scan.apply(*own, packing.cu_seqlens, chunk, last_states)
+        outputs.append(output)
+        states.append(last)
+    y = torch.cat(outputs, 1)
+    if D is not None:
+        y = y + D[:, None] * x
+    return y.to(x.dtype), torch.cat(states, 1) if last_states else None
+
+
+def ssd_step(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One more token of each of T sequences, shaped as in `ssd`, from their `states` [T, heads, p, n].
+
+    Returns what `ssd` gives for that token, and the states after it.
+    """
+    wide, share = _wide(x), x.shape[1] // B.shape[1]
+    B, C = (each.to(wide).repeat_interleave(share, 1)[:, :, None] for each in (B, C))  # [T, heads, 1, n]
+    decay = (dt.to(wide) * A.to(wide)).exp()
+    states = decay[..., None, None] * states + (dt[..., None].to(wide) * x)[..., None] * B
+    y = (states * C).sum(-1)
+    if D is not None:
+        y = y + D[:, None] * x
+    return y.to(x.dtype), states
+
+
+def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -> None:
+    tokens, heads, _ = x.shape
+    if dt.shape != (tokens, heads) or A.shape != (heads,) or B.shape != C.shape or B.shape[0] != tokens:
+        given = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+        shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in given.items())
+        raise ValueError(
+            f"a scan of {shapes}: give x [T, heads, p], dt [T, heads], A [heads], and B and C [T, groups, n]."
+        )
+    if heads % B.shape[1]:
+        raise ValueError(f"{B.shape[1]} groups of B and C for {heads} heads: groups divide the heads.")
+    if chunk < 1:
+        raise ValueError(f"chunks of {chunk} tokens: a chunk has at least 1.")
+
+
+def _turns(heads: int, groups: int, at_once: int) -> Iterator[tuple[slice, slice]]:
+    """Heads that are worked on together, with their groups: whole groups, or part of one."""
+    share = heads // groups
+    step = max(1, min(at_once, heads))
+    if step >= share:
+        step -= step % share
+        for start in range(0, heads, step):
+            yield slice(start, start + step), slice(start // share, (start + step) // share)
+    else:
+        for group in range(groups):
+            for start in range(group * share, (group + 1) * share, step):
+                yield slice(start, min(start + step, (group + 1) * share)), slice(group, group + 1)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """`count` chunks of `length` tokens, the last one filled up, and who sees whom in them."""
+
+    count: int
+    length: int
+    visible: Tensor
+    """[count, length, length] bool: whether the token of the row sees that of the column, of the same chunk."""
+    stays: Tensor
+    """[count, length] bool: whether the token's sequence is that of the chunk's last token."""
+    continues: Tensor
+    """[count, length] bool: whether the token's sequence began before the chunk."""
+    ends: Tensor
+    """[sequences] int64: where each sequence's last token is."""
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, total: int, length: int) -> _Chunks:
+        sequences, count = len(cu_seqlens) - 1, -(-total // length)
+        numbers = torch.arange(sequences, device=cu_seqlens.device)
+        sequence = numbers.repeat_interleave(cu_seqlens.diff(), output_size=total)
+        sequence = F.pad(sequence, (0, count * length - total), value=sequences).view(count, length)
+        before = F.pad(sequence[:, -1], (1, 0), value=-1)[:-1]  # the sequence of the token before each chunk
+        return cls(
+            count,
+            length,
+            visible=(sequence[:, :, None] == sequence[:, None, :]).tril(),
+            stays=sequence == sequence[:, -1:],
+            continues=sequence == before[:, None],
+            ends=cu_seqlens[1:].long() - 1,
+        )
+
+    def cut(self, tokens: Tensor) -> Tensor:
+        """[T, ...] -> [count, length, ...], zeros at the end."""
+        missing = self.count * self.length - tokens.shape[0]
+        filled = F.pad(tokens, (0, 0) * (tokens.ndim - 1) + (0, missing)) if missing else tokens
+        return filled.reshape(self.count, self.length, *tokens.shape[1:])
+
+
+class _Scan(Function):
+    """The scan, computed again in the backward, which costs less than the memory of all its decays and states."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*arguments[:6])
+        ctx.options = arguments[6:]
+        outputs: tuple[Tensor, Tensor] = _operator(*arguments)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, cu_seqlens = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:5]
+        inputs = [each.detach().requires_grad_(need) for each, need in zip(inputs, needed, strict=True)]
+        arguments: list[Any] = [*inputs, cu_seqlens, *ctx.options]
+        with torch.enable_grad():
+            outputs = _scan(*arguments)
+        wanted = [each for each in inputs if each.requires_grad]
+        count = 2 if ctx.options[1] else 1  # without last states there is no gradient of them
+        found = iter(torch.autograd.grad(outputs[:count], wanted, gradients[:count]))
+        return *(next(found) if need else None for need in needed), None, None, None
+
+
+def _scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor, chunk: int, last_states: bool
+) -> tuple[Tensor, Tensor]:
+    """`ssd` without D, wide: [T, heads, p] and [sequences, heads, p, n], or something empty in place of the latter."""
+    chunks = _Chunks.of(cu_seqlens, x.shape[0], chunk)
+    wide, (tokens, heads, width), groups = _wide(x), x.shape, B.shape[1]
+    split = (groups, heads // groups)
+    # Sums of logarithms are float64, since what is left of their differences must be exact where they are large.
+    passed = chunks.cut(dt.double() * A.double()).cumsum(1).permute(0, 2, 1).unflatten(1, split)  # [N, g, r, l]
+    pushed = chunks.cut(x.to(wide) * dt.to(wide)[..., None]).permute(0, 2, 1, 3).unflatten(1, split)  # [N, g, r, l, p]
+    B, C = (chunks.cut(each.to(wide)).transpose(1, 2) for each in (B, C))  # [N, g, l, n]
+
+    # Inside a chunk each token sees those before it, as in attention, but for their decay in place of a softmax.
+    decay = _exp(passed[..., :, None] - passed[..., None, :], chunks.visible[:, None, None], wide)  # [N, g, r, l, l]
+    inside = ((C @ B.transpose(-1, -2))[:, :, None] * decay) @ pushed
+
+    # Between chunks there are states: what each adds is carried along, and its tokens see what came before it.
+    left = _exp(passed[..., -1:] - passed, chunks.stays[:, None, None], wide)  # of a token, at the chunk's end
+    added = (pushed * left[..., None]).transpose(-1, -2).flatten(2, 3) @ B  # [N, g, r·p, n]
+    closed = ~chunks.continues[:, -1]  # where a sequence begins, nothing from before gets through
+    through = passed[..., -1].flatten(1).masked_fill(closed[:, None], float("-inf")).to(wide)  # [N, heads]
+    carried = _carry(added.reshape(chunks.count, heads, width * B.shape[-1]), through).reshape(added.shape)
+    since = _exp(passed, chunks.continues[:, None, None], wide)  # of the state before the chunk, at each token
+    before = (carried @ C.transpose(-1, -2)).unflatten(2, (-1, width)) * since[..., None, :]  # [N, g, r, p, l]
+
+    y = (
+        (inside + before.transpose(-1, -2))
+        .permute(0, 3, 1, 2, 4)
+        .reshape(chunks.count * chunks.length, heads, width)[:tokens]
+    )
+    if not last_states:
+        return y, y.new_empty(0)
+    last, place = chunks.ends // chunks.length, chunks.ends % chunks.length
+    own = (pushed[last] * decay[last, :, :, place][..., None]).transpose(-1, -2).flatten(2, 3) @ B[last]
+    old = carried.unflatten(2, (-1, width))[last] * since[last, :, :, place][..., None, None]
+    return y, (own.reshape(old.shape) + old).flatten(1, 2)
+
+
+# One operator, so that selective recompute keeps what it gives and not each of the products inside.
+_operator = torch.library.custom_op(
+    "postlude::ssd",
+    _scan,
+    mutates_args=(),
+    schema="(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor cu_seqlens, int chunk, bool last_states)"
+    " -> (Tensor, Tensor)",
+)
+
+
+def _carry(added: Tensor, through: Tensor) -> Tensor:
+    """What is there before each chunk of what those before it added, [N, heads, size].
+
+    `added` [N, heads, size] by each chunk; `through` [N, heads]: the logarithm of what each lets through. By blocks:
+    first what a block as a whole adds, then what is there before each block, then before each chunk of it.
+    """
+    count = len(added)
+    if count <= 1:
+        return torch.zeros_like(added)
+    blocks = -(-count // BLOCK)
+    missing = blocks * BLOCK - count
+    added = F.pad(added, (0, 0, 0, 0, 0, missing)).unflatten(0, (blocks, BLOCK)).transpose(1, 2)  # [M, heads, b, size]
+    through = F.pad(through, (0, 0, 0, missing)).unflatten(0, (blocks, BLOCK)).transpose(1, 2)  # [M, heads, b]
+    # Row k: what is left after chunk k of all before the block (column 0) and of what each chunk added (columns 1 on).
+    # The logarithms between are summed, not subtracted, since they may be -inf.
+    square = torch.ones(BLOCK, BLOCK + 1, dtype=torch.bool, device=through.device)
+    sums = torch.where(square.tril(), through[..., None], 0.0).cumsum(-2)  # [M, heads, b, b + 1]
+    left = sums.masked_fill(~square.tril(1), float("-inf")).exp()
+    by_block = (left[..., -1:, 1:] @ added).squeeze(2)
+    first = _carry(by_block, sums[..., -1, 0])[:, :, None]
+    rest = left[..., :-1, :-1] @ torch.cat((first, added[:, :, :-1]), 2)
+    return torch.cat((first, rest), 2).transpose(1, 2).flatten(0, 1)[:count]
+
+
+def _exp(logarithm: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp where `kept`, else 0. What is not kept may be far above 0."""
+    return logarithm.masked_fill(~kept, float("-inf")).to(dtype).exp()
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

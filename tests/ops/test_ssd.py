@@ -1,0 +1,177 @@
+"""The chunked state-space scan equals the recurrence, token by token in float64, and so do its gradients and states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from postlude.ops import ssd as module
+from postlude.ops.packing import Packing
+from postlude.ops.ssd import ssd, ssd_step
+from tests.equality import assert_equal
+
+NAMES = ("x", "dt", "A", "B", "C", "D")
+
+
+def inputs(tokens: int, heads=4, width=3, groups=2, states=5, seed=0, strength=1.0, **options) -> list[Tensor]:
+    """As a model has them: most steps are short, some are long, and decays reach from slow to at once."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    drawn = [
+        normal(tokens, heads, width),
+        (normal(tokens, heads) * 2 - 2).exp() * strength,
+        -(normal(heads) * 2).exp(),
+        normal(tokens, groups, states),
+        normal(tokens, groups, states),
+        normal(heads),
+    ]
+    return [each.to(**options).requires_grad_() for each in drawn]
+
+
+def recurrence(x, dt, A, B, C, D, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Token by token; A and D [T, heads] may differ from one to the next."""
+    share = x.shape[1] // B.shape[1]
+    B, C = B.repeat_interleave(share, 1), C.repeat_interleave(share, 1)
+    rows, last = [], []
+    for start, stop in packing.slices():
+        state = x.new_zeros(x.shape[1], x.shape[2], B.shape[2])
+        for t in range(start, stop):
+            state = (dt[t] * A[t]).exp()[:, None, None] * state + (dt[t][:, None] * x[t])[..., None] * B[t][:, None]
+            rows.append((state * C[t][:, None]).sum(-1) + D[t][:, None] * x[t])
+        last.append(state)
+    return torch.stack(rows), torch.stack(last)
+
+
+def assert_alike(given: list[Tensor], lengths, chunk: int, tolerance: float = 1e-6) -> None:
+    """Outputs, last states and every gradient, by the scale of each.
+
+    The gradients of A and D are sums over all tokens that may cancel: their scale is that of what is summed.
+    """
+    packing = Packing.from_lengths(lengths, device=given[0].device)
+    exact = [each.detach().double() for each in given]
+    exact[2], exact[5] = (exact[i].expand(len(exact[0]), -1) for i in (2, 5))
+    exact = [each.clone().requires_grad_() for each in exact]
+    actual, expected = ssd(*given, packing, chunk=chunk, last_states=True), recurrence(*exact, packing)
+    assert actual[0].dtype == given[0].dtype
+    assert_equal(actual[0], expected[0], "y", tolerance)
+    assert_equal(actual[1], expected[1], "last states", tolerance)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(each.shape, generator=generator).to(each) for each in actual]
+    gradients = torch.autograd.grad(actual, given, upstream)
+    references = torch.autograd.grad(expected, exact, [each.double() for each in upstream])
+    for gradient, reference, name in zip(gradients, references, NAMES, strict=True):
+        if gradient.ndim == 1:
+            off = ((gradient - reference.sum(0)).abs() / reference.abs().sum(0).clamp_min(1e-12)).max()
+            assert off <= tolerance, f"gradient of {name} is off by {off:.2e}"
+        else:
+            assert_equal(gradient, reference, f"gradient of {name}", tolerance)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6).filter(lambda lengths: sum(lengths) <= 400),
+    chunk=st.sampled_from([1, 2, 7, 16, 64, 128]),
+    shape=st.sampled_from([(4, 3, 2, 5), (1, 8, 1, 4), (6, 2, 3, 3), (3, 4, 1, 16), (2, 1, 2, 1)]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_the_recurrence_in_float64(lengths, chunk, shape, seed) -> None:
+    heads, width, groups, states = shape
+    assert_alike(inputs(sum(lengths), heads, width, groups, states, seed), lengths, chunk)
+
+
+@pytest.mark.parametrize("strength", [1e3, 1e5])
+def test_stays_exact_where_decays_are_extreme(strength: float) -> None:
+    """A token that forgets everything is followed by ones that forget nothing: sums of logarithms are huge, and what
+    matters is a small difference of two of them."""
+    given = inputs(200, seed=3)
+    with torch.no_grad():
+        given[1][::9] *= strength
+    assert_alike(given, (120, 80), chunk=64)
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_float64_is_not_rounded_on_its_way(chunk: int) -> None:
+    lengths = (50, 1, 23)
+    assert_alike(inputs(sum(lengths), dtype=torch.float64), lengths, chunk, tolerance=1e-13)
+
+
+@pytest.mark.parametrize("room", [1, 3 * 74 * 8, 4 * 74 * 8])
+def test_heads_that_take_turns_give_the_same(monkeypatch, room: int) -> None:
+    """One, three (a part of a group) or four heads (a group) at once."""
+    lengths = (50, 1, 23)
+    given, packing = inputs(sum(lengths), heads=8), Packing.from_lengths(lengths)
+    expected = ssd(*given, packing, chunk=8, last_states=True)
+    monkeypatch.setattr(module, "WORKSPACE", room)
+    actual = ssd(*given, packing, chunk=8, last_states=True)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_equal(ours, theirs, tolerance=1e-6)
+    assert_alike(given, lengths, chunk=8)
+
+
+def test_is_the_same_every_time() -> None:
+    given, packing = inputs(74), Packing.from_lengths((50, 1, 23))
+
+    def once() -> tuple[Tensor, ...]:
+        y, _ = ssd(*given, packing, chunk=8)
+        return y, *torch.autograd.grad(y.square().sum(), given)
+
+    for first, second in zip(once(), once(), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_token_by_token_from_the_last_states_equals_the_whole(dtype) -> None:
+    x, dt, A, B, C, D = (each.detach() for each in inputs(20))
+    x, B, C = (each.to(dtype) for each in (x, B, C))
+    wide = torch.promote_types(dtype, torch.float32)
+    dt, A, D = (each.to(wide) for each in (dt, A, D))
+    whole, last = ssd(x, dt, A, B, C, D, Packing.from_lengths([20]), chunk=4, last_states=True)
+    _, states = ssd(x[:7], dt[:7], A, B[:7], C[:7], D, Packing.from_lengths([7]), chunk=4, last_states=True)
+    assert whole.dtype == dtype
+    assert states.dtype == wide
+    for t in range(7, 20):
+        one = slice(t, t + 1)
+        y, states = ssd_step(x[one], dt[one], A, B[one], C[one], D, states)
+        assert y.dtype == dtype
+        assert_equal(y, whole[one], f"token {t}", 2**-8 if dtype == torch.bfloat16 else 1e-13)
+    assert_equal(states, last, "states", 1e-6 if dtype == torch.bfloat16 else 1e-13)
+
+
+def test_of_nothing_the_gradients_are_zeros_rather_than_none() -> None:
+    given = inputs(0)
+    y, states = ssd(*given, Packing.from_lengths(()), last_states=True)
+    assert y.shape == (0, 4, 3)
+    assert states.shape == (0, 4, 3, 5)
+    y.sum().backward()
+    for each in given:
+        assert torch.equal(each.grad, torch.zeros_like(each))
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({1: torch.ones(9, 4)}, r"give x \[T, heads, p\], dt \[T, heads\]"),
+        (
+            {3: torch.ones(10, 3, 5), 4: torch.ones(10, 3, 5)},
+            "3 groups of B and C for 4 heads: groups divide the heads.",
+        ),
+    ],
+)
+def test_shapes_that_do_not_belong_together_are_refused(changed, sentence: str) -> None:
+    given = [changed.get(place, each) for place, each in enumerate(inputs(10))]
+    with pytest.raises(ValueError, match=sentence):
+        ssd(*given, Packing.from_lengths([10]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [16, 128])
+def test_equals_the_recurrence_on_cuda(chunk: int) -> None:
+    lengths = (130, 1, 77)
+    assert_alike(inputs(sum(lengths), device="cuda"), lengths, chunk)
