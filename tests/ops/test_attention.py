@@ -1,4 +1,4 @@
-"""Packed attention equals dense masked softmax in float64, with windows, softcaps, sinks and values of another width."""
+"""Packed attention equals dense masked softmax in float64: windows, softcaps, sinks, values of another width."""
 
 from __future__ import annotations
 
