@@ -1,0 +1,401 @@
+"""The gated delta rule over packed sequences: a state that decays, and forgets what a key held before it learns anew.
+
+    S_t = e^{g_t} S_{t-1} + k_t ⊗ β_t (v_t − (e^{g_t} S_{t-1})ᵀ k_t)        o_t = S_tᵀ q_t
+
+Token by token that is `gated_delta_step`. `gated_delta` does it in chunks: within one, what the tokens write (δ) solves
+a unit triangular system, so all chunks of all sequences are matrix products side by side, and only the state goes from
+chunk to chunk. The backward makes everything again from the inputs, which are all that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.ops.packing import Packing, to_device
+
+CHUNK = 64
+NORM_EPS = 1e-6  # under the root, added to the sum of squares
+
+
+def gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    packing: Packing,
+    *,
+    scale: float | None = None,
+    normalise: bool = False,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Every token's output [T, heads, dv] in value's dtype, and each sequence's last state [n, heads, dk, dv].
+
+    `query` and `key` [T, key_heads, dk], `value` [T, heads, dv], `log_decay` (g, at most 0) and `beta` [T, heads];
+    head h goes with key head h // (heads / key_heads). A query is scaled by dk^-½ or `scale`; `normalise` first makes
+    queries and keys of length one. The state starts from zero at every sequence's beginning.
+
+    Computed in fp32, or float64 where an input is; the states are in that. Without rounding, `chunk` changes nothing.
+    """
+    _check(query, key, value, log_decay, beta)
+    if packing.total != len(value):
+        raise ValueError(f"the packing holds {packing.total} tokens, but there are values of {len(value)}.")
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk}: a chunk holds at least 1 token.")
+    if packing.count == 0:
+        nothing = query.sum() + key.sum() + log_decay.sum() + beta.sum()  # so that all get a gradient of zero
+        return value + nothing.to(value.dtype), value.new_zeros(
+            0, value.shape[1], key.shape[2], value.shape[2], dtype=_wide(query, key, value, log_decay, beta)
+        )
+    output, states = _operator(
+        query,
+        key,
+        value,
+        log_decay,
+        beta,
+        packing.cu_seqlens,
+        list(packing.lengths),
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        normalise,
+        chunk,
+    )
+    return output, states
+
+
+def gated_delta_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    *,
+    scale: float | None = None,
+    normalise: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The next token of each of n sequences, after the `states` [n, heads, dk, dv] they have reached.
+
+    Everything else as `gated_delta` takes it, with T = n. Returns the outputs [n, heads, dv] and the new states.
+    """
+    _check(query, key, value, log_decay, beta)
+    wide = _wide(query, key, value, log_decay, beta)
+    group = value.shape[1] // key.shape[1]
+    query, key = query.to(wide), key.to(wide)
+    if normalise:
+        query, key = _unit(query)[0], _unit(key)[0]
+    query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    query, key = (each.repeat_interleave(group, dim=1)[:, :, None] for each in (query, key))  # [n, heads, 1, dk]
+    states = states.to(wide) * log_decay.to(wide).exp()[..., None, None]
+    written = beta.to(wide)[..., None, None] * (value.to(wide)[:, :, None] - key @ states)  # [n, heads, 1, dv]
+    states = states + key.mT * written
+    return (query @ states)[:, :, 0].to(value.dtype), states
+
+
+def gated_delta_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    lengths: list[int],
+    scale: float,
+    normalise: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """What the operator does."""
+    chunks = Chunks(lengths, chunk, cu_seqlens)
+    scan = _Scan(query, key, value, log_decay, beta, chunks, scale, normalise)
+    return chunks.leave(scan.outputs()).to(value.dtype), scan.last_states()
+
+
+# One operator to whoever looks from outside: recompute keeps its result, and none of what that is made of.
+_operator = torch.library.custom_op("postlude::gated_delta", gated_delta_forward, mutates_args=())
+
+
+@_operator.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    lengths: list[int],
+    scale: float,
+    normalise: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    shape = (len(lengths), value.shape[1], key.shape[2], value.shape[2])
+    return torch.empty_like(value), value.new_empty(shape, dtype=_wide(query, key, value, log_decay, beta))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk = inputs[6:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, output: Tensor | None, states: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, log_decay, beta, cu_seqlens = ctx.saved_tensors
+    if output is None and states is None:
+        return (None,) * 10
+    chunks = Chunks(ctx.lengths, ctx.chunk, cu_seqlens)
+    scan = _Scan(query, key, value, log_decay, beta, chunks, ctx.scale, ctx.normalise)
+    output = torch.zeros_like(value) if output is None else output
+    gradients = scan.gradients(output, states)
+    inputs = (query, key, value, log_decay, beta)
+    return *(each.to(like.dtype) for each, like in zip(gradients, inputs, strict=True)), *(None,) * 5
+
+
+_operator.register_autograd(_backward, setup_context=_setup)
+
+
+class Chunks:
+    """Packed sequences cut into chunks of one size, in the order of a scan.
+
+    First the first chunk of every sequence, the longest sequence's first; then the second of those that have one, and
+    so on. So those that go on are always the first ones of the round before. A sequence's last chunk is filled up. No
+    chunk is longer than the longest sequence.
+    """
+
+    def __init__(self, lengths: Sequence[int], size: int, cu_seqlens: Tensor) -> None:
+        self.size = size = min(size, max(lengths))
+        needed = [-(-length // size) for length in lengths]
+        order = sorted(range(len(lengths)), key=lambda sequence: -needed[sequence])
+        rank = {sequence: place for place, sequence in enumerate(order)}
+        counts = [0] * max(needed)
+        for each in needed:
+            counts[each - 1] += 1
+        counts = list(accumulate(reversed(counts)))[::-1]  # sequences with a chunk in each round
+        starts = list(accumulate(counts, initial=0))
+        self.count = starts[-1]
+        self.rounds = [slice(start, stop) for start, stop in pairwise(starts)]
+        """The chunks of each round."""
+        packing = Packing(tuple(lengths), cu_seqlens)
+        device = cu_seqlens.device
+        table = to_device(torch.tensor([rank[sequence] for sequence in range(len(lengths))] + starts), device)
+        last = [starts[each - 1] + rank[sequence] for sequence, each in enumerate(needed)]
+        self.last = to_device(torch.tensor(last), device)
+        """[n] the last chunk of each sequence."""
+        position = packing.positions()
+        first = table[packing.sequence_index()] + table[len(lengths) + position // size]
+        self._slots = first * size + position % size  # [T]
+
+    def enter(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, heads, ...] -> [chunks, heads, size, ...] in `dtype`, zero where a chunk is filled up."""
+        room = tokens.new_zeros(self.count * self.size, *tokens.shape[1:]).index_copy_(0, self._slots, tokens)
+        return _parted(room, self.size).transpose(1, 2).to(dtype).contiguous()
+
+    def leave(self, chunks: Tensor) -> Tensor:
+        """[chunks, heads, size, ...] -> [T, heads, ...]."""
+        return chunks.transpose(1, 2).flatten(0, 1).index_select(0, self._slots)
+
+
+class _Scan:
+    """The chunks' work, step by step: [chunks · heads, size, ...] is called [B, C, ...] here. No autograd inside.
+
+    G is the sum of log decays from the chunk's start to a token, itself included, and D_ij = e^{G_i − G_j} for j ≤ i.
+    What the tokens write, δ, solves (1 + A) δ = β (v − e^G k S) with A_ij = β_i D_ij k_i·k_j for j < i, where S is the
+    state at the chunk's start; it is u − w S with u = (1 + A)⁻¹ β v and w = (1 + A)⁻¹ β e^G k. The tokens give
+    o = e^G q S + P δ, with P_ij = D_ij q_i·k_j, and the chunk leaves the state e^{G_C} S + Σ_j e^{G_C − G_j} k_j ⊗ δ_j.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        chunks: Chunks,
+        scale: float,
+        normalise: bool,
+    ) -> None:
+        wide = _wide(query, key, value, log_decay, beta)
+        self.chunks, self.scale, self.heads = chunks, scale, value.shape[1]
+        self.group = self.heads // key.shape[1]
+        self.unit_query, self.query_over = _unit(chunks.enter(query, wide), normalise)
+        self.unit_key, self.key_over = _unit(chunks.enter(key, wide), normalise)
+        key = self.key = self._spread(self.unit_key)  # [B, C, dk]
+        query = self.query = self._spread(self.unit_query * scale)
+        self.value = chunks.enter(value, wide).flatten(0, 1)  # [B, C, dv]
+        self.beta = chunks.enter(beta, wide).flatten(0, 1)[..., None]  # [B, C, 1]
+
+        total = chunks.enter(log_decay, torch.float64).flatten(0, 1).cumsum(-1)  # [B, C]
+        self.since = total.exp().to(wide)[..., None]  # e^G, [B, C, 1]
+        self.until = (total[:, -1:] - total).exp().to(wide)[..., None]  # e^{G_C − G}, [B, C, 1]
+        self.across = self.since[:, -1:]  # e^{G_C}, [B, 1, 1]
+        # Two numbers for G: neighbours' differ by little even where both are large.
+        high = total.to(wide)
+        low = (total - high).to(wide)
+        self.between = ((high[:, :, None] - high[:, None]) + (low[:, :, None] - low[:, None])).exp_().tril_()  # D
+
+        self.seen = self._pairs(self.unit_query * scale)  # P, [B, C, C]
+        self.alike = self._pairs(self.unit_key).tril_(-1)  # A / β
+        self.inverse = _inverse_of_one_plus(self.beta * self.alike)  # [B, C, C]
+        self.reading = self.inverse @ (self.beta * self.since * key)  # w, [B, C, dk]
+        self.leaving = self.until * key  # [B, C, dk]
+        self.written = self.inverse @ (self.beta * self.value)  # u, and δ once the states are known, [B, C, dv]
+        self.states = self._run()  # S, [B, dk, dv]
+
+    def _run(self) -> Tensor:
+        """The state at each chunk's start. Turns u into δ."""
+        states = self.value.new_zeros(len(self.value), self.key.shape[-1], self.value.shape[-1])
+        rounds = self._rounds()
+        for here, there in zip(rounds, [*rounds[1:], None], strict=True):
+            self.written[here].baddbmm_(self.reading[here], states[here], alpha=-1)
+            if there is not None:
+                on = slice(here.start, here.start + there.stop - there.start)
+                torch.mul(states[on], self.across[on], out=states[there])
+                states[there].baddbmm_(self.leaving[on].mT, self.written[on])
+        return states
+
+    def outputs(self) -> Tensor:
+        """[chunks, heads, C, dv]."""
+        output = torch.baddbmm(self.seen @ self.written, self.since * self.query, self.states)
+        return _parted(output, self.heads)
+
+    def last_states(self) -> Tensor:
+        """[n, heads, dk, dv]."""
+        states, across, leaving, written = (
+            _parted(each, self.heads).index_select(0, self.chunks.last)
+            for each in (self.states, self.across, self.leaving, self.written)
+        )
+        return states * across + leaving.mT @ written
+
+    def gradients(self, output: Tensor, last_states: Tensor | None) -> tuple[Tensor, ...]:
+        """From those of the outputs [T, heads, dv] and of the last states: of query, key, value, log decay, beta."""
+        key, query, since, beta = self.key, self.query, self.since, self.beta
+        output = self.chunks.enter(output, self.value.dtype).flatten(0, 1)
+        written = self.seen.mT @ output  # of δ, [B, C, dv]
+        ahead = self._run_back(output, written, last_states)  # of the state each chunk leaves, [B, dk, dv]
+        written.baddbmm_(self.leaving, ahead)
+        solved = self.inverse.mT @ written  # of β (v − e^G k S)
+        right = beta * solved
+
+        pairs_seen = (output @ self.written.mT).tril_()  # of P
+        pairs_alike = (solved @ self.written.mT).neg_().tril_(-1)  # of A
+        own = self.since * (output @ self.states.mT)  # of q, through the state
+        own_key = self.since * (right @ self.states.mT).neg_()  # of k, through the state that it reads
+        left_key = self.until * (self.written @ ahead.mT)  # of k, through the state that it leaves
+        beta_gradient = (solved * (self.value - since * (key @ self.states))).sum(-1)
+        beta_gradient += (pairs_alike * self.alike).sum(-1)
+
+        decay = self._decay_gradient(
+            pairs_seen * self.seen + pairs_alike * (beta * self.alike),
+            (query * own).sum(-1) + (key * own_key).sum(-1),
+            (key * left_key).sum(-1),
+            self.across[:, 0, 0] * (self.states * ahead).sum((-2, -1)),
+        )
+        pairs_seen = self._gather(pairs_seen.mul_(self.between))  # of q·k, [chunks · key heads, C, C]
+        pairs_alike = self._gather(pairs_alike.mul_(beta).mul_(self.between))  # of k·k
+        unit_query, unit_key = self.unit_query.flatten(0, 1), self.unit_key.flatten(0, 1)
+        of_query = self._gather(own) + pairs_seen @ unit_key
+        of_key = self._gather(own_key + left_key) + (pairs_alike + pairs_alike.mT) @ unit_key
+        of_key += pairs_seen.mT @ (unit_query * self.scale)
+        found = (
+            _through_unit(of_query.view_as(self.unit_query) * self.scale, self.unit_query, self.query_over),
+            _through_unit(of_key.view_as(self.unit_key), self.unit_key, self.key_over),
+            *(_parted(each, self.heads) for each in (right, decay, beta_gradient)),
+        )
+        return tuple(self.chunks.leave(each) for each in found)
+
+    def _run_back(self, output: Tensor, written: Tensor, last_states: Tensor | None) -> Tensor:
+        """The gradient of the state that each chunk leaves, [B, dk, dv]; of `written` the part that outputs gave."""
+        ahead = torch.zeros_like(self.states)
+        if last_states is not None:
+            _parted(ahead, self.heads).index_copy_(0, self.chunks.last, last_states.to(ahead.dtype))
+        # Of the state at a chunk's start, as far as it does not come from behind the chunk.
+        direct = (self.since * self.query).mT @ output
+        direct.baddbmm_(self.reading.mT, written, alpha=-1)
+        rounds = self._rounds()
+        for here, before in zip(reversed(rounds), reversed([None, *rounds[:-1]]), strict=True):
+            if before is not None:
+                on = slice(before.start, before.start + here.stop - here.start)
+                torch.addcmul(direct[here], ahead[here], self.across[here], out=ahead[on])
+                ahead[on].baddbmm_(self.reading[here].mT, self.leaving[here] @ ahead[here], alpha=-1)
+        return ahead
+
+    def _decay_gradient(self, pairs: Tensor, since: Tensor, until: Tensor, across: Tensor) -> Tensor:
+        """Of g, [B, C], from d/d(G_i − G_j) [B, C, C], d/dG_i [B, C], d/d(G_C − G_i) [B, C] and d/dG_C [B].
+
+        Each is summed over just those whose decay a token's g is part of, so that nothing large cancels.
+        """
+        gradient = since.flip(-1).cumsum(-1).flip(-1) + across[:, None]
+        over = pairs.cumsum(-1).tril_(-1).sum(-2)  # over i > l and j ≤ l
+        gradient[:, 1:] += over[:, :-1] + until.cumsum(-1)[:, :-1]
+        return gradient
+
+    def _pairs(self, left: Tensor) -> Tensor:
+        """D_ij left_i·k_j, [B, C, C], of `left` [chunks, key heads, C, dk]."""
+        products = left.flatten(0, 1) @ self.unit_key.flatten(0, 1).mT
+        between = _parted(self.between, self.group)
+        return (products[:, None] * between).flatten(0, 1)
+
+    def _spread(self, tensor: Tensor) -> Tensor:
+        """[chunks, key heads, ...] -> [B, ...]."""
+        return tensor.repeat_interleave(self.group, dim=1).flatten(0, 1)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """The gradient of what was spread: [B, ...] -> [chunks · key heads, ...]."""
+        return _parted(tensor, self.group).sum(1) if self.group > 1 else tensor
+
+    def _rounds(self) -> list[slice]:
+        """The chunks and heads of each round, among B."""
+        return [slice(each.start * self.heads, each.stop * self.heads) for each in self.chunks.rounds]
+
+
+def _parted(tensor: Tensor, inner: int) -> Tensor:
+    """[outer · inner, ...] -> [outer, inner, ...]."""
+    return tensor.view(-1, inner, *tensor.shape[1:])
+
+
+def _inverse_of_one_plus(lower: Tensor) -> Tensor:
+    """(1 + A)⁻¹ of strictly lower triangles [B, C, C]."""
+    one = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, one, upper=False, unitriangular=True)
+    return inverse
+
+
+def _unit(vectors: Tensor, normalise: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Vectors of length one, and one over the length each had; as they are if they are not to be normalised."""
+    if not normalise:
+        return vectors, None
+    over = torch.rsqrt(vectors.square().sum(-1, keepdim=True) + NORM_EPS)
+    return vectors * over, over
+
+
+def _through_unit(gradient: Tensor, unit: Tensor, over: Tensor | None) -> Tensor:
+    """The gradient of the vectors that `_unit` was given."""
+    if over is None:
+        return gradient
+    return over * (gradient - unit * (unit * gradient).sum(-1, keepdim=True))
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> None:
+    heads, key_heads = value.shape[1], key.shape[1]
+    alike = query.shape == key.shape and log_decay.shape == beta.shape == value.shape[:2] and len(key) == len(value)
+    if not alike or heads % key_heads:
+        shapes = ", ".join(
+            f"{name} {tuple(each.shape)}"
+            for name, each in zip(
+                ("query", "key", "value", "log_decay", "beta"), (query, key, value, log_decay, beta), strict=True
+            )
+        )
+        raise ValueError(
+            f"the gated delta rule takes query and key [T, key_heads, dk], value [T, heads, dv], log_decay and beta "
+            f"[T, heads] with heads a multiple of key_heads, but got {shapes}."
+        )

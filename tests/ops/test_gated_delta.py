@@ -1,0 +1,195 @@
+"""The chunked gated delta rule equals the recurrence it abbreviates, token by token in float64, gradients included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from postlude.ops.gated_delta import gated_delta, gated_delta_forward, gated_delta_step
+from postlude.ops.packing import Packing
+from tests.equality import assert_equal
+from tests.ops.watch import Waits
+
+NAMES = ("query", "key", "value", "log_decay", "beta")
+FP32 = 1e-6  # of the scale: some ten roundings
+
+
+def inputs(
+    tokens: int, heads: int, key_heads: int, dk: int, dv: int, seed: int, decay: float = 1.0, device: str = "cpu"
+) -> list[Tensor]:
+    """As a model makes them: log decays from almost none to more than e^-16, beta between 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    rate = 16 * decay * torch.rand(heads, generator=generator)
+    made = [draw(tokens, key_heads, dk), draw(tokens, key_heads, dk), draw(tokens, heads, dv)]
+    made += [-rate * F.softplus(draw(tokens, heads) - 1), draw(tokens, heads).sigmoid()]
+    return [each.to(device).requires_grad_() for each in made]
+
+
+def token_by_token(given: list[Tensor], lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """The definition, one token after the other, queries and keys of length one."""
+    query, key, value, log_decay, beta = given
+    group = value.shape[1] // key.shape[1]
+    query, key = (
+        (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(group, 1)
+        for each in (query, key)
+    )
+    query = query / query.shape[-1] ** 0.5
+    outputs, states = [], []
+    start = 0
+    for length in lengths:
+        state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
+        for token in range(start, start + length):
+            state = state * log_decay[token].exp()[:, None, None]
+            held = torch.einsum("hkv,hk->hv", state, key[token])
+            change = beta[token][:, None] * (value[token] - held)
+            state = state + torch.einsum("hk,hv->hkv", key[token], change)
+            outputs.append(torch.einsum("hkv,hk->hv", state, query[token]))
+        states.append(state)
+        start += length
+    return torch.stack(outputs), torch.stack(states)
+
+
+def check(given: list[Tensor], lengths: list[int], chunk: int, tolerance: float) -> None:
+    packing = Packing.from_lengths(lengths, given[0].device)
+    exact = [each.detach().double().cpu().requires_grad_() for each in given]
+    expected = token_by_token(exact, lengths)
+    found = gated_delta(*given, packing, normalise=True, chunk=chunk)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(each.shape, generator=generator) for each in expected]
+    weights[1] *= weights[0].numel() / weights[1].numel() ** 0.5 / 100  # neither drowns the other
+    for one, other, what in zip(found, expected, ("outputs", "states"), strict=True):
+        assert_equal(one.cpu(), other, what, tolerance)
+    gradients = torch.autograd.grad(found, given, [each.to(given[0].device) for each in weights])
+    wanted = torch.autograd.grad(expected, exact, [each.double() for each in weights])
+    for name, one, other in zip(NAMES, gradients, wanted, strict=True):
+        assert_equal(one.cpu(), other, f"gradient of {name}", tolerance)
+
+
+@settings(max_examples=14, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    chunk=st.sampled_from([1, 2, 7, 16, 64]),
+    heads=st.sampled_from([(1, 1), (2, 1), (2, 2), (6, 3)]),
+    widths=st.sampled_from([(8, 1), (6, 7), (8, 4), (16, 16)]),
+    decay=st.sampled_from([0.0, 0.01, 0.1, 0.5]),
+    seed=st.integers(0, 999),
+)
+@example(lengths=[1], chunk=64, heads=(1, 1), widths=(6, 7), decay=0.5, seed=0)
+@example(lengths=[64, 65, 63, 1, 128], chunk=64, heads=(2, 1), widths=(8, 8), decay=0.1, seed=0)
+def test_chunks_equal_the_recurrence(
+    lengths: list[int], chunk: int, heads: tuple[int, int], widths: tuple[int, int], decay: float, seed: int
+) -> None:
+    check(inputs(sum(lengths), *heads, *widths, seed, decay), lengths, chunk, FP32)
+
+
+@pytest.mark.slow
+@settings(max_examples=16, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    chunk=st.sampled_from([16, 50, 64]),
+    decay=st.sampled_from([0.01, 0.5]),
+    seed=st.integers(0, 999),
+)
+def test_long_sequences_equal_the_recurrence(lengths: list[int], chunk: int, decay: float, seed: int) -> None:
+    check(inputs(sum(lengths), 2, 1, 16, 8, seed, decay), lengths, chunk, FP32)
+
+
+def test_a_state_that_is_forgotten_at_once_disturbs_nothing_after_it() -> None:
+    """Sums of log decays reach -2,000 within a chunk; the tokens after still tell apart what little they forget."""
+    given = inputs(150, 2, 1, 16, 8, seed=3, decay=0.01)
+    with torch.no_grad():
+        given[3][20::40] = -500.0
+    check(given, [100, 50], 64, FP32)
+
+
+def test_float64_stays_float64() -> None:
+    given = [each.detach().double().requires_grad_() for each in inputs(40, 2, 1, 6, 7, seed=0)]
+    check(given, [23, 17], 8, 1e-12)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_gradients_of_any_vectors_and_scale(normalise: bool) -> None:
+    query, key, value, log_decay, beta = (each.detach().double() for each in inputs(11, 2, 1, 3, 2, seed=0, decay=0.1))
+    packing = Packing.from_lengths([4, 7])
+    given = [each.requires_grad_() for each in (query, key / 2, value, log_decay, beta)]
+    assert torch.autograd.gradcheck(
+        lambda *each: gated_delta(*each, packing, scale=0.7, normalise=normalise, chunk=3), given
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_equal_the_scan(dtype: torch.dtype) -> None:
+    """In bf16 both compute in fp32 from the same rounded inputs, and round the output once."""
+    given = [each.detach() for each in inputs(30, 4, 2, 8, 5, seed=1, decay=0.1)]
+    given[:3] = [each.to(dtype) for each in given[:3]]
+    expected, last = gated_delta(*given, Packing.from_lengths([15, 15]), normalise=True, chunk=4)
+    states = torch.zeros_like(last)
+    for token in range(15):
+        output, states = gated_delta_step(*(each[token::15] for each in given), states, normalise=True)
+        assert output.dtype == expected.dtype == dtype
+        assert states.dtype == torch.float32
+        tolerance = FP32 if dtype == torch.float32 else 2**-8
+        assert_equal(output, expected[token::15], f"token {token}", tolerance)
+    assert_equal(states, last, "states", FP32)
+
+
+def test_no_sequences_give_gradients_of_zero() -> None:
+    given = inputs(0, 4, 2, 8, 5, seed=1)
+    output, states = gated_delta(*given, Packing.from_lengths([]))
+    assert output.shape == (0, 4, 5)
+    assert states.shape == (0, 4, 8, 5)
+    assert all(
+        each.shape == like.shape for each, like in zip(torch.autograd.grad(output.sum(), given), given, strict=True)
+    )
+
+
+def test_the_host_never_waits_and_the_result_is_the_same_to_the_bit() -> None:
+    given = inputs(100, 2, 1, 8, 8, seed=2)
+    packing = Packing.from_lengths([30, 1, 69])
+    results = []
+    for _ in range(2):
+        with Waits() as waits:
+            # What the operator does inside is looked at too.
+            inside = gated_delta_forward(
+                *(each.detach() for each in given), packing.cu_seqlens, [30, 1, 69], 1.0, True, 16
+            )
+            output, _ = gated_delta(*given, packing, scale=1.0, normalise=True, chunk=16)
+            gradients = torch.autograd.grad(output.square().sum(), given)
+        assert waits.sites == []
+        results.append((output, *gradients, *inside))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert torch.equal(results[0][0], results[0][-2])
+
+
+def test_wrong_shapes_are_named() -> None:
+    query, key, value, log_decay, beta = inputs(6, 3, 3, 4, 4, seed=0)
+    packing = Packing.from_lengths([6])
+    with pytest.raises(ValueError, match=r"heads a multiple of key_heads, but got query \(6, 2, 4\)"):
+        gated_delta(query[:, :2], key[:, :2], value, log_decay, beta, packing)
+    with pytest.raises(ValueError, match="holds 5 tokens, but there are values of 6"):
+        gated_delta(query, key, value, log_decay, beta, Packing.from_lengths([5]))
+    with pytest.raises(ValueError, match="chunk=0"):
+        gated_delta(query, key, value, log_decay, beta, packing, chunk=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[1], [300, 65, 64, 1, 128]])
+def test_on_cuda_it_equals_the_recurrence_without_a_wait(lengths: list[int]) -> None:
+    given = inputs(sum(lengths), 4, 2, 64, 32, seed=0, decay=0.1, device="cuda")
+    check(given, lengths, 64, FP32)
+    packing = Packing.from_lengths(lengths, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output, states = gated_delta(*given, packing, normalise=True)
+        torch.autograd.grad((output.sum(), states.sum()), given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
