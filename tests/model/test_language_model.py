@@ -113,8 +113,6 @@ def test_what_cannot_be_built_is_refused_in_a_sentence() -> None:
         small_config("[G-]")
     with pytest.raises(TypeError, match=r"blocks\['-'\] of the config is a AttentionConfig; '-' wants a MLPConfig"):
         small_model("*-", blocks={"-": AttentionConfig(heads=1, kv_heads=1, head_dim=2)})
-    with pytest.raises(ValueError, match="multi-token-prediction"):
-        small_model("[*-]{2}/[*-]")
 
 
 def test_outside_blocks_are_passed_in_not_registered() -> None:

@@ -103,7 +103,7 @@ FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
         Layout(pp=2),
         "tiny-dense",
         "sft",
-        lambda: patch.object(engine_module, "sum_tied", lambda gradient, mesh: None),
+        lambda: patch.object(engine_module, "sum_shared", lambda gradient, mesh: None),
     ),
     "pp: gradients do not reach the stage before": (
         Layout(pp=2),

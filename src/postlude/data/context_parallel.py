@@ -34,6 +34,12 @@ def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch
             f"microbatch {microbatch.index} is padded or cut already, but only a whole one can be cut. "
             f"Cut it once, as pack made it."
         )
+    further = tuple(_cut(each, cp, multiple_of, depth) for depth, each in enumerate(microbatch.ahead, start=1))
+    return replace(_cut(microbatch, cp, multiple_of), ahead=further) if further else _cut(microbatch, cp, multiple_of)
+
+
+def _cut(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -> Microbatch:
+    """The same of a microbatch whose positions predict `depth` tokens further ahead than the next."""
     packing = microbatch.packing
     padded = _padded(packing.lengths, cp.size, multiple_of)
     if not padded or (cp.size == 1 and padded == packing.lengths):
@@ -45,13 +51,15 @@ def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch
     pieces = Packing.from_lengths([width for width in widths for _ in numbers], device)
     starts = [number * width for width in widths for number in numbers]  # of each piece in its sequence
     stops = [length for length in packing.lengths for _ in numbers]  # where its padding begins
-    padding = sum(
-        max(0, min(width, start + width - stop))
-        for start, width, stop in zip(starts, pieces.lengths, stops, strict=True)
-    )
-    target_count = sum(  # all but the last of a sequence's own tokens
-        max(0, min(width, stop - 1 - start)) for start, width, stop in zip(starts, pieces.lengths, stops, strict=True)
-    )
+
+    def before(end: int) -> int:
+        """How many positions here are at least `end` tokens before their sequence's end."""
+        return sum(
+            max(0, min(width, stop - end - start))
+            for start, width, stop in zip(starts, pieces.lengths, stops, strict=True)
+        )
+
+    padding = pieces.total - before(depth)
     piece = pieces.sequence_index()
     sequence = piece // len(numbers)
     positions = torch.tensor(starts, device=device)[piece] + pieces.positions()
@@ -70,7 +78,7 @@ def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch
         targets=take(microbatch.targets, IGNORE),
         columns={name: take(column, 0) for name, column in microbatch.columns.items()},
         places=take(microbatch.places, -1),
-        target_count=target_count,
+        target_count=before(depth + 1),
         padding=padding,
         facts={},
         context=_context(cp, widths, numbers, pieces) if cp.size > 1 else None,

@@ -132,6 +132,9 @@ class Microbatch:
     """The number of tokens here that are padding, on the host."""
     context: ContextCut | None = None
     """How to attend where each sequence is shared with other ranks; None where it is whole."""
+    ahead: tuple[Microbatch, ...] = ()
+    """What the same positions predict further ahead, for each multi-token-prediction depth d = 1, 2, …: `tokens` are
+    those d ahead, `targets` and `columns` those of the token after that. Past the end of a sequence it is padding."""
     facts: Mapping[str, ColumnFacts] = field(default_factory=dict)
     """By column, what the host knows of it; made when the microbatch leaves the host."""
 
@@ -223,4 +226,5 @@ class Microbatch:
             columns={name: to_device(column, device) for name, column in self.columns.items()},
             places=to_device(self.places, device),
             context=self.context and self.context.to(device),
+            ahead=tuple(each.to(device) for each in self.ahead),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ def pack(
     truncate: bool = False,
     multiple_of: int = 1,
     groups: Sequence[Hashable] | None = None,
+    depths: int = 0,
 ) -> list[Microbatch]:
     """Pack `sequences` into as few microbatches of at most `budget` tokens as the packer can, evened out in cost.
 
@@ -39,6 +40,8 @@ def pack(
         truncate: cut a sequence longer than the budget at its end, and its columns with it, instead of refusing it.
         multiple_of: the number of microbatches is rounded up to a multiple of this, with empty ones if need be.
         groups: one per sequence; sequences of the same group stay in one microbatch, as a pair to compare must.
+        depths: how many tokens further than the next one positions also predict, as a model with as many
+            multi-token-prediction depths asks (`Microbatch.ahead`).
 
     Returns:
         The microbatches as `plan_bins` orders them, all on the device of the first sequence. Within one, sequences
@@ -51,7 +54,7 @@ def pack(
     plan = Plan(kept, plan_bins(kept, budget, multiple_of=multiple_of, groups=groups))
     everything = range(len(plan.bins))
     members = plan.members(everything)
-    return build(plan, everything, read(sequences, columns or {}, members, members, kept))
+    return build(plan, everything, read(sequences, columns or {}, members, members, kept), depths)
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,16 @@ def read(
     )
 
 
-def build(plan: Plan, numbers: Sequence[int], content: Content) -> list[Microbatch]:
+def build(plan: Plan, numbers: Sequence[int], content: Content, depths: int = 0) -> list[Microbatch]:
     """The microbatches `numbers` of a plan, from what their sequences hold one after the other."""
+    nearest, *further = (_built(plan, numbers, content, depth) for depth in range(depths + 1))
+    if not further:
+        return nearest
+    return [replace(each, ahead=tuple(ahead)) for each, *ahead in zip(nearest, *further, strict=True)]
+
+
+def _built(plan: Plan, numbers: Sequence[int], content: Content, depth: int) -> list[Microbatch]:
+    """The microbatches of positions that predict the token `depth` further ahead than the next."""
     members = plan.members(numbers)
     device = content.tokens.device
     packing = Packing.from_lengths([plan.lengths[member] for member in members], device)
@@ -118,10 +129,23 @@ def build(plan: Plan, numbers: Sequence[int], content: Content) -> list[Microbat
     def dealt(values: Tensor) -> tuple[Tensor, ...]:
         return values.split_with_sizes(sizes)
 
-    tokens, positions_of = dealt(content.tokens), dealt(positions)
-    targets = dealt(_align(content.tokens, packing, fill=IGNORE))
-    places = dealt(positions + starts[packing.sequence_index()])
-    columns = {name: dealt(_align(column, packing, fill=0)) for name, column in content.columns.items()}
+    def shifted(values: Tensor, ahead: int, fill: int) -> Tensor:
+        for _ in range(ahead):
+            values = _align(values, packing, fill=fill)
+        return values
+
+    def within(ahead: int, number: int) -> int:
+        """How many positions of a microbatch have a token so far ahead."""
+        return sum(max(0, plan.lengths[member] - ahead) for member in plan.bins[number])
+
+    tokens, positions_of = dealt(shifted(content.tokens, depth, 0)), dealt(positions)
+    targets = dealt(shifted(content.tokens, depth + 1, IGNORE))
+    places = positions + starts[packing.sequence_index()]
+    if depth:
+        lengths = packing.cu_seqlens.diff()[packing.sequence_index()]
+        places = places.masked_fill(positions + depth >= lengths, -1)
+    places_of = dealt(places)
+    columns = {name: dealt(shifted(column, depth + 1, 0)) for name, column in content.columns.items()}
     return [
         Microbatch(
             tokens=tokens[at],
@@ -129,13 +153,14 @@ def build(plan: Plan, numbers: Sequence[int], content: Content) -> list[Microbat
             positions=positions_of[at],
             targets=targets[at],
             columns={name: column[at] for name, column in columns.items()},
-            places=places[at],
+            places=places_of[at],
             sequences=tuple(plan.bins[number]),
             index=number,
             count=len(plan.bins),
             batch_tokens=plan.tokens,
-            batch_targets=plan.tokens - len(plan.lengths),
-            target_count=sizes[at] - len(plan.bins[number]),
+            batch_targets=sum(max(0, length - depth - 1) for length in plan.lengths),
+            target_count=within(depth + 1, number),
+            padding=sizes[at] - within(depth, number),
         )
         for at, number in enumerate(numbers)
     ]

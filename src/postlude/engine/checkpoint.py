@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +63,11 @@ class Trained(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """This rank's parameters by their global names."""
+        ...
+
+    @property
+    def shared(self) -> Collection[str]:
+        """The names of what both ends of a pipeline hold."""
         ...
 
     @property
@@ -205,7 +210,11 @@ def parts_to_save(trained: Trained) -> dict[str, Part]:
     """What this rank, of all that hold the same, is to write."""
     found = {}
     for name, tensor in _named(trained).items():
-        own = dist.get_rank() == 0 if name == RANDOM else speaks_for(name.rsplit("/", 1)[1], tensor, trained.mesh)
+        own = (
+            dist.get_rank() == 0
+            if name == RANDOM
+            else speaks_for(name.rsplit("/", 1)[1], tensor, trained.mesh, trained.shared)
+        )
         if own and held(tensor).numel():
             found[name] = _part(tensor)
     return found

@@ -23,6 +23,7 @@ from torch import Tensor
 from postlude.data import Batch, Microbatch, cut, scatter
 from postlude.data.bins import Plan, plan_bins, plan_held
 from postlude.data.packing import Content, build, is_plain, lengths_of, read
+from postlude.engine.scale import count_name
 from postlude.world.mesh import Mesh
 
 DTYPES = (
@@ -53,7 +54,9 @@ class Dealt:
     own: list[Microbatch]
     """This rank's microbatches, cut over context parallelism, on its device."""
     counts: Mapping[str, float]
-    """The sum over the whole batch of each column, and the number of "tokens" with a target and of "sequences"."""
+    """The sum over the whole batch of each column, and the number of "tokens" with a target and of "sequences".
+
+    Of what is further ahead, under `count_name`."""
     held: bool
     """Whether results go to who holds a sequence, and not to everyone."""
     mesh: Mesh
@@ -133,7 +136,7 @@ class Dealt:
         return [(name, getattr(torch, dtype), trailing) for name, dtype, trailing in json.loads(text)]
 
 
-def deal(batch: Batch, mesh: Mesh, *, budget: int, vocab_size: int, device: torch.device) -> Dealt:
+def deal(batch: Batch, mesh: Mesh, *, budget: int, vocab_size: int, device: torch.device, depths: int = 0) -> Dealt:
     """This rank's microbatches of a batch. Every rank raises where one does, or where their batches differ."""
     rank, ranks = mesh.dp.rank, mesh.dp.size
     talk = _Talk(device)
@@ -169,8 +172,10 @@ def deal(batch: Batch, mesh: Mesh, *, budget: int, vocab_size: int, device: torc
                 f"data-parallel rank {slot} runs. Give every rank the same batch, or each its own with Batch.held."
             )
 
-    microbatches = build(plan, numbers, content)
-    counts = {"tokens": float(plan.tokens - len(plan.lengths)), "sequences": float(len(plan.lengths))}
+    microbatches = build(plan, numbers, content, depths)
+    counts = {"sequences": float(len(plan.lengths))}
+    for depth in range(depths + 1):
+        counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
     own = [cut(each, mesh.cp, multiple_of=mesh.tp.size).to(device) for each in microbatches]
     return Dealt(plan, own, counts | _sums(microbatches, mesh, device), batch.part is not None, mesh)
 
@@ -246,8 +251,16 @@ def _agreed_columns(batch: Batch, content: Content, talk: _Talk) -> Iterator[tup
 
 def _sums(microbatches: Sequence[Microbatch], mesh: Mesh, device: torch.device) -> dict[str, float]:
     """The sum of every column over the whole batch."""
-    names = list(microbatches[0].columns)
-    sums = [sum(float(each.columns[name].sum(dtype=torch.float64)) for each in microbatches) for name in names]
+    columns = [
+        {
+            count_name(name, depth): column
+            for depth, ahead in enumerate((each, *each.ahead))
+            for name, column in ahead.columns.items()
+        }
+        for each in microbatches
+    ]
+    names = list(columns[0])
+    sums = [sum(float(each[name].sum(dtype=torch.float64)) for each in columns) for name in names]
     if names and mesh.dp.group is not None:
         totals = _on_the_wire(torch.tensor(sums, dtype=torch.float64, device=device))
         dist.all_reduce(totals, group=mesh.dp.group)

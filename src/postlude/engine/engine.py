@@ -23,7 +23,7 @@ from postlude.engine.dealing import Dealt, deal
 from postlude.engine.gradients import clip, squared_norm, sum_counted
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.scale import Ledger, Scale, Tally
-from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_tied
+from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_shared
 from postlude.hf.card import ModelCard
 from postlude.hf.export import Description, describe, is_described, write_hf
 from postlude.hf.families import FAMILIES
@@ -71,6 +71,8 @@ class Engine:
     microbatches of at most `budget` tokens, each rank its own, and puts results back in the caller's order. `device` is
     by default the rank's, as `ranks` chose it. With `critic` the model has a value head, from zero: it is trained,
     clipped, saved and loaded like every other parameter, and is no part of weights that are streamed or exported.
+    With `mtp` the multi-token-prediction depths of the model are trained, by an objective that asks for them (`MTP`);
+    without, they stay as they are.
 
     `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
     its tensors are streamed under our own names. `blocks` and `families` are the tables of each, with yours added.
@@ -87,6 +89,7 @@ class Engine:
         device: torch.device | str | None = None,
         recompute: Recompute = "none",
         critic: bool = False,
+        mtp: bool = False,
         seed: int = 0,
         mesh: Mesh | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
@@ -101,6 +104,7 @@ class Engine:
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
         self.budget = budget
         self.critic = critic
+        self.mtp = mtp
         self.block_types = blocks
         self.families = families
         self.family, self.config = read_model(source, families)
@@ -139,6 +143,8 @@ class Engine:
                 value_head=self.critic,
                 blocks=self.block_types,
             )
+        if stage.predicts_ahead:
+            stage.mtp.requires_grad_(self.mtp)
         shard(stage, self.mesh, self.compute_dtype)
         return stage
 
@@ -156,8 +162,18 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by their global names."""
-        return {name: parameter for stage in self.stages.values() for name, parameter in stage.named_parameters()}
+        """This rank's parameters that are trained, by their global names."""
+        return {
+            name: parameter
+            for stage in self.stages.values()
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """The names of what both ends of a pipeline hold."""
+        return self.config.shared
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -189,8 +205,9 @@ class Engine:
             for stage in self.stages.values():
                 stage.train()
                 before_backwards(stage, self.mesh, last=False)
-            if self._is_second_copy("embedding.weight") and "embedding.weight" in self.parameters:
-                self.parameters["embedding.weight"].grad = None  # the first stage holds what was summed before
+            for name in self.shared & self.parameters.keys():
+                if self._is_second_copy(name):
+                    self.parameters[name].grad = None  # the first stage holds what was summed before
             self.executor.run(
                 own,
                 output_processor=lambda inputs, _: _connected(tally.evaluate(objective, inputs), inputs),
@@ -331,7 +348,7 @@ class Engine:
         self.condition.check()
         dtype = dtype or self.compute_dtype
         buckets = streaming.plan_buckets(self._pieces, bucket_bytes, dtype)
-        return streaming.stream(buckets, self.tensors, self.mesh, dtype)
+        return streaming.stream(buckets, self.tensors, self.mesh, dtype, shared=self.shared)
 
     @torch.no_grad()
     def copy_weights(self, model: LanguageModel) -> None:
@@ -346,7 +363,7 @@ class Engine:
         self.condition.check(gradients=True)
         own = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
         buckets = streaming.plan_buckets(self._pieces, 1 << 30, torch.float32)
-        return streaming.stream(buckets, own, self.mesh, torch.float32)
+        return streaming.stream(buckets, own, self.mesh, torch.float32, shared=self.shared)
 
     @cached_property
     def _pieces(self) -> list[streaming.Piece]:
@@ -370,7 +387,7 @@ class Engine:
         dtype = dtype or self.compute_dtype
         _, hf = describe(self.config, dtype, self.families)
         buckets = streaming.plan_buckets(self._pieces, 1 << 30, dtype)
-        stream = streaming.Interruptible(buckets, self.tensors, self.mesh, dtype)
+        stream = streaming.Interruptible(buckets, self.tensors, self.mesh, dtype, shared=self.shared)
 
         def write() -> None:
             description = Description(hf, tokenizer, self.generation)
@@ -440,7 +457,14 @@ class Engine:
     def _deal(self, batch: Batch) -> Dealt:
         """This rank's microbatches of a batch. Where one rank refuses its part, all do, and the engine stays whole."""
         self.condition.check()
-        return deal(batch, self.mesh, budget=self.budget, vocab_size=self.config.vocab_size, device=self.device)
+        return deal(
+            batch,
+            self.mesh,
+            budget=self.budget,
+            vocab_size=self.config.vocab_size,
+            device=self.device,
+            depths=len(self.config.pattern.mtp),
+        )
 
     @property
     def _speaks(self) -> bool:
@@ -448,21 +472,21 @@ class Engine:
         return self.has_output and self.mesh.tp.rank == 0
 
     def _is_second_copy(self, name: str) -> bool:
-        """Whether this is the tied embedding as the last stage of a pipeline holds it."""
-        return name == "embedding.weight" and self.layout.pp > 1 and 0 not in self.stages
+        """Whether this is a parameter of both ends of a pipeline as the last stage holds it."""
+        return name in self.shared and self.layout.pp > 1 and 0 not in self.stages
 
     def _finish_gradients(self) -> None:
-        """Give every parameter a gradient, and sum a tied embedding's over both ends of the pipeline.
+        """Give every parameter a gradient, and sum those of shared ones over both ends of the pipeline.
 
         Zero where nothing depended on it: one without would get no optimizer state, which a checkpoint then lacks.
         """
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        embedding = self.parameters.get("embedding.weight")
-        if self.config.tied_head and embedding is not None:
-            assert embedding.grad is not None
-            sum_tied(embedding.grad, self.mesh)
+        for name in sorted(self.shared & self.parameters.keys()):
+            gradient = self.parameters[name].grad
+            assert gradient is not None
+            sum_shared(gradient, self.mesh)
 
     @property
     def _blocks(self) -> list[Block]:

@@ -25,6 +25,11 @@ MOST_LINES = 256
 """The most metrics that are reduced together."""
 
 
+def count_name(over: str, depth: int = 0) -> str:
+    """What the count of weights is called that are `depth` tokens further ahead than the next."""
+    return f"{over} +{depth}" if depth else over
+
+
 class Scale:
     """The counts of one batch, and what a microbatch adds to a loss or a metric.
 
@@ -40,20 +45,23 @@ class Scale:
         self.sharers = sharers
         self.counts = dict(counts or {})
 
-    def count(self, over: str) -> float:
+    def count(self, over: str, depth: int = 0) -> float:
         """The sum of the weights `over` names, in the whole batch."""
-        if over not in self.counts:
-            weights = (self.weights(over, microbatch).sum(dtype=torch.float64) for microbatch in self.microbatches)
-            self.counts[over] = float(sum(weights)) * self._sharers_of(over)
-        if self.counts[over] <= 0:
+        name = count_name(over, depth)
+        if name not in self.counts:
+            weights = (self.weights(over, each, depth).sum(dtype=torch.float64) for each in self.microbatches)
+            self.counts[name] = float(sum(weights)) * self._sharers_of(over)
+        if self.counts[name] <= 0 and not depth:
             raise ValueError(
-                f'a loss is a mean over "{over}", whose weights sum to {self.counts[over]:g} in this batch. '
+                f'a loss is a mean over "{over}", whose weights sum to {self.counts[name]:g} in this batch. '
                 "Skip a batch with nothing to learn, or name other weights."
             )
-        return self.counts[over]
+        return self.counts[name] or 1.0  # sequences too short for a depth leave it nothing to learn
 
-    def weights(self, over: str, microbatch: Microbatch) -> Tensor:
+    def weights(self, over: str, microbatch: Microbatch, depth: int = 0) -> Tensor:
         """[T], or [n] over "sequences"."""
+        if depth:
+            return self.weights(over, microbatch.ahead[depth - 1])
         match over:
             case "tokens":
                 return microbatch.targets != IGNORE
@@ -63,24 +71,24 @@ class Scale:
 
     def loss(self, loss: Loss, microbatch: Microbatch) -> Tensor:
         """What this microbatch adds to the batch's loss: a scalar, fp32."""
-        parts = [self._sum(part.values, part.over, microbatch) / self.count(part.over) for part in loss.parts()]
+        parts = [self._sum(part, microbatch) / self.count(part.over, part.depth) for part in loss.parts()]
         return torch.stack(parts).sum()
 
-    def _sum(self, values: Tensor, over: str, microbatch: Microbatch) -> Tensor:
-        if values.ndim == 0:
-            return values.float() / self._sharers_of(over)
-        weights = self._fitting(values, over, microbatch)
-        return torch.where(weights != 0, values.float() * weights, 0.0).sum()
+    def _sum(self, loss: Loss, microbatch: Microbatch) -> Tensor:
+        if loss.values.ndim == 0:
+            return loss.values.float() / self._sharers_of(loss.over)
+        weights = self._fitting(loss, microbatch)
+        return torch.where(weights != 0, loss.values.float() * weights, 0.0).sum()
 
     def _sharers_of(self, over: str) -> int:
         """How many ranks have the same values: a sequence's are whole on every rank that holds part of it."""
         return self.sharers if over == "sequences" else 1
 
-    def _fitting(self, values: Tensor, over: str, microbatch: Microbatch) -> Tensor:
-        weights = self.weights(over, microbatch)
-        if values.shape != weights.shape:
+    def _fitting(self, part: Loss | Metric, microbatch: Microbatch) -> Tensor:
+        weights = self.weights(part.over, microbatch, part.depth)
+        if part.values.shape != weights.shape:
             raise ValueError(
-                f'values over "{over}" have shape {tuple(values.shape)}, but this microbatch has '
+                f'values over "{part.over}" have shape {tuple(part.values.shape)}, but this microbatch has '
                 f"{tuple(weights.shape)} of them. Give one value for each, or their sum as a scalar."
             )
         return weights
@@ -148,11 +156,11 @@ class Tally:
         values = metric.values.detach().float()
         if values.ndim == 0:
             # A number of the whole microbatch weighs as much as what it is of; of a sum, it is an addend.
-            whole = self.scale.weights(metric.over, microbatch).sum().float()
+            whole = self.scale.weights(metric.over, microbatch, metric.depth).sum().float()
             addend = torch.ones_like(values) / self.scale._sharers_of(metric.over)
             weights = addend if metric.reduction == "sum" else whole
         else:
-            weights = self.scale._fitting(values, metric.over, microbatch).float()
+            weights = self.scale._fitting(metric, microbatch).float()
         kept = weights != 0
         reduction, upper, lower = self.entries.setdefault(name, (metric.reduction, [], []))
         if reduction != metric.reduction:

@@ -34,7 +34,7 @@ def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype) -> None:
             shard_placement_fn=even if part.experts else None,
             reshard_after_forward=not whole_between,
         )
-    for layer in model.layers.values():
+    for layer in model.logical_layers:
         fully_shard(
             layer, mesh=mesh.shards, mp_policy=_precision(compute_dtype), reshard_after_forward=not whole_between
         )
@@ -87,8 +87,8 @@ def renewed(old: LanguageModel, new: LanguageModel) -> LanguageModel:
     return new
 
 
-def sum_tied(gradient: Tensor, mesh: Mesh) -> None:
-    """Sum a tied embedding's gradient over the two ends of the pipeline, which both hold it."""
+def sum_shared(gradient: Tensor, mesh: Mesh) -> None:
+    """Sum the gradient of a shared parameter over the two ends of the pipeline, which both hold it."""
     if mesh.ends.group is not None:
         dist.all_reduce(held(gradient), group=mesh.ends.group)
 

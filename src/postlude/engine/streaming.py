@@ -8,7 +8,7 @@ is negotiated while weights stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -79,14 +79,21 @@ def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int, dtype: torch.dtype)
 
 @torch.no_grad()
 def stream(
-    buckets: Sequence[Sequence[Piece]], tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype
+    buckets: Sequence[Sequence[Piece]],
+    tensors: Mapping[str, Tensor],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    shared: Collection[str],
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors by their names, on every rank. `tensors` are those this rank holds parts of, by our names.
+
+    `shared` are those that both ends of a pipeline hold.
 
     They come in `dtype`, but for those that are kept in a wider one.
     Every rank takes every tensor, in step: a rank that stops early leaves the others waiting.
     """
-    spoken = {name: tensor for name, tensor in tensors.items() if speaks_for(name, tensor, mesh)}
+    spoken = {name: tensor for name, tensor in tensors.items() if speaks_for(name, tensor, mesh, shared)}
     device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
     for bucket in buckets:
         words = [-(-piece.bytes(dtype) // 8) for piece in bucket]  # each begins where any dtype may
@@ -107,9 +114,15 @@ class Interruptible:
     """`stream`, of which the first rank may take less than all. It calls `end` after that, and all ranks stop there."""
 
     def __init__(
-        self, buckets: Sequence[Sequence[Piece]], tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype
+        self,
+        buckets: Sequence[Sequence[Piece]],
+        tensors: Mapping[str, Tensor],
+        mesh: Mesh,
+        dtype: torch.dtype,
+        *,
+        shared: Collection[str],
     ) -> None:
-        self.buckets, self.tensors, self.mesh, self.dtype = buckets, tensors, mesh, dtype
+        self.buckets, self.tensors, self.mesh, self.dtype, self.shared = buckets, tensors, mesh, dtype, shared
         self.begun = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -117,7 +130,7 @@ class Interruptible:
             self.begun += 1
             if not self._goes_on(True):
                 return
-            yield from stream([bucket], self.tensors, self.mesh, self.dtype)
+            yield from stream([bucket], self.tensors, self.mesh, self.dtype, shared=self.shared)
 
     def end(self) -> None:
         """Say, on the first rank, that it takes no more. Nothing where there is no more."""
@@ -136,10 +149,10 @@ def _width(dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
-def speaks_for(name: str, tensor: Tensor, mesh: Mesh) -> bool:
-    """Whether this rank, of all that hold the same part, is the one to give it."""
-    if name == "embedding.weight" and mesh.ends.rank == 1:
-        return False  # tied, and given by the first stage
+def speaks_for(name: str, tensor: Tensor, mesh: Mesh, shared: Collection[str]) -> bool:
+    """Whether this rank, of all that hold the same part, is the one to give it. `shared` ones the first end gives."""
+    if name in shared and mesh.ends.rank == 1:
+        return False
     if not isinstance(tensor, DTensor):
         return mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
     coordinate = tensor.device_mesh.get_coordinate()

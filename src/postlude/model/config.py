@@ -24,6 +24,8 @@ class ModelConfig:
     vocab_size: int
     blocks: Mapping[str, BlockConfig]
     tied_head: bool = False
+    mtp_repeated: bool = False
+    """Whether every multi-token-prediction depth uses the parameters of the first."""
     norm_eps: float = 1e-6
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -36,26 +38,37 @@ class ModelConfig:
         for name in ("hidden_size", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelConfig({name}={getattr(self, name)}): a size is at least 1.")
-        used = dict.fromkeys(
-            (*self.pattern.blocks, *(s for depth in self.pattern.mtp for layer in depth for s in layer))
-        )
-        missing = [symbol for symbol in used if symbol not in self.blocks]
+        missing = [symbol for symbol in self.symbols if symbol not in self.blocks]
         if missing:
             raise ValueError(
                 f"the pattern {self.pattern} uses {', '.join(map(repr, missing))}, but `blocks` has configs for "
                 f"{', '.join(map(repr, self.blocks)) or 'nothing'} only. Add a config for each symbol."
             )
 
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The kinds of blocks it is made of, those of multi-token prediction included."""
+        ahead = (symbol for depth in self.pattern.mtp for layer in depth for symbol in layer)
+        return tuple(dict.fromkeys((*self.pattern.blocks, *ahead)))
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """The parameters that both ends of a pipeline hold: the first owns them, and gradients are sums over both."""
+        at_both_ends = self.tied_head or self.pattern.mtp
+        return frozenset(("embedding.weight",)) if at_both_ends else frozenset()
+
     def fits(self, layout: Layout) -> None:
         """Refuse a layout that cannot divide this model, in a sentence with the nearest that can."""
         self.stage_layers(Stage(0, layout.stages))
-        for symbol in dict.fromkeys(self.pattern.blocks):
+        for symbol in self.symbols:
             self.blocks[symbol].fits(layout, self.pattern.symbols[symbol])
 
     def stage_layers(self, stage: Stage) -> range:
         """Logical layers of one pipeline stage: where the pattern is cut, else balanced by cost."""
+
+        def cost(symbol: str) -> float:
+            return self.blocks[symbol].flops(self.hidden_size)
+
         head = 2.0 * self.hidden_size * self.vocab_size
-        stages = self.pattern.stages(
-            stage.count, cost=lambda symbol: self.blocks[symbol].flops(self.hidden_size), head_cost=head
-        )
-        return stages[stage.index]
+        depths = [sum(cost(symbol) for layer in depth for symbol in layer) + head for depth in self.pattern.mtp]
+        return self.pattern.stages(stage.count, cost=cost, head_cost=head + sum(depths))[stage.index]

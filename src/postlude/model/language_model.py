@@ -16,6 +16,7 @@ from postlude.model.blocks import BLOCKS, Block, Part
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Running
+from postlude.model.mtp import MTP, Ahead
 from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
 from postlude.model.parallel import (
     ColumnLinear,
@@ -58,11 +59,6 @@ class LanguageModel(nn.Module):
         blocks: Mapping[str, type[Block]] = BLOCKS,
     ) -> None:
         super().__init__()
-        if config.pattern.mtp:
-            raise ValueError(
-                f"pattern {config.pattern} has {len(config.pattern.mtp)} multi-token-prediction depth(s), which "
-                "LanguageModel does not build yet. Drop the part after '/' to train the trunk alone."
-            )
         self.config = config
         self.mesh = mesh or Mesh.alone()
         self.recompute = recompute
@@ -77,14 +73,16 @@ class LanguageModel(nn.Module):
 
     def _make(self, blocks: Mapping[str, type[Block]], value_head: bool) -> None:
         config, tp = self.config, self.mesh.tp
-        # A tied head needs the embedding where the head is; both stages then hold it under the one name.
-        if self.stage.first or (self.stage.last and config.tied_head):
+        # A tied head and multi-token prediction need the embedding where the head is; both stages then hold it.
+        if self.stage.first or (self.stage.last and config.shared):
             self.embedding = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         self.layers = HybridStack(config, self.stage, self.mesh, blocks)
         if self.stage.last:
             self.norm = RMSNorm(config.hidden_size, config.norm_eps, tp=tp)
             if not config.tied_head:
                 self.head = ColumnLinear(config.hidden_size, config.vocab_size, tp=tp)
+            if config.pattern.mtp:
+                self.mtp = MTP(config, self.mesh, blocks)
         self.value_head = ValueHead(config.hidden_size, tp=tp) if value_head and self.stage.last else None
 
     @property
@@ -95,7 +93,18 @@ class LanguageModel(nn.Module):
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks of this stage, in order."""
-        return tuple(block for layer in self.layers.values() for block in cast(LogicalLayer, layer).blocks)
+        return tuple(block for layer in self.logical_layers for block in layer.blocks)
+
+    @property
+    def logical_layers(self) -> tuple[LogicalLayer, ...]:
+        """The layers of this stage, in order, those of multi-token prediction included."""
+        ahead = self.mtp.layers if self.predicts_ahead else ()
+        return (*(cast(LogicalLayer, layer) for layer in self.layers.values()), *ahead)
+
+    @property
+    def predicts_ahead(self) -> bool:
+        """Whether this stage holds multi-token-prediction depths."""
+        return self.stage.last and bool(self.config.pattern.mtp)
 
     def forward(
         self,
@@ -126,6 +135,7 @@ class LanguageModel(nn.Module):
             layout=self.layout,
             config=self.config,
             reports=forward.reports,
+            ahead=Ahead(self.mtp, self.mesh, self.recompute, self._embed) if self.predicts_ahead else None,
         )
         return processor(inputs, context)
 
@@ -193,8 +203,7 @@ class LanguageModel(nn.Module):
             # On a GPU the look would make the host wait; there the embedding itself stops the process.
             if not tokens.is_cuda and tokens.numel() and int(tokens.max()) >= size:
                 raise ValueError(f"token {int(tokens.max())} is past the vocabulary, which ends at {size - 1}.")
-            embedded: Tensor = self.embedding(tokens)
-            return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale
+            return self._embed(tokens)
         expected = (len(microbatch) // self.mesh.tp.size, self.config.hidden_size)
         if hidden is None or tuple(hidden.shape) != expected:
             got = "nothing" if hidden is None else tuple(hidden.shape)
@@ -203,6 +212,11 @@ class LanguageModel(nn.Module):
                 f"but got {got}."
             )
         return hidden
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[T] -> [T / tp, H]."""
+        embedded: Tensor = self.embedding(tokens)
+        return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale
 
     def _processor(
         self, targets: Tensor | bool | None, processor: OutputProcessor | None, context: Any

@@ -6,7 +6,7 @@ processors too, so the default path and yours are the same path.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -168,8 +168,8 @@ class OutputInputs:
 
     `hidden` [T / tp, H] is after the final norm: this rank's shard of the microbatch's T tokens. The head's methods
     take it as it is and answer for all T, alike on every tensor-parallel rank; `gather` does so for values of your own.
-    `mtp` holds the hidden states of each multi-token-prediction depth. `reports` are side values of this stage's blocks
-    for the log, such as router balance.
+    `reports` are side values of this stage's blocks for the log, such as router balance. `ahead` gives the same of each
+    multi-token-prediction depth, where the model has any.
     """
 
     hidden: Tensor
@@ -177,12 +177,33 @@ class OutputInputs:
     microbatch: Microbatch
     layout: Layout
     config: ModelConfig
-    mtp: tuple[Tensor, ...] = ()
     reports: Mapping[str, Tensor] = field(default_factory=dict)
+    ahead: Depths | None = None
+
+    def depths(self, *, stop_trunk: bool = False, stop_head: bool = False) -> Iterator[OutputInputs]:
+        """What each multi-token-prediction depth gives, run when it is asked for; see `Depths`."""
+        if self.ahead is None:
+            raise ValueError(
+                f"pattern {self.config.pattern} has no multi-token-prediction depths; write them after a '/', as in "
+                f"{self.config.pattern}/[*-]."
+            )
+        return self.ahead(self, stop_trunk=stop_trunk, stop_head=stop_head)
 
     def gather(self, values: Tensor) -> Tensor:
         """Values made from `hidden` token by token [T / tp, ...] -> those of all T tokens, alike on every rank."""
         return gather_alike(values, self.head.tp.group)
+
+
+class Depths(Protocol):
+    """What the multi-token-prediction depths of a model make of one microbatch, when they are asked."""
+
+    def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
+        """The output of each depth in turn, given as the trunk's `inputs` are: its positions predict further ahead.
+
+        With `stop_trunk` no gradient reaches what was there before the depths: the trunk and the embedding. With
+        `stop_head` none reaches the head.
+        """
+        ...
 
 
 class OutputProcessor(Protocol):

@@ -117,6 +117,15 @@ class Pattern:
         blocks = layers[index]
         return Layer(index, blocks, sum(map(len, layers[:index])), block_names(blocks, self.symbols))
 
+    def depth_layers(self, depth: int) -> tuple[Layer, ...]:
+        """The logical layers of one MTP depth, counted from 0 within it; blocks go on from the trunk's."""
+        before = len(self.blocks) + sum(len(layer) for layers in self.mtp[:depth] for layer in layers)
+        found = []
+        for index, blocks in enumerate(self.mtp[depth]):
+            found.append(Layer(index, blocks, before, block_names(blocks, self.symbols)))
+            before += len(blocks)
+        return tuple(found)
+
     def stages(
         self,
         count: int,

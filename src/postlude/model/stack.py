@@ -20,11 +20,19 @@ from postlude.world.mesh import Mesh
 class LogicalLayer(nn.Module):
     """The blocks of one logical layer in order, under names that are distinct within it."""
 
-    def __init__(self, layer: Layer, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        config: ModelConfig,
+        mesh: Mesh,
+        blocks: Mapping[str, type[Block]],
+        *,
+        within: str = "layers",
+    ) -> None:
         super().__init__()
         self.block_names = layer.names
         for symbol, name in zip(layer.blocks, layer.names, strict=True):
-            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"layers.{layer.index}.{name}", mesh))
+            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"{within}.{layer.index}.{name}", mesh))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -45,7 +53,7 @@ class HybridStack(nn.ModuleDict):
     """Logical layers by their global index, so that names are the same in every layout."""
 
     def __init__(self, config: ModelConfig, stage: Stage, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
-        for symbol in dict.fromkeys(config.pattern.blocks):
+        for symbol in config.symbols:
             _check(symbol, config, blocks)
         layers = (config.pattern.layer(index) for index in config.stage_layers(stage))
         super().__init__({str(layer.index): LogicalLayer(layer, config, mesh, blocks) for layer in layers})

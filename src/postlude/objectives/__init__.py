@@ -8,6 +8,7 @@ from postlude.objectives.custom import load_objective
 from postlude.objectives.distill import Distill
 from postlude.objectives.divergence import ReferenceKL
 from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, smallest, total
+from postlude.objectives.mtp import MTP, MTPProcessor
 from postlude.objectives.policy import PolicyGradient
 from postlude.objectives.preference import Preference
 from postlude.objectives.sft import SFT
@@ -15,9 +16,11 @@ from postlude.objectives.value import ValueLoss
 from postlude.objectives.weights import weights
 
 __all__ = [
+    "MTP",
     "SFT",
     "Distill",
     "Loss",
+    "MTPProcessor",
     "Metric",
     "Objective",
     "PolicyGradient",

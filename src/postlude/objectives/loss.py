@@ -21,11 +21,13 @@ class Metric:
     reduction: Reduction
     values: Tensor
     over: str = "tokens"
+    depth: int = 0
+    """How many tokens further ahead than the next its positions predict; see `Microbatch.ahead`."""
 
 
-def mean(values: Tensor, over: str = "tokens") -> Metric:
+def mean(values: Tensor, over: str = "tokens", *, depth: int = 0) -> Metric:
     """Mean of per-token (or, over "sequences", per-sequence) values, weighted as `Loss` weighs them."""
-    return Metric("mean", values, over)
+    return Metric("mean", values, over, depth)
 
 
 def total(values: Tensor, over: str = "tokens") -> Metric:
@@ -55,13 +57,15 @@ class Loss:
 
     Where the weight is zero a value counts for nothing, even if it is not a number. A scalar stands for a sum over this
     microbatch that has its weights in it already; over "sequences", a sum over whole ones, alike on every rank that
-    shares them. Losses over different things add up: `policy + 0.1 * penalty`.
+    shares them. Losses over different things add up: `policy + 0.1 * penalty`. With a `depth` the positions are those
+    of `microbatch.ahead`, which predict as many tokens further ahead, and so are the weights.
     """
 
     values: Tensor
     over: str = "tokens"
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     more: tuple[Loss, ...] = ()
+    depth: int = 0
 
     def __add__(self, other: Loss) -> Loss:
         """Both together, with the metrics of both."""

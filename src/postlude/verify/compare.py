@@ -21,6 +21,7 @@ from postlude.hf.load import Source, load_model, read_config, read_model
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, OutputInputs
 from postlude.model.blocks import BLOCKS
+from postlude.objectives import MTP, Objective
 from postlude.ops.linear_logprobs import TokenStats
 from postlude.verify.cases import BUDGET, Case, batches
 from postlude.verify.choices import TOLERANCES, objective_named
@@ -103,11 +104,13 @@ def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, A
         recompute=case.recompute,
         seed=case.seed,
         blocks=case.blocks or BLOCKS,
+        mtp=True,
     )
+    objective = _objective(case, engine.config)
     answers = {}
     for name, batch in batches(case.objective, engine.config.vocab_size, case.seed).items():
         engine.zero_grad()
-        result = engine.forward_backward(batch, objective_named(case.objective))
+        result = engine.forward_backward(batch, objective)
         gradients = {theirs: tensor.cpu() for theirs, tensor in engine.gradients()}
         scores = engine.logprobs(batch, entropy=True)
         assert scores.entropy is not None
@@ -119,7 +122,7 @@ def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Answer]:
     """What one rank finds: every microbatch in turn, by plain autograd."""
     source = _source(case)
     model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=case.blocks or BLOCKS)
-    objective = objective_named(case.objective)
+    objective = _objective(case, model.config)
     answers = {}
     for name, batch in batches(case.objective, model.config.vocab_size, case.seed).items():
         whole = pack(
@@ -128,6 +131,7 @@ def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Answer]:
             columns=batch.columns,
             multiple_of=case.layout.dp,
             groups=batch.groups,
+            depths=len(model.config.pattern.mtp),
         )
         microbatches = [each.to(device) for each in whole]
         scale = Scale(whole)
@@ -145,6 +149,12 @@ def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Answer]:
         entropy = torch.cat(unpack(whole, [each.entropy.cpu() for each in stats]))
         answers[name] = Answer(loss, logprob, entropy, _gradients(model, source))
     return answers
+
+
+def _objective(case: Case, config: ModelConfig) -> Objective:
+    """The case's, and that of multi-token prediction beside it where the model has depths for it."""
+    objective = objective_named(case.objective)
+    return MTP(objective=objective, weight=0.3) if config.pattern.mtp else objective
 
 
 def _score(inputs: OutputInputs, context: None) -> TokenStats:

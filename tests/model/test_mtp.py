@@ -1,0 +1,248 @@
+"""Multi-token prediction equals a naive one: each sequence alone, each depth where there is a token so far ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude import LanguageModel, Layout, Stage, pack
+from postlude.data import IGNORE, Microbatch
+from postlude.engine.scale import Scale
+from postlude.model import OutputInputs
+from postlude.model.blocks import MoEConfig
+from postlude.model.context import ForwardContext
+from postlude.objectives import MTP, SFT
+from postlude.verify.cases import Case
+from postlude.verify.compare import Report, compare
+from tests.equality import assert_equal
+from tests.meshes import mesh
+from tests.model.small import sequences, small_config, small_model
+
+LENGTHS = (6, 1, 9, 2, 3, 4)
+DEPTHS = [1, 2, 3]
+PATTERNS = {"[*-]": "[*-]{2}", "*-": "[*-]", "[*E]": "[*E]"}
+
+
+def pattern(depth_pattern: str, depths: int) -> str:
+    return PATTERNS[depth_pattern] + f"/{depth_pattern}" * depths
+
+
+def naive(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]]:
+    """By sequence and depth: hidden states of the positions that have a token so far ahead, with a gradient."""
+    found = []
+    for sequence in batch:
+        (alone,) = pack([sequence], budget=64)
+        hidden: Tensor = model(alone, output_processor=lambda inputs, _: inputs.hidden)
+        depths = []
+        for number in range(len(model.config.pattern.mtp)):
+            module = model.mtp[0 if model.config.mtp_repeated else number]
+            left = len(sequence) - number - 1
+            if left < 1:
+                break
+            (shorter,) = pack([sequence[:left]], budget=64)
+            embedded = model.embedding(sequence[number + 1 :])
+            joined = torch.cat((module.embedding_norm(embedded), module.hidden_norm(hidden[:left])), dim=-1)
+            hidden = F.linear(joined, module.proj.weight)
+            for layer in module.layers.values():
+                hidden = layer(hidden, ForwardContext(shorter))
+            hidden = module.norm(hidden)
+            depths.append(hidden)
+        found.append(depths)
+    return found
+
+
+def naive_loss(model: LanguageModel, batch: list[Tensor], weight: float, masks: list[Tensor] | None = None) -> Tensor:
+    """SFT of the next token, and the mean over depths of the same of tokens further ahead."""
+    weights = masks or [torch.ones(len(sequence)) for sequence in batch]
+    head = model.embedding.weight if model.config.tied_head else model.head.weight
+    depths = len(model.config.pattern.mtp)
+    hidden = naive(model, batch)
+    total = torch.zeros(())
+    for depth in range(depths + 1):
+        summed, count = torch.zeros(()), torch.zeros(())
+        for sequence, own, mask in zip(batch, hidden, weights, strict=True):
+            if len(sequence) < depth + 2:
+                continue
+            if depth == 0:
+                (alone,) = pack([sequence], budget=64)
+                states = model(alone, output_processor=lambda inputs, _: inputs.hidden)[:-1]
+            else:
+                states = own[depth - 1][:-1]
+            losses = F.cross_entropy(F.linear(states, head), sequence[depth + 1 :], reduction="none")
+            summed, count = summed + (losses * mask[depth + 1 :]).sum(), count + mask[depth + 1 :].sum()
+        total = total + summed / count.clamp_min(1.0) * (1.0 if depth == 0 else weight / depths)
+    return total
+
+
+@pytest.mark.parametrize("depths", DEPTHS)
+@pytest.mark.parametrize("kind", PATTERNS)
+@pytest.mark.parametrize("repeated", [False, True], ids=["", "repeated"])
+def test_every_depth_equals_a_naive_one(kind: str, depths: int, repeated: bool) -> None:
+    model = small_model(pattern(kind, depths), mtp_repeated=repeated)
+    batch = sequences(*LENGTHS)
+    (microbatch,) = pack(batch, budget=64, depths=depths)
+    assert len(model.mtp) == (1 if repeated else depths)
+    outputs: list[OutputInputs] = model(microbatch, output_processor=lambda inputs, _: list(inputs.depths()))
+    expected = naive(model, batch)
+    for depth, output in enumerate(outputs):
+        for own, (start, stop) in zip(expected, microbatch.packing.slices(), strict=True):
+            if depth < len(own):
+                assert_equal(output.hidden[start : stop - depth - 1], own[depth], f"depth {depth + 1}")
+
+
+@pytest.mark.parametrize("depths", DEPTHS)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_losses_counts_and_gradients_equal_a_naive_model(depths: int, tied: bool, masked: bool) -> None:
+    batch = sequences(*LENGTHS)
+    masks = [torch.rand(len(sequence), generator=torch.Generator().manual_seed(7)) for sequence in batch]
+    config = small_config(pattern("[*-]", depths), tied_head=tied)
+    model, reference = LanguageModel(config), LanguageModel(config)
+    microbatches = pack(batch, budget=16, columns={"mask": masks}, depths=depths)
+    assert len(microbatches) > 1
+    over = "mask" if masked else "tokens"
+    objective, scale = MTP(objective=SFT(over=over), weight=0.3, over=over), Scale(microbatches)
+    loss = torch.zeros(())
+    for microbatch in microbatches:
+        added = scale.loss(model(microbatch, output_processor=lambda inputs, _: objective(inputs)), microbatch)
+        added.backward()
+        loss += added.detach()
+    for depth in range(depths + 1):
+        expected_count = sum(
+            float(mask[depth + 1 :].sum() if masked else max(0, len(mask) - depth - 1)) for mask in masks
+        )
+        assert scale.count(over, depth) == pytest.approx(expected_count)
+        microbatch_counts = sum(_at(each, depth).target_count for each in microbatches)
+        assert microbatch_counts == sum(max(0, length - depth - 1) for length in LENGTHS)
+    expected = naive_loss(reference, batch, 0.3, masks if masked else None)
+    expected.backward()
+    assert_equal(loss, expected, "loss")
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        assert_equal(parameter.grad, other.grad, f"gradient of {name}")
+
+
+def _at(microbatch: Microbatch, depth: int) -> Microbatch:
+    return microbatch.ahead[depth - 1] if depth else microbatch
+
+
+def test_tokens_targets_and_columns_are_shifted_within_their_sequences() -> None:
+    batch = sequences(4, 1, 3)
+    (microbatch,) = pack(
+        batch, budget=64, columns={"mask": [torch.arange(1.0, 5), torch.ones(1), torch.arange(5.0, 8)]}, depths=2
+    )
+    first, second = microbatch.ahead
+    a, c = batch[0].tolist(), batch[2].tolist()
+    assert first.tokens.tolist() == [a[1], a[2], a[3], 0, 0, c[1], c[2], 0]
+    assert first.targets.tolist() == [a[2], a[3], IGNORE, IGNORE, IGNORE, c[2], IGNORE, IGNORE]
+    assert first.columns["mask"].tolist() == [3, 4, 0, 0, 0, 7, 0, 0]
+    assert (first.places >= 0).tolist() == [True, True, True, False, False, True, True, False]
+    assert second.tokens.tolist() == [a[2], a[3], 0, 0, 0, c[2], 0, 0]
+    assert second.targets.tolist() == [a[3]] + [IGNORE] * 7
+    assert (first.target_count, second.target_count, first.padding, second.padding) == (3, 1, 3, 5)
+    assert (first.batch_targets, second.batch_targets) == (3, 1)
+
+
+def test_gradients_stop_where_they_are_told_to() -> None:
+    batch = sequences(*LENGTHS)
+    (microbatch,) = pack(batch, budget=64, depths=1)
+
+    def reached(**options: bool) -> set[str]:
+        model = small_model("[*-]{2}/[*-]")
+        objective = MTP(objective=lambda inputs: 0.0 * SFT()(inputs), weight=1.0, **options)
+        Scale([microbatch]).loss(model(microbatch, output_processor=lambda i, _: objective(i)), microbatch).backward()
+        return {name for name, each in model.named_parameters() if each.grad is not None and each.grad.any()}
+
+    everything = {name for name, _ in small_model("[*-]{2}/[*-]").named_parameters()}
+    depth = {name for name in everything if name.startswith("mtp.")}
+    assert reached() == everything
+    assert reached(stop_head=True) == everything - {"head.weight"}
+    assert reached(stop_trunk=True) == depth | {"head.weight"}
+    assert reached(stop_trunk=True, stop_head=True) == depth
+
+
+def test_a_loss_of_ones_own_is_asked_for_each_depth() -> None:
+    batch = sequences(*LENGTHS)
+    masks = [torch.rand(len(sequence), generator=torch.Generator().manual_seed(3)) for sequence in batch]
+    (microbatch,) = pack(batch, budget=64, columns={"mask": masks}, depths=2)
+    model = small_model("[*-]{2}" + "/[*-]" * 2)
+    asked = []
+
+    def processor(depth: int, inputs: OutputInputs, context: Any) -> Tensor:
+        asked.append((depth, context))
+        return -depth * inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
+
+    def loss(**own: Any) -> float:
+        objective = MTP(objective=lambda inputs: 0.0 * SFT()(inputs), weight=1.0, over="mask", **own)
+        return float(
+            Scale([microbatch]).loss(model(microbatch, output_processor=lambda i, _: objective(i)), microbatch)
+        )
+
+    plain = [float(naive_part(model, batch, masks, depth).detach()) for depth in (1, 2)]
+    assert loss() == pytest.approx((plain[0] + plain[1]) / 2, rel=1e-5)
+    assert loss(processor=processor, context="mine") == pytest.approx((plain[0] + 2 * plain[1]) / 2, rel=1e-5)
+    assert asked == [(1, "mine"), (2, "mine")]
+
+
+def naive_part(model: LanguageModel, batch: list[Tensor], masks: list[Tensor], depth: int) -> Tensor:
+    summed, count = torch.zeros(()), torch.zeros(())
+    for sequence, own, mask in zip(batch, naive(model, batch), masks, strict=True):
+        if len(sequence) >= depth + 2:
+            losses = F.cross_entropy(
+                F.linear(own[depth - 1][:-1], model.head.weight), sequence[depth + 1 :], reduction="none"
+            )
+            summed, count = summed + (losses * mask[depth + 1 :]).sum(), count + mask[depth + 1 :].sum()
+    return summed / count
+
+
+def test_what_cannot_be_is_refused() -> None:
+    (microbatch,) = pack(sequences(4, 3), budget=64)
+    with pytest.raises(ValueError, match=r"predicts 1 tokens further ahead, but the microbatch was packed for 0\."):
+        small_model("[*-]/[*-]")(microbatch, output_processor=lambda inputs, _: list(inputs.depths()))
+    with pytest.raises(ValueError, match=r"has no multi-token-prediction depths; write them after a '/'"):
+        small_model("[*-]")(microbatch, output_processor=lambda inputs, _: list(inputs.depths()))
+
+
+def test_a_stage_of_its_own_applies_the_final_norm() -> None:
+    config = small_config("[*-]{2}|/[*-]")
+    stages = [LanguageModel(config, stage=Stage(index, 2)) for index in range(2)]
+    assert not stages[1].layers
+    whole = LanguageModel(small_config("[*-]{2}/[*-]"))
+    (microbatch,) = pack(sequences(*LENGTHS), budget=64, depths=1)
+    ahead = [
+        each(microbatch, hidden, output_processor=lambda inputs, _: (inputs.hidden, next(inputs.depths()).hidden))
+        for each, hidden in ((whole, None), (stages[1], stages[0](microbatch)))
+    ]
+    for one, other in zip(*ahead, strict=True):
+        assert torch.equal(one, other)
+
+
+def verify(group: Any, case: Case) -> Report | None:
+    return compare(case, mesh=mesh(case.layout))
+
+
+LAYOUTS = ["pp=2", "cp=2", "tp=2", "dp_shard=2,ep=2", "own stage", "pp=2,vpp=2", "tp=2,pp=2,cp=2"]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=pytest.mark.thorough if each.count("=") > 1 else ()) for each in LAYOUTS]
+)
+@pytest.mark.parametrize("depths", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_layout_equals_one_rank(ranks: Any, layout: str, depths: int) -> None:
+    own = layout == "own stage"
+    where = Layout.parse("pp=2" if own else layout)
+    trunk = "[*-][*E]|" if own else "[*-][*E]{3}" if where.stages > 2 else "[*-][*E]"
+    config = small_config(
+        trunk + "/[*E]" * depths,
+        tied_head=depths == 3,
+        vocab_size=40,
+        blocks={"E": MoEConfig(experts=4, top_k=2, intermediate_size=12)},
+    )
+    report = ranks(where.world_size, verify, Case(config, where, "sft", initializer_range=0.1))[0]
+    assert set(report.gradients) == set(LanguageModel(config).state_dict())
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
