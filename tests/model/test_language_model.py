@@ -7,6 +7,8 @@ import torch
 
 from postlude import LanguageModel, Stage, pack, unpack
 from postlude.model.blocks import BLOCKS, AttentionConfig, MLPConfig
+from postlude.model.parallel import RMSNorm
+from postlude.ops.rotary import RotaryConfig, rotary_table, rotate
 from tests.equality import assert_equal, difference
 from tests.model.small import sequences, small_config, small_microbatch, small_model
 
@@ -125,3 +127,56 @@ def test_outside_blocks_are_passed_in_not_registered() -> None:
     microbatch = small_microbatch()
     plain, doubled = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "-": Doubled})
     assert not torch.equal(plain(microbatch), doubled(microbatch))
+
+
+@pytest.mark.parametrize("qk_norm", ["head", "full"])
+def test_norms_around_zero_equal_norms_around_one(qk_norm: str) -> None:
+    """The same function of a weight that is less by one: values, and the gradients of every parameter."""
+    attention = AttentionConfig(heads=4, kv_heads=2, head_dim=6, qk_norm=qk_norm)
+    one = small_model("[*-]{2}", blocks={"*": attention})
+    zero = small_model("[*-]{2}", blocks={"*": attention}, norm_offset=1.0)
+    microbatch = small_microbatch()
+    assert_equal(zero(microbatch), one(microbatch))  # both start from the same function
+    with torch.no_grad():
+        for (name, mine), other in zip(one.named_parameters(), zero.parameters(), strict=True):
+            if name.endswith("norm.weight"):
+                assert (other == 0).all()
+                mine.normal_(1.0, 0.3)
+            other.copy_(mine - 1 if name.endswith("norm.weight") else mine)
+    losses = [model(microbatch, targets=True).sum() for model in (one, zero)]
+    assert_equal(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    for (name, mine), other in zip(one.named_parameters(), zero.named_parameters(), strict=True):
+        assert_equal(other[1].grad, mine.grad, name)
+
+
+def test_a_norm_around_zero_keeps_what_bf16_would_lose_beside_one() -> None:
+    norm = RMSNorm(4, 1e-6, offset=1.0).to(torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.fill_(1e-3)
+    hidden = torch.full((1, 4), 256.0, dtype=torch.bfloat16)
+    exact = norm(hidden.float())
+    assert norm(hidden).dtype == torch.bfloat16
+    assert_equal(exact, torch.full((1, 4), 1.0 + norm.weight[0].item()))
+
+
+def test_rotary_turns_the_first_features_alone() -> None:
+    positions, vectors = torch.arange(5), torch.randn(5, 2, 10)
+    table = rotary_table(RotaryConfig(), positions, 4)
+    turned = rotate(vectors, table)
+    assert torch.equal(turned[..., 4:], vectors[..., 4:])
+    assert torch.equal(turned[..., :4], rotate(vectors[..., :4], table))
+    with pytest.raises(ValueError, match=r"rotary_dim=3 of head_dim=6: .* use an even number from 2 to 6"):
+        AttentionConfig(heads=1, kv_heads=1, head_dim=6, rotary_dim=3)
+
+
+def test_an_output_gate_that_is_open_or_half_open() -> None:
+    """sigmoid(0) is a half, so a gate of zeros halves what attention adds."""
+    attention = {"heads": 4, "kv_heads": 2, "head_dim": 6}
+    plain = small_model("*", blocks={"*": AttentionConfig(**attention)})
+    gated = small_model("*", blocks={"*": AttentionConfig(**attention, output_gate=True)})
+    with torch.no_grad():
+        gated.layers["0"].attention.gate_proj.weight.zero_()
+        gated.layers["0"].attention.o_proj.weight.mul_(2)
+    assert_equal(gated(small_microbatch()), plain(small_microbatch()))

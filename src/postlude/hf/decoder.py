@@ -115,11 +115,20 @@ def activation(hf: PretrainedConfig) -> Activation:
     return ACTIVATIONS[hf.hidden_act]
 
 
-def rotary(hf: PretrainedConfig, layer_type: str) -> RotaryConfig:
-    """Rotary frequencies of one kind of layer: the parameters stand by layer type, or once for all."""
+def rotary_dim(hf: PretrainedConfig, head_dim: int, layer_type: str = "full_attention") -> int:
+    """How many of a head's features are turned, of a family that may turn part of them."""
+    parameters = hf.rope_parameters.get(layer_type, hf.rope_parameters)
+    return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+
+
+def rotary(hf: PretrainedConfig, layer_type: str, *, partial: bool = False) -> RotaryConfig:
+    """Rotary frequencies of one kind of layer: the parameters stand by layer type, or once for all.
+
+    `partial` says that the caller turns `rotary_dim` features of a head; otherwise all have to be turned.
+    """
     parameters = hf.rope_parameters
     parameters = parameters.get(layer_type, parameters)
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported, only 1.0.")
     kind, theta = parameters.get("rope_type", "default"), parameters["rope_theta"]
     match kind:

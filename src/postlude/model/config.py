@@ -15,8 +15,9 @@ from postlude.model.pattern import Pattern
 class ModelConfig:
     """Everything that decides a model's function and its parameters' names and shapes.
 
-    `blocks` holds one config for each symbol of the pattern. `family` names the Hugging Face family the model is
-    exported as; `hf_config` keeps all that family's config.json said, token ids and lengths included.
+    `blocks` holds one config for each symbol of the pattern. A norm multiplies by `norm_offset` + its weight, where the
+    offset is 1 if weights are stored around zero. `family` names the Hugging Face family the model is exported as;
+    `hf_config` keeps all that family's config.json said, token ids and lengths included.
     """
 
     pattern: Pattern
@@ -27,6 +28,7 @@ class ModelConfig:
     mtp_repeated: bool = False
     """Whether every multi-token-prediction depth uses the parameters of the first."""
     norm_eps: float = 1e-6
+    norm_offset: float = 0.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None

@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
             self.embedding = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         self.layers = HybridStack(config, self.stage, self.mesh, blocks)
         if self.stage.last:
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps, tp=tp)
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps, tp=tp, offset=config.norm_offset)
             if not config.tied_head:
                 self.head = ColumnLinear(config.hidden_size, config.vocab_size, tp=tp)
             if config.pattern.mtp:
@@ -176,7 +176,7 @@ class LanguageModel(nn.Module):
             owner = next((prefix for prefix in owners if name.startswith(prefix)), None)
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if owner is None:
-                reset_parameter(name, whole, std, generator)
+                reset_parameter(name, whole, std, generator, norm=1.0 - self.config.norm_offset)
             else:
                 owners[owner].reset(name.removeprefix(owner), whole, std, generator)
             held(parameter).copy_(whole[region(parameter)])

@@ -218,23 +218,25 @@ class VocabularyEmbedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32, token by token."""
+    """x / rms(x) · (offset + weight), computed in fp32, token by token."""
 
-    def __init__(self, size: int, eps: float, *, tp: Axis = ALONE) -> None:
+    def __init__(self, size: int, eps: float, *, tp: Axis = ALONE, offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = offset
         self.weight = stored(size, axis=tp, dim=None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        return F.rms_norm(hidden, (hidden.shape[-1],), local(self.weight), self.eps)
+        return _rms_norm(hidden, local(self.weight), self.eps, self.offset)
 
 
 class ColumnRMSNorm(nn.Module):
     """RMSNorm of a vector whose features are spread over the ranks."""
 
-    def __init__(self, size: int, eps: float, *, tp: Axis = ALONE) -> None:
+    def __init__(self, size: int, eps: float, *, tp: Axis = ALONE, offset: float = 0.0) -> None:
         super().__init__()
+        self.offset = offset
         self.size = size
         self.eps = eps
         self.tp = tp
@@ -243,11 +245,19 @@ class ColumnRMSNorm(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """[T, size / tp] -> [T, size / tp]."""
         if self.tp.group is None:
-            return F.rms_norm(features, (self.size,), local(self.weight), self.eps)
+            return _rms_norm(features, local(self.weight), self.eps, self.offset)
         wide = features.float()
         squares = sum_over_group(wide.square().sum(-1, keepdim=True), self.tp.group)
         normed = wide * torch.rsqrt(squares / self.size + self.eps)
-        return (normed * local(self.weight).float()).to(features.dtype)
+        return (normed * (self.offset + local(self.weight).float())).to(features.dtype)
+
+
+def _rms_norm(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Over the last dimension. A weight around zero is more exact than its sum with the offset would be in bf16."""
+    if not offset:
+        return F.rms_norm(vectors, vectors.shape[-1:], weight, eps)
+    wide = torch.promote_types(vectors.dtype, torch.float32)
+    return F.rms_norm(vectors.to(wide), vectors.shape[-1:], offset + weight.to(wide), eps).to(vectors.dtype)
 
 
 def _local_or_none(parameter: Tensor | None) -> Tensor | None:

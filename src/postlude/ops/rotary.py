@@ -81,7 +81,13 @@ def rotary_table(config: RotaryConfig, positions: Tensor, width: int) -> tuple[T
 
 
 def rotate(vectors: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn `vectors` [T, heads, width] by their positions; pair i is (i, i + width / 2)."""
+    """Turn `vectors` [T, heads, width] by their positions; pair i is (i, i + width / 2).
+
+    Where the table is narrower, as many of the first features are turned, and the rest are left as they are.
+    """
+    turned = table[0].shape[-1]
+    if turned < vectors.shape[-1]:
+        return torch.cat((rotate(vectors[..., :turned], table), vectors[..., turned:]), dim=-1)
     cos, sin = (part.to(vectors.dtype) for part in table)
     first, second = vectors.chunk(2, dim=-1)
     return vectors * cos + torch.cat((-second, first), dim=-1) * sin

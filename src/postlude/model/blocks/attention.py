@@ -25,18 +25,22 @@ class AttentionConfig(BlockConfig):
     """Sizes and options of one attention block.
 
     `qk_norm` normalises queries and keys: each `head` by itself, or the `full` projection before it is cut into heads.
-    `scale` multiplies the scores and defaults to head_dim^-½; `softcap` bounds them.
+    `scale` multiplies the scores and defaults to head_dim^-½; `softcap` bounds them. `rotary_dim` says how many of a
+    head's features are turned by position, from the first; by default all. `output_gate` multiplies what the heads give
+    by the sigmoid of one more projection.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     rotary: RotaryConfig | None = field(default_factory=RotaryConfig)
+    rotary_dim: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Literal["head", "full"] | None = None
     scale: float | None = None
     softcap: float | None = None
+    output_gate: bool = False
 
     @property
     def window(self) -> int | None:
@@ -49,20 +53,30 @@ class AttentionConfig(BlockConfig):
                 f"attention with heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}: every size is "
                 "at least 1 and kv_heads divides heads."
             )
-        if self.rotary and self.head_dim % 2:
+        if self.rotary and self.rotary_dim is None and self.head_dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs; use an even head_dim."
+            )
+        if self.rotary_dim is not None and not (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0):
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim} of head_dim={self.head_dim}: rotary embedding turns pairs of a head's "
+                f"features; use an even number from 2 to {self.head_dim}."
             )
 
     def flops(self, hidden_size: int) -> float:
         """Projections, and scores over half of a nominal sequence."""
         seen = min(NOMINAL_LENGTH / 2, self.window or NOMINAL_LENGTH)
-        projections = 2 * hidden_size * self.head_dim * 2 * (self.heads + self.kv_heads)
+        gate = self.heads if self.output_gate else 0
+        projections = 2 * hidden_size * self.head_dim * (2 * (self.heads + self.kv_heads) + gate)
         return projections + 4 * seen * self.heads * self.head_dim
 
     def kept(self, hidden_size: int) -> float:
-        """The norm's input and output, queries, keys and values before and after they are turned, and the heads."""
-        return 3 * hidden_size + self.head_dim * (3 * self.heads + 4 * self.kv_heads)
+        """The norm's input and output, queries, keys and values before and after they are turned, and the heads.
+
+        A gate adds itself, its sigmoid and what it made of the heads.
+        """
+        heads = 6 * self.heads if self.output_gate else 3 * self.heads
+        return 3 * hidden_size + self.head_dim * (heads + 4 * self.kv_heads)
 
     def fits(self, layout: Layout, name: str) -> None:
         """Each tensor-parallel rank has query heads of its own, and whole key heads or an even part of one."""
@@ -110,10 +124,13 @@ class Attention(Block):
         self.k_proj = ColumnLinear(model.hidden_size, key_size, bias=config.qkv_bias, tp=mesh.tp)
         self.v_proj = ColumnLinear(model.hidden_size, key_size, bias=config.qkv_bias, tp=mesh.tp)
         self.o_proj = RowLinear(query_size, model.hidden_size, bias=config.output_bias, tp=mesh.tp)
+        if config.output_gate:
+            self.gate_proj = ColumnLinear(model.hidden_size, query_size, bias=config.qkv_bias, tp=mesh.tp)
         if config.qk_norm:
             norm, full = (ColumnRMSNorm, True) if config.qk_norm == "full" else (RMSNorm, False)
-            self.q_norm = norm(query_size if full else config.head_dim, model.norm_eps, tp=mesh.tp)
-            self.k_norm = norm(key_size if full else config.head_dim, model.norm_eps, tp=mesh.tp)
+            eps, offset = model.norm_eps, model.norm_offset
+            self.q_norm = norm(query_size if full else config.head_dim, eps, tp=mesh.tp, offset=offset)
+            self.k_norm = norm(key_size if full else config.head_dim, eps, tp=mesh.tp, offset=offset)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
@@ -127,10 +144,12 @@ class Attention(Block):
         if config.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if config.rotary:
-            table = context.rotary(config.rotary, config.head_dim)
+            table = context.rotary(config.rotary, config.rotary_dim or config.head_dim)
             query, key = rotate(query, table), rotate(key, table)
-        heads = self._attend(query, key, value, context)
-        output: Tensor = self.o_proj(heads.flatten(-2))
+        heads = self._attend(query, key, value, context).flatten(-2)
+        if config.output_gate:
+            heads = heads * self.gate_proj(hidden).sigmoid()
+        output: Tensor = self.o_proj(heads)
         return output
 
     def _own_heads(self, features: Tensor) -> Tensor:

@@ -45,8 +45,12 @@ class Block(nn.Module):
         self.name = name  # global, such as "layers.17.moe"
         self.mesh = mesh
         pre, post = config.norm in ("pre", "both"), config.norm in ("post", "both")
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps, tp=mesh.tp) if pre else nn.Identity()
-        self.post_norm = RMSNorm(model.hidden_size, model.norm_eps, tp=mesh.tp) if post else nn.Identity()
+        self.norm_start = 1.0 - model.norm_offset
+        self.norm = self._block_norm(model) if pre else nn.Identity()
+        self.post_norm = self._block_norm(model) if post else nn.Identity()
+
+    def _block_norm(self, model: ModelConfig) -> RMSNorm:
+        return RMSNorm(model.hidden_size, model.norm_eps, tp=self.mesh.tp, offset=model.norm_offset)
 
     def steps(self) -> tuple[Step, ...]:
         """The block's work in order. Most blocks are one compute step."""
@@ -72,19 +76,19 @@ class Block(nn.Module):
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
         """Give one parameter of this block (`name` is local) its first value."""
-        reset_parameter(name, parameter, std, generator)
+        reset_parameter(name, parameter, std, generator, norm=self.norm_start)
 
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
         return {"hidden": hidden + self.post_norm(self.work(self.norm(hidden), context))}
 
 
-def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """The usual start: matrices normal, norm weights one, every other vector zero."""
+def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator, *, norm: float = 1.0) -> None:
+    """The usual start: matrices normal, norm weights `norm`, every other vector zero."""
     if parameter.ndim > 1:
         # Drawn in fp32 and rounded, so that a model is the same in every dtype.
         drawn = torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator)
         parameter.copy_(drawn)
     elif name.endswith("norm.weight"):
-        parameter.fill_(1.0)
+        parameter.fill_(norm)
     else:
         parameter.zero_()
