@@ -19,6 +19,16 @@ import torch.distributed as dist
 torch.backends.mkldnn.enabled = False  # see ops/products.py: the models of tests are small
 
 PATIENCE = 60  # seconds; a rank that waits longer is stuck
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(  # once, for all ranks: each would take seconds to import it, some at its first step
+    [
+        "pytest",
+        "torch._dynamo",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "postlude.recipes.grpo",
+    ]
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that in the end no worker waits for another (`--no-loadscope-reorder`)."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -63,13 +76,11 @@ class Ranks:
         return results
 
     def _start(self, size: int) -> list[tuple[Connection, Any]]:
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["postlude.cli"])  # imported once, for all ranks
         rendezvous = self.directory / f"{size}-{len(list(self.directory.iterdir()))}"
         pool = []
         for rank in range(size):
-            ours, theirs = server.Pipe()
-            process = server.Process(target=_serve, args=(rank, size, str(rendezvous), theirs), daemon=True)
+            ours, theirs = SERVER.Pipe()
+            process = SERVER.Process(target=_serve, args=(rank, size, str(rendezvous), theirs), daemon=True)
             process.start()
             pool.append((ours, process))
         return pool

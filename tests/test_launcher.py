@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from postlude.world.last_words import GRACE, RankError
 from postlude.world.launcher import launch, ranks
+from tests.conftest import SERVER
 
 SLACK = 25.0  # seconds; the tests share their machine
 PATIENCE = 90  # seconds until a process that should end by itself is given up
@@ -49,17 +52,14 @@ def misbehave(how: str, who: int, where: str) -> None:
     dist.all_reduce(torch.ones(3))
 
 
-PLAIN = """
-import sys
-from postlude.world.launcher import RankError, ranks
-from tests.test_launcher import misbehave, timeout
-
-try:
-    with ranks(timeout=timeout(sys.argv[1])) as rank:
-        misbehave(sys.argv[1], int(sys.argv[2]), sys.argv[3])
-except RankError as error:
-    print(error)
-"""
+def plain(how: str, who: int, where: str, environment: dict[str, str], told: Connection) -> None:
+    """A rank by its variables alone, which tells what it ended with."""
+    os.environ.update(environment)
+    try:
+        with ranks(timeout=timeout(how), device="cpu"):
+            misbehave(how, who, where)
+    except RankError as error:
+        told.send(str(error))
 
 
 def timeout(how: str) -> int:
@@ -110,43 +110,46 @@ def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_pa
         assert 'raise ValueError("no such column")' in failure.value.traceback
 
 
-def start_plain(how: str, who: int, where: Path, size: int = 3) -> list[subprocess.Popen[str]]:
+def start_plain(how: str, who: int, where: Path, size: int = 3) -> list[tuple[BaseProcess, Connection]]:
     """Ranks of nobody: processes with torchrun's variables and no agent above them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    common |= {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", PLAIN, how, str(who), str(where)]
-    return [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
+    started: list[tuple[BaseProcess, Connection]] = []
+    for rank in range(size):
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        ours, theirs = SERVER.Pipe()
+        process = SERVER.Process(target=plain, args=(how, who, str(where), environment, theirs))
+        process.start()
+        theirs.close()  # so that a rank that ends in silence is heard
+        started.append((process, ours))
+    return started
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "who", "sentence"),
     [
-        ("raise", 1, "rank 1 of 3 failed: ValueError: no such column\n"),
-        ("kill", 1, "rank 1 of 3 does not answer any more: it was killed or lost.\n"),
-        ("return", 1, "rank 1 of 3 finished without coming to this collective.\n"),
+        ("raise", 1, "rank 1 of 3 failed: ValueError: no such column"),
+        ("kill", 1, "rank 1 of 3 does not answer any more: it was killed or lost."),
+        ("return", 1, "rank 1 of 3 finished without coming to this collective."),
         pytest.param("sleep", 1, "rank 1 of 3 did not come: it is in misbehave ", marks=pytest.mark.slow),
-        ("raise", 0, "rank 0 of 3 failed: ValueError: no such column\n"),  # rank 0 holds the store
-        ("kill", 0, "rank 0 of 3 does not answer any more: it was killed or lost, and the last words with it.\n"),
+        ("raise", 0, "rank 0 of 3 failed: ValueError: no such column"),  # rank 0 holds the store
+        ("kill", 0, "rank 0 of 3 does not answer any more: it was killed or lost, and the last words with it."),
     ],
 )
 def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence: str, tmp_path: Path) -> None:
-    processes = start_plain(how, who, tmp_path)
+    started = start_plain(how, who, tmp_path)
     try:
-        for survivor in (process for rank, process in enumerate(processes) if rank != who):
-            told, _ = survivor.communicate(timeout=PATIENCE)
-            assert told.startswith(sentence)
+        for _, survivor in (each for rank, each in enumerate(started) if rank != who):
+            assert survivor.poll(PATIENCE)
+            told = survivor.recv()
+            assert told.startswith(sentence) if how == "sleep" else told == sentence
         assert since_start(tmp_path) < (timeout(how) if how == "sleep" else 0) + 2 * GRACE + SLACK
     finally:
-        for process in processes:
+        for process, _ in started:
             process.kill()
-            process.communicate()
+            process.join()
 
 
 @pytest.mark.slow

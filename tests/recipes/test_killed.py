@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from postlude.recipes.config.reading import load
 from postlude.recipes.grpo import GRPOConfig, run
+from postlude.recipes.run.ending import Ending
 from tests.conftest import PATIENCE, Ranks
 from tests.recipes import killing
 from tests.rollout import functions
@@ -58,8 +59,8 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(group: Any, place: str, name: str, *overrides: str) -> None:
-    run(load(GRPOConfig, Path(place, "small.yaml"), ["--run", f"{place}/{name}", *overrides]))
+def trained(group: Any, place: str, name: str, *overrides: str) -> Ending:
+    return run(load(GRPOConfig, Path(place, "small.yaml"), ["--run", f"{place}/{name}", *overrides]))
 
 
 def command(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -130,7 +131,7 @@ def assert_equal(place: Path) -> None:
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # one of the five moments below
 def test_a_killed_run_goes_on(ranks: Ranks, place: Path) -> None:
     ranks(1, trained, str(place), "whole")
     order(place, "backward")
@@ -180,27 +181,27 @@ def asked_to_end(place: Path, *overrides: str) -> subprocess.CompletedProcess[st
 @pytest.mark.slow
 def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_goes_on(ranks: Ranks, place: Path) -> None:
     ranks(1, trained, str(place), "whole")
-    for by, step, code, done in (("SIGTERM", 2, 143, 3), ("SIGINT", 1, 130, 4)):
-        order(place, "backward", step=step, by=by)
-        ended = asked_to_end(place)
-        words = f"postlude grpo: {by} ended the run after step {done}, which is saved; go on with: postlude grpo "
-        assert ended.stderr.splitlines()[-1] == f"{words}small.yaml --run parts", ended.stderr
-        assert ended.returncode == code
-        assert [path.name for path in (place / "parts" / "checkpoints").iterdir()] == [f"step-00000{done}"]
-        assert not (place / "parts" / "model").exists()
-    done_ = command(place)
-    assert done_.returncode == 0, done_.stderr
+    order(place, "backward", step=2, by="SIGTERM")
+    ended = asked_to_end(place)
+    words = "postlude grpo: SIGTERM ended the run after step 3, which is saved; go on with: postlude grpo "
+    assert ended.stderr.splitlines()[-1] == f"{words}small.yaml --run parts", ended.stderr
+    assert ended.returncode == 143
+    assert [path.name for path in (place / "parts" / "checkpoints").iterdir()] == ["step-000003"]
+    assert not (place / "parts" / "model").exists()
+    (done,) = ranks(1, trained, str(place), "parts")
+    assert done.outcome == "finished"
     assert_equal(place)
 
 
 @pytest.mark.slow
 def test_ranks_agree_to_end_when_one_is_asked_or_the_launcher_is(ranks: Ranks, place: Path) -> None:
     ranks(2, trained, str(place), "whole", "--layout=pp=2")
-    for victim, by, step, code, done in (("rank", "SIGTERM", 2, 143, 3), ("launcher", "SIGINT", 1, 130, 4)):
-        order(place, "backward", victim=victim, step=step, by=by)
-        ended = asked_to_end(place, "--layout=pp=2")
-        assert f"{by} ended the run after step {done}, which is saved" in ended.stderr.splitlines()[-1], ended.stderr
-        assert ended.returncode == code
-    done_ = command(place, "--layout=pp=2")
-    assert done_.returncode == 0, done_.stderr
+    order(place, "backward", step=2, by="SIGTERM")
+    endings = ranks(2, trained, str(place), "parts", "--layout=pp=2")
+    assert [(each.outcome, each.step, each.code) for each in endings] == [("interrupted", 3, 143)] * 2
+    order(place, "backward", victim="launcher", step=1, by="SIGINT")
+    ended = asked_to_end(place, "--layout=pp=2")
+    assert "SIGINT ended the run after step 4, which is saved" in ended.stderr.splitlines()[-1], ended.stderr
+    assert ended.returncode == 130
+    assert {each.outcome for each in ranks(2, trained, str(place), "parts", "--layout=pp=2")} == {"finished"}
     assert_equal(place)

@@ -239,7 +239,7 @@ def _tensors(source: Source, family: Family | None, config: ModelConfig) -> Tens
         return _directory(path, family, config)
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(GGUF_NEEDS)
-    module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+    module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=hf_config(config))
     return ModuleSource(module, wanted_tensors(config, family))
 
 
