@@ -14,7 +14,7 @@ from postlude import LanguageModel, Layout, OutputInputs
 from postlude.data import cut
 from postlude.engine.sharding import shard
 from postlude.model.blocks import MoEConfig
-from postlude.model.parallel import held, local, region
+from postlude.model.parallel import HeadVectors, held, local, region
 from tests.engine.training import build, same
 from tests.equality import assert_equal
 from tests.meshes import mesh
@@ -23,6 +23,7 @@ from tests.model.small import small_config, small_microbatch
 WIDE = MoEConfig(experts=5, top_k=2, intermediate_size=12, router_fp32=True, selection_bias=True)
 CONFIG = small_config("[*E]", blocks={"E": WIDE})
 PROMISED = {"layers.0.moe.router.weight", "value_head.weight"}
+RECURRENT = small_config("[M-]")
 
 
 def draw(model: LanguageModel) -> None:
@@ -135,3 +136,66 @@ def test_a_model_made_in_bf16_keeps_what_it_promised() -> None:
     plain = LanguageModel(replace(CONFIG, blocks={**CONFIG.blocks, "E": replace(WIDE, router_fp32=False)}))
     assert all(tensor.dtype == torch.float32 for tensor in plain.state_dict().values())
     assert torch.get_default_dtype() == torch.float32
+
+
+# --- vectors of one number a head
+
+
+def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
+    """What a model in bf16 uses of each vector, and what it learns."""
+    place = mesh(Layout.parse(layout))
+    with torch.device("meta"):
+        model = LanguageModel(RECURRENT, mesh=place, recompute=recompute)
+    shard(model, place, torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.reset()
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, HeadVectors):
+
+            def after(module: Any, given: Any, output: dict[str, Tensor], name: str = name) -> None:
+                for own, vector in output.items():
+                    if f"{name}.{own}" not in found:  # the first time, not when it is computed again
+                        mine = found[f"{name}.{own}"] = {"used": vector.detach().clone()}
+                        vector.register_hook(lambda gradient, mine=mine: mine.update(upstream=gradient))
+
+            module.register_forward_hook(after)
+    microbatch = cut(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
+    model(microbatch, targets=True).sum().backward()
+    for name, mine in found.items():
+        parameter = model.get_parameter(name)
+        assert parameter.grad is not None
+        mine |= {"stored": held(parameter), "gradient": held(parameter.grad), "region": region(parameter)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ("", "selective"),
+        ("dp_shard=2", "none"),
+        pytest.param("tp=2", "selective", marks=pytest.mark.thorough),
+        pytest.param("dp_shard=2", "full", marks=pytest.mark.thorough),
+    ],
+)
+def test_vectors_of_heads_are_fp32_in_a_model_of_bf16(ranks: Any, layout: str, recompute: str) -> None:
+    whole = {name: parameter.detach() for name, parameter in LanguageModel(RECURRENT).named_parameters()}
+    everyone = ranks(Layout.parse(layout).world_size, vectors_seen, layout, recompute)
+    assert {name for name in whole if "vectors" in name} == everyone[0].keys()
+    for name, expected in whole.items():
+        mine = [found[name] for found in everyone if name in found]
+        for one in mine:
+            assert one["stored"].dtype == one["used"].dtype == one["gradient"].dtype == torch.float32
+            assert torch.equal(one["stored"], expected[one["region"]])
+            used = expected[one["region"]] if layout == "tp=2" else expected
+            assert torch.equal(one["used"], used)  # not rounded on the way
+            learned = one["upstream"] if layout == "tp=2" else sum(other["upstream"] for other in mine)
+            assert torch.count_nonzero(learned)
+            assert_equal(one["gradient"], learned if layout == "tp=2" else learned[one["region"]], name)
+
+
+def test_vectors_of_heads_of_a_model_made_in_bf16_are_not_rounded() -> None:
+    whole, model = LanguageModel(RECURRENT).state_dict(), LanguageModel(RECURRENT, dtype=torch.bfloat16).state_dict()
+    wide = {name for name, tensor in model.items() if tensor.dtype == torch.float32}
+    assert wide == {name for name in whole if "vectors" in name}
+    assert all(torch.equal(model[name], whole[name]) for name in wide)

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from postlude import LanguageModel, Microbatch, ModelConfig, Pattern, Stage, pack
-from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig, MoEConfig, SlidingAttentionConfig
+from postlude.model.blocks import (
+    AttentionConfig,
+    BlockConfig,
+    MambaConfig,
+    MLPConfig,
+    MoEConfig,
+    SlidingAttentionConfig,
+)
 
 VOCABULARY = 37
 
@@ -19,6 +26,7 @@ def small_config(pattern: str = "[*-][S-][*E]*", **changes: Any) -> ModelConfig:
     blocks: dict[str, BlockConfig] = {
         "*": AttentionConfig(**attention),
         "S": SlidingAttentionConfig(**attention, sliding_window=3),
+        "M": MambaConfig(heads=4, head_dim=3, state_size=6, groups=2, chunk=5),
         "-": MLPConfig(intermediate_size=20),
         "E": MoEConfig(experts=5, top_k=2, intermediate_size=12),
     }

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.attention import Attention, AttentionConfig, SlidingAttention, SlidingAttentionConfig
 from postlude.model.blocks.block import Block, Part
+from postlude.model.blocks.mamba import Mamba, MambaConfig
 from postlude.model.blocks.mlp import MLP, MLPConfig
 from postlude.model.blocks.moe import MoE, MoEConfig
 
@@ -13,6 +14,7 @@ BLOCKS: Mapping[str, type[Block]] = MappingProxyType(
     {
         "*": Attention,
         "S": SlidingAttention,
+        "M": Mamba,
         "-": MLP,
         "E": MoE,
     }
@@ -26,6 +28,8 @@ __all__ = [
     "Block",
     "BlockConfig",
     "MLPConfig",
+    "Mamba",
+    "MambaConfig",
     "MoE",
     "MoEConfig",
     "Part",

@@ -1,0 +1,317 @@
+"""Mamba-2 (`M`): a short convolution, a state-space scan with decays of its own choosing, and a gated norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from postlude.data.microbatch import ByHeads
+from postlude.layout import Layout
+from postlude.model.block_config import BlockConfig
+from postlude.model.blocks.block import Block, Part
+from postlude.model.config import ModelConfig
+from postlude.model.context import ForwardContext, Inputs, States
+from postlude.model.parallel import ColumnLinear, HeadVectors, RowLinear, local, stored
+from postlude.model.steps import Step, compute
+from postlude.ops.collectives import gather_from_sequence, sum_over_group
+from postlude.ops.convolution import convolve, convolve_step, last_inputs
+from postlude.ops.packing import Packing
+from postlude.ops.ssd import ssd, ssd_step
+from postlude.world.mesh import ALONE, Axis, Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig(BlockConfig):
+    """Sizes and options of one Mamba-2 block.
+
+    Each of `heads` has a state [head_dim, state_size]; the B and C of each of `groups` serve as many adjacent heads.
+    Time steps are softplus(projection + bias), held within `time_step_limit`. The norm before the output projection
+    takes each of `norm_groups` by itself, and is gated by silu(z) before it or, with `norm_before_gate`, after. `chunk`
+    is how many tokens the scan takes as one product: it changes speed alone. Fresh biases are such that time steps
+    start between the two of `time_step_start`.
+    """
+
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int = 1
+    conv_kernel: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    norm_groups: int = 1
+    norm_before_gate: bool = False
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    time_step_start: tuple[float, float] = (1e-3, 1e-1)
+    chunk: int = 128
+
+    def __post_init__(self) -> None:
+        sizes = (
+            self.heads,
+            self.head_dim,
+            self.state_size,
+            self.groups,
+            self.conv_kernel,
+            self.norm_groups,
+            self.chunk,
+        )
+        if min(sizes) < 1 or self.heads % self.groups or self.inner % self.norm_groups:
+            raise ValueError(
+                f"Mamba-2 with heads={self.heads}, head_dim={self.head_dim}, state_size={self.state_size}, "
+                f"groups={self.groups}, norm_groups={self.norm_groups}, conv_kernel={self.conv_kernel}, "
+                f"chunk={self.chunk}: every size is at least 1, groups divide heads and norm_groups heads · head_dim."
+            )
+        low, high = self.time_step_limit
+        if not 0 <= low < high:
+            raise ValueError(f"time_step_limit={self.time_step_limit}: give a least and a greatest step, neither < 0.")
+
+    @property
+    def inner(self) -> int:
+        """Features of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Features of all groups: of B, and of C."""
+        return self.groups * self.state_size
+
+    def flops(self, hidden_size: int) -> float:
+        """Projections, convolution, and the scan's products inside chunks and with states."""
+        projections = 2 * hidden_size * (3 * self.inner + 2 * self.shared + self.heads)
+        convolution = 2 * self.conv_kernel * (self.inner + 2 * self.shared)
+        return (
+            projections + convolution + 2 * self.chunk * (self.inner + self.shared) + 4 * self.inner * self.state_size
+        )
+
+    def kept(self, hidden_size: int) -> float:
+        """The norm's input and output; x, B and C before and after the convolution; z; the scan's output, twice."""
+        return 3 * hidden_size + 3 * (self.inner + 2 * self.shared) + 5 * self.inner
+
+    def fits(self, layout: Layout, name: str) -> None:
+        """Each tensor- and context-parallel rank has heads of its own, and whole groups or an even part of one."""
+        if not self._divided_by(layout.tp, layout.cp):
+            fitting = [
+                f"tp={tp}, cp={cp}"
+                for tp in range(1, self.heads + 1)
+                for cp in range(1, self.heads + 1)
+                if tp * cp <= layout.tp * layout.cp and self._divided_by(tp, cp)
+            ]
+            raise ValueError(
+                f"{name} has {self.heads} heads in {self.groups} groups, normed in {self.norm_groups}, which "
+                f"tp={layout.tp}, cp={layout.cp} cannot share: tp · cp divides the heads, and along each axis ranks "
+                f"divide the groups or are a multiple of them. Use {fitting[-1]}."
+            )
+
+    def _divided_by(self, tp: int, cp: int) -> bool:
+        whole = self.groups % tp == 0
+        left = self.groups // tp if whole else 1
+        shared = tp % self.groups == 0 and self.shared % tp == 0
+        norms = self.norm_groups % tp == 0 or tp % self.norm_groups == 0
+        return self.heads % (tp * cp) == 0 and (whole or shared) and norms and (left % cp == 0 or cp % left == 0)
+
+
+class Mamba(Block):
+    """Each tensor-parallel rank has heads of its own; under context parallelism each has whole sequences of some."""
+
+    Config = MambaConfig
+    generates = True
+
+    def __init__(self, config: MambaConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
+        super().__init__(config, model, name, mesh)
+        self.config = config
+        size, inner, shared, tp = model.hidden_size, config.inner, config.shared, mesh.tp
+        self.z_proj = ColumnLinear(size, inner, bias=config.bias, tp=tp)
+        self.x_proj = ColumnLinear(size, inner, bias=config.bias, tp=tp)
+        self.b_proj = ColumnLinear(size, shared, bias=config.bias, tp=tp)
+        self.c_proj = ColumnLinear(size, shared, bias=config.bias, tp=tp)
+        self.dt_proj = ColumnLinear(size, config.heads, bias=config.bias, tp=tp)
+        self.x_conv = Kernels(inner, config.conv_kernel, bias=config.conv_bias, tp=tp)
+        self.b_conv = Kernels(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
+        self.c_conv = Kernels(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
+        self.vectors = HeadVectors(("A_log", "dt_bias", "D"), config.heads, tp=tp)
+        self.gated_norm = GatedRMSNorm(inner, config.norm_groups, model.norm_eps, config.norm_before_gate, tp=tp)
+        self.out_proj = RowLinear(inner, size, bias=config.bias, tp=tp)
+
+    def steps(self) -> tuple[Step, ...]:
+        """The vectors are gathered by themselves, so that all else can be run again."""
+        return (compute("vectors", self.read_vectors, again=False), compute("work", self.run))
+
+    def apart(self) -> tuple[Part, ...]:
+        """What decays and time steps are made of stays in fp32."""
+        return (Part(self.vectors, fp32=True),)
+
+    def read_vectors(self, context: ForwardContext) -> Mapping[str, Any]:
+        """A_log, dt_bias and D of this rank's heads."""
+        return {"vectors": self.vectors()}
+
+    def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
+        """Everything else."""
+        return {"hidden": hidden + self.post_norm(self.mix(self.norm(hidden), vectors, context))}
+
+    def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
+        """[T / tp, H] -> [T / tp, H], after the pre-norm."""
+        config, by_heads = self.config, context.microbatch.by_heads
+        hidden = gather_from_sequence(hidden, self.mesh.tp.group)
+        x = self.x_proj(hidden).unflatten(-1, (-1, config.head_dim))  # [T, heads, p]
+        shared = [self._own_groups(projection(hidden).T).permute(2, 0, 1) for projection in (self.b_proj, self.c_proj)]
+        # Two exchanges where there are context-parallel ranks: what heads have of their own, and what they share.
+        x, dt = by_heads.enter(torch.cat((x, self.dt_proj(hidden)[..., None]), -1)).split((config.head_dim, 1), -1)
+        b, c = by_heads.enter(_for_each(by_heads, torch.cat(shared, -1), 1)).chunk(2, -1)  # [total, groups, n]
+        inputs = torch.cat([each.flatten(1) for each in (x, b, c)], 1), dt.squeeze(-1)
+        recurrence = self._recurrence(vectors, by_heads)
+        if context.running is None:
+            y = by_heads.leave(recurrence.outputs(inputs, by_heads.packing))
+        else:
+            y = context.running.recur(self.name, inputs, recurrence.step, recurrence.scan)
+        output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), self.z_proj(hidden)))
+        return output
+
+    def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
+        """Decays from slow to fast, time steps from short to long, kernels as convolutions have them."""
+
+        def uniform(low: float, high: float) -> Tensor:
+            return torch.empty_like(parameter, dtype=torch.float32).uniform_(low, high, generator=generator)
+
+        match name.split("."):
+            case ["vectors", "A_log"]:
+                parameter.copy_(uniform(1.0, 16.0).log())
+            case ["vectors", "dt_bias"]:
+                low, high = self.config.time_step_start
+                step = uniform(math.log(low), math.log(high)).exp()
+                parameter.copy_(step + (-torch.expm1(-step)).log())  # whose softplus is the step
+            case ["vectors", "D"] | ["gated_norm", "weight"]:
+                parameter.fill_(1.0)
+            case ["x_conv" | "b_conv" | "c_conv", "weight"]:
+                bound = self.config.conv_kernel**-0.5
+                parameter.copy_(uniform(-bound, bound))
+            case _:
+                super().reset(name, parameter, std, generator)
+
+    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads) -> Recurrence:
+        """Of the heads that this rank works on."""
+        kernels = (self.x_conv, self.b_conv, self.c_conv)
+        biases = [kernel.bias for kernel in kernels if kernel.bias is not None]
+        return Recurrence(
+            self.config,
+            kernel=self._channels([kernel.weight for kernel in kernels], by_heads),
+            bias=self._channels(biases, by_heads) if biases else None,
+            A=-by_heads.own(vectors["A_log"]).exp(),
+            dt_bias=by_heads.own(vectors["dt_bias"]),
+            D=by_heads.own(vectors["D"]),
+        )
+
+    def _channels(self, parameters: Sequence[Tensor], by_heads: ByHeads) -> Tensor:
+        """One parameter each of x's, B's and C's channels -> those of this rank's heads, [channels, ...]."""
+        x, *shared = (local(parameter) for parameter in parameters)
+        parts = x.unflatten(0, (-1, self.config.head_dim)), *map(self._own_groups, shared)
+        return torch.cat([by_heads.own(_for_each(by_heads, part, 0)).flatten(0, 1) for part in parts])
+
+    def _own_groups(self, features: Tensor) -> Tensor:
+        """Of this rank's features [shared / tp, ...], or parts of them, the groups of its heads: [groups, n, ...].
+
+        With more ranks than groups a rank holds part of one; the parts are then gathered and shared.
+        """
+        tp, groups, size = self.mesh.tp, self.config.groups, self.config.state_size
+        first, count = 0, groups // tp.size
+        if groups % tp.size:
+            features = gather_from_sequence(features.contiguous(), tp.group)
+            first, count = tp.rank * groups // tp.size, 1
+        own: Tensor = features[first * size : (first + count) * size].unflatten(0, (count, size))
+        return own
+
+
+def _for_each(by_heads: ByHeads, groups: Tensor, dimension: int) -> Tensor:
+    """Groups that fewer than all context-parallel ranks could have, once for each that has heads of them."""
+    ranks, count = by_heads.axis.size, groups.shape[dimension]
+    return groups if count % ranks == 0 else groups.repeat_interleave(ranks // count, dimension)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Convolution and scan of some heads, of whole sequences or one token at a time.
+
+    Its inputs are the channels [T, heads · p + 2 · groups · n] of x, B and C, and the projected time steps [T, heads].
+    Its states are the last inputs of the convolution [sequences, K - 1, channels] and those of the scan, fp32
+    [sequences, heads, p, n].
+    """
+
+    config: MambaConfig
+    kernel: Tensor
+    bias: Tensor | None
+    A: Tensor
+    dt_bias: Tensor
+    D: Tensor
+
+    def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
+        """[T, heads, p]."""
+        return self._scan(inputs, packing, last_states=False)[0]
+
+    def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
+        """[T, heads, p] and the states after each sequence."""
+        y, states = self._scan(inputs, packing, last_states=True)
+        assert states is not None
+        return y, (last_inputs(inputs[0], packing, self.kernel.shape[1] - 1), states)
+
+    def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
+        """One token of each sequence: [sequences, heads, p] and the states after it."""
+        channels, last = convolve_step(inputs[0], states[0], self.kernel, self.bias, silu=True)
+        x, b, c = self._parts(channels)
+        y, state = ssd_step(x, self._time_steps(inputs[1]), self.A, b, c, self.D, states[1])
+        return y, (last, state)
+
+    def _scan(self, inputs: Inputs, packing: Packing, last_states: bool) -> tuple[Tensor, Tensor | None]:
+        x, b, c = self._parts(convolve(inputs[0], self.kernel, self.bias, packing, silu=True))
+        dt, chunk = self._time_steps(inputs[1]), self.config.chunk
+        return ssd(x, dt, self.A, b, c, self.D, packing, chunk=chunk, last_states=last_states)
+
+    def _parts(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads, width = len(self.A), self.config.head_dim
+        shared = (channels.shape[1] - heads * width) // 2
+        x, b, c = channels.split((heads * width, shared, shared), 1)
+        size = self.config.state_size
+        return x.unflatten(1, (heads, width)), b.unflatten(1, (-1, size)), c.unflatten(1, (-1, size))
+
+    def _time_steps(self, projected: Tensor) -> Tensor:
+        return F.softplus(projected.float() + self.dt_bias).clamp(*self.config.time_step_limit)
+
+
+class Kernels(nn.Module):
+    """A kernel [K] for each channel, and a bias where asked for. Each rank has its block of the channels."""
+
+    def __init__(self, channels: int, width: int, *, bias: bool, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.weight = stored(channels, width, axis=tp, dim=0)
+        self.bias = stored(channels, axis=tp, dim=0) if bias else None
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm of each of `groups` parts of the features, gated by silu before it or after it. Computed in fp32."""
+
+    def __init__(self, size: int, groups: int, eps: float, before_gate: bool, *, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.groups, self.width, self.eps, self.before_gate, self.tp = groups, size // groups, eps, before_gate, tp
+        self.weight = stored(size, axis=tp, dim=0)
+
+    def forward(self, features: Tensor, gate: Tensor) -> Tensor:
+        """[T, size / tp], twice -> [T, size / tp]."""
+        wide, opened = features.float(), F.silu(gate.float())
+        if not self.before_gate:
+            wide = wide * opened
+        grouped: Tensor = wide.unflatten(-1, (max(1, self.groups // self.tp.size), -1))
+        normed: Tensor = (grouped * torch.rsqrt(self._squares(grouped) / self.width + self.eps)).flatten(-2)
+        normed = normed * local(self.weight).float()
+        return (normed * opened if self.before_gate else normed).to(features.dtype)
+
+    def _squares(self, grouped: Tensor) -> Tensor:
+        """The sum of squares of each group here [T, groups, 1], of all of it where ranks share one."""
+        squares: Tensor = grouped.square().sum(-1, keepdim=True)
+        if self.groups % self.tp.size == 0:
+            return squares
+        own = self.tp.rank * self.groups // self.tp.size
+        of_all = F.pad(squares, (0, 0, own, self.groups - own - 1))  # [T, groups, 1], zero but for its own
+        return sum_over_group(of_all, self.tp.group).narrow(1, own, 1)

@@ -1,0 +1,145 @@
+"""Mamba-2 in every layout equals one rank, packed sequences equal each alone, token by token equals the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from postlude import LanguageModel, Layout, ModelConfig, load_model, pack, unpack
+from postlude.model.blocks import MambaConfig
+from postlude.rollout.generator import Generator
+from postlude.rollout.sampling import Sampling
+from postlude.verify.cases import Case
+from postlude.verify.compare import Report, compare
+from tests.equality import assert_equal
+from tests.meshes import mesh
+from tests.model.small import sequences, small_config
+from tests.rollout.test_generator import teacher_forced
+
+LENGTHS = (9, 1, 14, 2, 3, 30)
+SIZES: dict[str, Any] = {"heads": 8, "head_dim": 3, "state_size": 4, "chunk": 5, "time_step_start": (0.2, 1.0)}
+KINDS = {
+    "groups": MambaConfig(**SIZES, groups=4, norm_groups=4, bias=True),
+    "one": MambaConfig(**SIZES, groups=1, conv_kernel=2, conv_bias=False, time_step_limit=(0.3, 0.8)),
+    "gate-last": MambaConfig(**SIZES, groups=2, norm_groups=2, norm_before_gate=True),
+}
+
+
+def config(kind: str, pattern: str = "[M-][*-]M[ME]", **changes: Any) -> ModelConfig:
+    """States matter, and no gradient is a small difference of large numbers: rounding the weights to fp32 once more
+    changes none by more than 6e-6 of its scale."""
+    return small_config(pattern, blocks={"M": KINDS[kind]}, **{"initializer_range": 0.1, "norm_eps": 1e-3, **changes})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_equal_each_alone(kind: str) -> None:
+    model = LanguageModel(config(kind))
+    batch = sequences(*LENGTHS)
+    (together,) = pack(batch, budget=64)
+    packed = unpack([together], [model(together)], shifted=False)
+    for sequence, rows in zip(batch, packed, strict=True):
+        (alone,) = pack([sequence], budget=64)
+        assert_equal(rows, model(alone), "logits")
+
+
+def test_chunks_change_nothing() -> None:
+    microbatches = pack(sequences(*LENGTHS), budget=64)
+    found = []
+    for chunk in (1, 5, 64):
+        model = LanguageModel(small_config("MM", blocks={"M": replace(KINDS["groups"], chunk=chunk)}))
+        found.append(model(microbatches[0]))
+    assert_equal(found[0], found[2], "logits")
+    assert_equal(found[1], found[2], "logits")
+
+
+# --- layouts
+
+
+def verify(group: Any, case: Case) -> Report | None:
+    return compare(case, mesh=mesh(case.layout))
+
+
+def layouts() -> list[Any]:
+    """Every kind by heads and by sequence; ranks that share groups, norms or both; one of each by the rest."""
+    found = []
+    quick = {("groups", "tp=2"), ("one", "cp=2"), ("gate-last", "cp=2,tp=2"), ("groups", "dp_shard=2"), ("one", "pp=2")}
+    for layout in ("tp=2", "cp=2", "cp=2,tp=2", "tp=4", "cp=4", "pp=2", "dp_shard=2", "pp=2,vpp=2,tp=2"):
+        for kind in KINDS:
+            marks = [] if (kind, layout) in quick else [pytest.mark.thorough]
+            marks += [pytest.mark.slow] if Layout.parse(layout).world_size > 2 else []
+            found.append(pytest.param(kind, layout, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "layout"), layouts())
+def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
+    case = Case(config(kind), Layout.parse(layout), ("sft", "grpo")[len(layout) % 2])
+    report = ranks(case.layout.world_size, verify, case)[0]
+    assert set(report.gradients) == set(LanguageModel(case.source).state_dict())
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.thorough)])
+def test_recomputing_in_a_layout_gives_the_same(ranks: Any, recompute: Any) -> None:
+    case = Case(config("groups", "[ME]M"), Layout(dp_shard=2), "sft", recompute)
+    report = ranks(2, verify, case)[0]
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+@pytest.mark.parametrize(
+    ("layout", "offered"),
+    [("tp=3", "tp=2, cp=1"), ("cp=3", "tp=2, cp=1"), ("tp=2,cp=3", "tp=4, cp=1"), ("tp=16", "tp=8, cp=1")],
+)
+def test_a_layout_that_cannot_share_the_heads_is_refused(layout: str, offered: str) -> None:
+    parsed = Layout.parse(layout)
+    with pytest.raises(ValueError, match=f"mamba has 8 heads in 4 groups.*Use {offered}.") as error:
+        config("groups", "M").fits(parsed)
+    assert f"tp={parsed.tp}, cp={parsed.cp} cannot share" in str(error.value)
+
+
+# --- token by token
+
+
+@pytest.fixture(scope="module", params=["groups", "one"])
+def model(request: Any) -> LanguageModel:
+    """Weights large enough that the next token depends on those before it."""
+    model = LanguageModel(config(request.param, initializer_range=0.4))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_sequences": 4},  # answers of one prompt begin together or later, from the states it left
+        {"max_batch_tokens": 50},  # a few at a time, the rest evicted when answers grow, and begun again
+        {"max_prefill_tokens": 1},
+    ],
+    ids=str,
+)
+def test_token_by_token_equals_the_whole(model: LanguageModel, limits: dict[str, int]) -> None:
+    asked = [each.tolist() for each in sequences(7, 1, 13, 2)]
+    sampling = [Sampling(max_new_tokens=5 + 4 * place, seed=5) for place in range(4)]
+    answered = Generator(model, **limits).generate(asked, sampling, n=3)
+    assert len({tuple(one.tokens) for group in answered for one in group}) == 12
+    expected = teacher_forced(model, asked, answered)
+    for completion, logprobs in zip((one for group in answered for one in group), expected, strict=True):
+        assert_equal(torch.tensor(completion.logprobs), logprobs, "log-probs")
+
+
+def generated(group: Any, source: ModelConfig, layout: Layout) -> list[list[int]]:
+    """Greedy answers, three at a time: with two ranks there is padding beside them."""
+    model = load_model(source, mesh=mesh(layout))
+    asked = [each.tolist() for each in sequences(7, 1, 13, 2, 5)]
+    completions = Generator(model, max_sequences=3).generate(asked, Sampling(max_new_tokens=9, temperature=0.0))
+    return [one.tokens for (one,) in completions]
+
+
+def test_tensor_parallel_ranks_answer_as_one_does(ranks: Any) -> None:
+    source = config("one", initializer_range=0.4)
+    expected = generated(None, source, Layout())
+    assert len(set(map(tuple, expected))) == 5
+    for answers in ranks(2, generated, source, Layout(tp=2)):
+        assert answers == expected
