@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     Olmo3Config,
     PretrainedConfig,
@@ -28,6 +29,16 @@ SMALL = {
 # transformers gives the padding token's embedding no gradient. Packed batches have no padding, so ours always learns.
 SMALL |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
 MOE = {**SMALL, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MAMBA = {
+    **SMALL,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "state_size": 5,
+    "time_step_min": 0.1,
+    "time_step_max": 0.9,
+}
+for unknown in ("intermediate_size", "max_position_embeddings"):
+    MAMBA.pop(unknown)
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-mha": lambda: LlamaConfig(**SMALL, num_attention_heads=4),
@@ -134,6 +145,26 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         tie_word_embeddings=True,
         attention_bias=True,
+    ),
+    "mamba2": lambda: Mamba2Config(**MAMBA, num_heads=6, head_dim=8, n_groups=3, chunk_size=8),
+    "mamba2-one-head": lambda: Mamba2Config(
+        **MAMBA,
+        num_heads=1,
+        head_dim=48,
+        n_groups=1,
+        conv_kernel=2,
+        chunk_size=3,
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+# Going on from a cache, transformers does not hold time steps within the limit, as it does in a forward.
+FORWARD_ALONE: dict[str, Callable[[], PretrainedConfig]] = {
+    "mamba2-limited": lambda: Mamba2Config(
+        **MAMBA, num_heads=4, head_dim=12, n_groups=2, chunk_size=256, time_step_limit=(0.5, 0.8)
     ),
 }
 

@@ -11,10 +11,13 @@ from postlude import load_model, pack, unpack
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import their_tensors
 from postlude.hf.tensors import as_stored
-from tests.equality import assert_equal
-from tests.hf.families import CONFIGS, saved
+from tests.equality import TOLERANCE, assert_equal
+from tests.hf.families import CONFIGS, FORWARD_ALONE, saved
 
 LENGTHS = (7, 1, 13, 2, 19, 10)
+# What decays and time steps are made of has one number a head, whose gradient is a sum over all tokens and all states
+# after each. Its terms are much larger than what is left of them, so that rounding shows: up to 2e-5 of it is seen.
+CANCELLING = {"A_log": 1e-4, "dt_bias": 1e-4}
 
 
 def sequences(vocabulary: int, seed: int = 1) -> list[Tensor]:
@@ -22,9 +25,9 @@ def sequences(vocabulary: int, seed: int = 1) -> list[Tensor]:
     return [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *FORWARD_ALONE])
 def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_path) -> None:
-    theirs = saved(CONFIGS[name](), tmp_path)
+    theirs = saved({**CONFIGS, **FORWARD_ALONE}[name](), tmp_path)
     ours = load_model(tmp_path)
     batch = sequences(theirs.config.vocab_size)
     microbatches = pack(batch, budget=32)
@@ -60,5 +63,6 @@ def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_
         gradient = torch.full(tensor.shape, torch.nan)
         for parameter_name, place in tensor.parts:
             place.write(gradient, own[parameter_name].grad[place.ours])
-        assert_equal(gradient, expected_gradients[tensor.name], f"gradient of {tensor.name}")
+        tolerance = CANCELLING.get(tensor.name.rpartition(".")[2], TOLERANCE)
+        assert_equal(gradient, expected_gradients[tensor.name], f"gradient of {tensor.name}", tolerance)
     assert set(wanted) == set(expected_gradients)

@@ -1,0 +1,95 @@
+"""Mamba-2 by itself, and how all families with such blocks name their tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from postlude.hf.family import Family, Names, Within, rows
+from postlude.model import ModelConfig, Pattern
+from postlude.model.blocks import MambaConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+BACKBONE = {"embedding": "backbone.embeddings", "norm": "backbone.norm_f", "head": "lm_head"}
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """One block a layer. The residual stream is in the dtype of all else, whatever `residual_in_fp32` says."""
+    check_activation(hf.hidden_act)
+    block = MambaConfig(
+        heads=hf.num_heads,
+        head_dim=hf.head_dim,
+        state_size=hf.state_size,
+        groups=hf.n_groups,
+        conv_kernel=hf.conv_kernel,
+        conv_bias=hf.use_conv_bias,
+        bias=hf.use_bias,
+        time_step_limit=time_step_limit(hf),
+        time_step_start=(hf.time_step_min, hf.time_step_max),
+        chunk=hf.chunk_size,
+    )
+    return ModelConfig(
+        pattern=Pattern(segments=(("M",) * hf.num_hidden_layers,), mtp=()),
+        hidden_size=hf.hidden_size,
+        vocab_size=hf.vocab_size,
+        blocks={"M": block},
+        tied_head=bool(hf.tie_word_embeddings),
+        norm_eps=hf.layer_norm_epsilon,
+        initializer_range=hf.initializer_range,
+        family=hf.model_type,
+        hf_config=hf.to_dict(),
+    )
+
+
+def check_activation(name: str) -> None:
+    """Refuse a convolution that is followed by something else than silu."""
+    if name not in ("silu", "swish"):
+        raise ValueError(f"a Mamba-2 block with activation {name!r} is not supported, only with silu.")
+
+
+def time_step_limit(hf: PretrainedConfig) -> tuple[float, float]:
+    """The least and the greatest time step; JSON has no word for infinity, so it may be missing or text."""
+    low, high = hf.time_step_limit or (0.0, math.inf)
+    return float(low), float(high)
+
+
+def mamba_names(mixer: str, config: ModelConfig) -> Names:
+    """Our tensors of a block "mamba" in theirs, whose module in a layer is called `mixer`.
+
+    They keep the projections of z, x, B, C and dt in one, and the kernels of x, B and C.
+    """
+    block = config.blocks["M"]
+    assert isinstance(block, MambaConfig)
+    names: dict[str, str | Within] = {
+        "mamba.gated_norm": f"{mixer}.norm",
+        "mamba.out_proj": f"{mixer}.out_proj",
+        **{f"mamba.vectors.{vector}": f"{mixer}.{vector}" for vector in ("A_log", "dt_bias", "D")},
+    }
+    inner, shared = block.inner, block.shared
+    projections = {"z_proj": inner, "x_proj": inner, "b_proj": shared, "c_proj": shared, "dt_proj": block.heads}
+    start, total = 0, sum(projections.values())
+    for name, size in projections.items():
+        stop = start + size
+        names[f"mamba.{name}.weight"] = rows(f"{mixer}.in_proj.weight", start, stop, (total, config.hidden_size))
+        names[f"mamba.{name}.bias"] = rows(f"{mixer}.in_proj.bias", start, stop, (total,))
+        start = stop
+    start, total = 0, inner + 2 * shared
+    for name, size in {"x_conv": inner, "b_conv": shared, "c_conv": shared}.items():
+        stop, taps = start + size, block.conv_kernel
+        names[f"mamba.{name}.weight"] = Within(
+            f"{mixer}.conv1d.weight", (total, 1, taps), split=(total, taps), index=(slice(start, stop),)
+        )
+        names[f"mamba.{name}.bias"] = rows(f"{mixer}.conv1d.bias", start, stop, (total,))
+        start = stop
+    return names
+
+
+MAMBA2 = Family(
+    "mamba2",
+    to_model,
+    lambda config: {"mamba.norm": "norm", **mamba_names("mixer", config)},
+    outer=BACKBONE,
+    layer="backbone.layers.{layer}",
+)
