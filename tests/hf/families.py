@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Mamba2Config,
     MistralConfig,
+    NemotronHConfig,
     Olmo3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -39,6 +41,34 @@ MAMBA = {
 }
 for unknown in ("intermediate_size", "max_position_embeddings"):
     MAMBA.pop(unknown)
+NEMOTRON = {
+    **SMALL,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "ssm_state_size": 5,
+    "time_step_min": 1e-9,  # which transformers takes for the least time step of all
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+}
+for unknown in ("num_hidden_layers", "max_position_embeddings"):
+    NEMOTRON.pop(unknown)
+GRANITE = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 6,
+    "mamba_d_state": 5,
+    "mamba_chunk_size": 8,
+    "shared_intermediate_size": 28,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 1.5,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.3,
+}
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-mha": lambda: LlamaConfig(**SMALL, num_attention_heads=4),
@@ -145,6 +175,49 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         tie_word_embeddings=True,
         attention_bias=True,
+    ),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **GRANITE,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mamba_n_groups=2,
+        num_local_experts=5,
+        num_experts_per_tok=3,
+    ),
+    "granitemoehybrid-dense": lambda: GraniteMoeHybridConfig(
+        **GRANITE,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        mamba_n_groups=3,
+        mamba_d_conv=2,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        attention_bias=True,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **NEMOTRON,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+        mamba_num_heads=6,
+        mamba_head_dim=7,
+        n_groups=3,
+        chunk_size=8,
+        n_group=2,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+    ),
+    "nemotron_h-latent": lambda: NemotronHConfig(
+        **NEMOTRON,
+        layers_block_type=["linear_attention", "moe", "full_attention"],
+        mamba_num_heads=2,
+        mamba_head_dim=12,
+        n_groups=1,
+        conv_kernel=2,
+        chunk_size=4,
+        use_bias=True,
+        use_conv_bias=False,
+        moe_latent_size=12,
+        norm_topk_prob=False,
     ),
     "mamba2": lambda: Mamba2Config(**MAMBA, num_heads=6, head_dim=8, n_groups=3, chunk_size=8),
     "mamba2-one-head": lambda: Mamba2Config(

@@ -235,7 +235,7 @@ class TestBrokenSources:
             load_model(directory)
 
     def test_a_family_without_adapter(self) -> None:
-        with pytest.raises(ValueError, match="model_type 'gpt2' has no adapter; there are llama, mistral"):
+        with pytest.raises(ValueError, match=r"model_type 'gpt2' has no adapter; there are .*llama, .*mistral"):
             load_model(GPT2Config())
 
     def test_no_weights(self, directory: Path) -> None:

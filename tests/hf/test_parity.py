@@ -55,10 +55,10 @@ def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_
     assert_equal(loss, expected_loss, "loss")
 
     own = dict(ours.named_parameters())
-    wanted = their_tensors(
-        FAMILIES[theirs.config.model_type], ours.config, ((name, parameter.shape) for name, parameter in own.items())
-    )
-    expected_gradients = as_stored({name: parameter.grad for name, parameter in theirs.named_parameters()}, wanted)
+    family = FAMILIES[theirs.config.model_type]
+    wanted = their_tensors(family, ours.config, ((name, parameter.shape) for name, parameter in own.items()))
+    learned = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    expected_gradients = as_stored(learned, family, wanted)
     for tensor in wanted.values():
         gradient = torch.full(tensor.shape, torch.nan)
         for parameter_name, place in tensor.parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import MistralConfig, Olmo3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import MistralConfig, NemotronHConfig, Olmo3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from postlude import Layout
 from postlude.verify.cases import Case
@@ -56,6 +56,24 @@ VARIANTS = {
     "qwen2": Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=False),
     "olmo3": Olmo3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=5, pad_token_id=0),
+    "nemotron_h": NemotronHConfig(
+        **{name: size for name, size in SIZES.items() if name != "num_hidden_layers"} | {"initializer_range": 0.1},
+        **HEADS,
+        layers_block_type=["linear_attention", "full_attention", "moe", "mlp", "linear_attention", "moe"],
+        mamba_num_heads=8,
+        mamba_head_dim=4,
+        ssm_state_size=6,
+        n_groups=2,
+        chunk_size=5,
+        time_step_min=0.2,
+        time_step_max=0.9,
+        layer_norm_epsilon=1e-3,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        moe_shared_expert_intermediate_size=10,
+        moe_latent_size=8,
+    ),
     "qwen3_moe": Qwen3MoeConfig(
         **SIZES,
         **HEADS,

@@ -58,7 +58,7 @@ def plan_pieces(config: ModelConfig, family: Family | None, blocks: Mapping[str,
         name: Piece(name, theirs.shape, theirs.parts, max((whole[ours].dtype for ours, _ in theirs.parts), key=_width))
         for name, theirs in their_tensors(family, config, shapes).items()
     }
-    order = [] if family is None else names_in_order(config, found)
+    order = [] if family is None else names_in_order(config, family, found)
     # What a family of your own names beyond what transformers' model has comes last.
     return [found[name] for name in dict.fromkeys([*order, *found]) if name in found]
 

@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from postlude.hf.family import Family
+from postlude.hf.granitemoehybrid import GRANITEMOEHYBRID
 from postlude.hf.llama import LLAMA
 from postlude.hf.mamba2 import MAMBA2
 from postlude.hf.mistral import MISTRAL
+from postlude.hf.nemotron_h import NEMOTRON_H
 from postlude.hf.olmo3 import OLMO3
 from postlude.hf.qwen2 import QWEN2
 from postlude.hf.qwen3 import QWEN3
 from postlude.hf.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.model_type: family for family in (LLAMA, MAMBA2, MISTRAL, OLMO3, QWEN2, QWEN3, QWEN3_MOE)}
+    {
+        family.model_type: family
+        for family in (GRANITEMOEHYBRID, LLAMA, MAMBA2, MISTRAL, NEMOTRON_H, OLMO3, QWEN2, QWEN3, QWEN3_MOE)
+    }
 )

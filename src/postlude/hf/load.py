@@ -239,8 +239,9 @@ def _tensors(source: Source, family: Family | None, config: ModelConfig) -> Tens
         return _directory(path, family, config)
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(GGUF_NEEDS)
+    assert family is not None  # a GGUF file says which
     module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=hf_config(config))
-    return ModuleSource(module, wanted_tensors(config, family))
+    return ModuleSource(module, family, wanted_tensors(config, family))
 
 
 def _existing(source: str | os.PathLike[str]) -> Path:

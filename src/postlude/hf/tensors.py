@@ -101,9 +101,9 @@ class CheckpointSource:
 class ModuleSource:
     """The tensors of a transformers model in memory, let go of one by one as they are taken."""
 
-    def __init__(self, module: nn.Module, wanted: Container[str]) -> None:
+    def __init__(self, module: nn.Module, family: Family, wanted: Container[str]) -> None:
         """`wanted` are the names of the family's tensors, as its files have them."""
-        self._tensors = as_stored(module.state_dict(), wanted)
+        self._tensors = as_stored(module.state_dict(), family, wanted)
         module.to("meta")  # the tensors above are now the only hold on the memory
 
     def names(self) -> Iterable[str]:
@@ -115,11 +115,11 @@ class ModuleSource:
         return self._tensors.pop(name)
 
 
-def names_in_order(config: ModelConfig, wanted: Container[str]) -> list[str]:
+def names_in_order(config: ModelConfig, family: Family, wanted: Container[str]) -> list[str]:
     """The names that `wanted` tensors of a family have in files, in the order of transformers' own state dict."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(hf_config(config))
-    return list(as_stored(module.state_dict(), wanted))
+    return list(as_stored(module.state_dict(), family, wanted))
 
 
 def hf_config(config: ModelConfig) -> PretrainedConfig:
@@ -136,13 +136,16 @@ def hf_config(config: ModelConfig) -> PretrainedConfig:
     return hf
 
 
-def as_stored(tensors: Mapping[str, Tensor], wanted: Container[str]) -> dict[str, Tensor]:
+def as_stored(tensors: Mapping[str, Tensor], family: Family, wanted: Container[str]) -> dict[str, Tensor]:
     """Tensors of a transformers module as its files name them: a layer's stacked experts one by one, as views.
 
     Those that are `wanted` under the module's own name are left as they are.
     """
     stored: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
+    for module_name, tensor in tensors.items():
+        name = module_name
+        for theirs, filed in family.modules.items():
+            name = name.replace(theirs, filed)
         stem, _, leaf = name.rpartition(".")
         if name in wanted:
             stored[name] = tensor
@@ -150,8 +153,8 @@ def as_stored(tensors: Mapping[str, Tensor], wanted: Container[str]) -> dict[str
             for expert, matrix in enumerate(tensor):
                 gate, up = matrix.chunk(2)
                 stored |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}
-        elif stem.endswith(".experts") and leaf == "down_proj":
-            stored |= {f"{stem}.{expert}.down_proj.weight": matrix for expert, matrix in enumerate(tensor)}
+        elif stem.endswith(".experts") and leaf in ("up_proj", "down_proj"):
+            stored |= {f"{stem}.{expert}.{leaf}.weight": matrix for expert, matrix in enumerate(tensor)}
         else:
             stored[name] = tensor
     return stored

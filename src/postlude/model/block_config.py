@@ -12,9 +12,13 @@ NOMINAL_LENGTH = 4096  # sequence length at which costs are estimated for pipeli
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What every block may choose: whether its norm stands before the work, after it, or both."""
+    """What every block may choose: whether its norm stands before the work, after it, or both.
+
+    `residual_scale` multiplies what it adds to the residual stream.
+    """
 
     norm: Literal["pre", "post", "both"] = "pre"
+    residual_scale: float = 1.0
     has_experts: ClassVar[bool] = False  # that expert parallelism can divide
 
     def flops(self, hidden_size: int) -> float:

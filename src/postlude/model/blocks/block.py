@@ -30,7 +30,7 @@ class Part:
 
 
 class Block(nn.Module):
-    """hidden + post_norm(work(norm(hidden))): a block writes `work`, or its own `steps`.
+    """hidden + scale · post_norm(work(norm(hidden))): a block writes `work`, or its own `steps`, the last with `join`.
 
     `hidden` is this rank's shard of the tokens, [T / tp, H]; the layers of `model.parallel` gather and spread them.
     """
@@ -45,6 +45,7 @@ class Block(nn.Module):
         self.name = name  # global, such as "layers.17.moe"
         self.mesh = mesh
         pre, post = config.norm in ("pre", "both"), config.norm in ("post", "both")
+        self.residual_scale = config.residual_scale
         self.norm_start = 1.0 - model.norm_offset
         self.norm = self._block_norm(model) if pre else nn.Identity()
         self.post_norm = self._block_norm(model) if post else nn.Identity()
@@ -78,8 +79,13 @@ class Block(nn.Module):
         """Give one parameter of this block (`name` is local) its first value."""
         reset_parameter(name, parameter, std, generator, norm=self.norm_start)
 
+    def join(self, hidden: Tensor, output: Tensor) -> dict[str, Tensor]:
+        """The residual stream, and what the block's work came to -> the residual stream after it, by its name."""
+        added: Tensor = self.post_norm(output)
+        return {"hidden": hidden + (added if self.residual_scale == 1.0 else added * self.residual_scale)}
+
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
-        return {"hidden": hidden + self.post_norm(self.work(self.norm(hidden), context))}
+        return self.join(hidden, self.work(self.norm(hidden), context))
 
 
 def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator, *, norm: float = 1.0) -> None:

@@ -31,7 +31,8 @@ class MoEConfig(BlockConfig):
     `top_groups` groups (by the sum of each one's best top_k / top_groups experts), then experts inside them.
     `normalise` makes the chosen weights sum to one, `weight_scale` multiplies them after that. `selection_bias` adds a
     per-expert bias to the choice alone; after each step it moves by `selection_bias_rate` towards even load, without an
-    auxiliary loss.
+    auxiliary loss. With a `latent_size` the chosen experts work in a space of so many features, which one projection
+    leads into before tokens are exchanged, and another out of after; router and shared expert do not.
 
     `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e the share of slots, p_e the mean score: 1 when even) and
     `z_coefficient` weighs the mean squared logsumexp of the router. Both are means over the tokens of the whole batch.
@@ -53,6 +54,7 @@ class MoEConfig(BlockConfig):
     router_fp32: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    latent_size: int = 0
     balance_coefficient: float = 0.0
     z_coefficient: float = 0.0
 
@@ -81,13 +83,14 @@ class MoEConfig(BlockConfig):
     def flops(self, hidden_size: int) -> float:
         """Router, the chosen experts and the shared one."""
         products = 3 if self.gated else 2
-        width = self.top_k * self.intermediate_size + self.shared_intermediate_size
-        return 2 * hidden_size * (products * width + self.experts)
+        chosen = products * self.top_k * self.intermediate_size * (self.latent_size or hidden_size)
+        others = products * self.shared_intermediate_size + self.experts + 2 * self.latent_size
+        return 2 * (chosen + hidden_size * others)
 
     def kept(self, hidden_size: int) -> float:
         """Each chosen expert's tokens and features, the shared one's, and the router's scores."""
         wide = 4 if self.gated else 2
-        chosen = self.top_k * (2 * hidden_size + wide * self.intermediate_size)
+        chosen = self.top_k * (2 * (self.latent_size or hidden_size) + wide * self.intermediate_size)
         return 3 * hidden_size + chosen + wide * self.shared_intermediate_size + 2 * self.experts
 
     def fits(self, layout: Layout, name: str) -> None:
@@ -115,7 +118,11 @@ class MoE(Block):
         self.config = config
         router = WideLinear if config.router_fp32 else Linear
         self.router = router(model.hidden_size, config.experts, tp=mesh.tp)
-        self.experts = Experts(config, model.hidden_size, mesh.ep)
+        self.experts = Experts(config, config.latent_size or model.hidden_size, mesh.ep)
+        self.latent_down = self.latent_up = None
+        if config.latent_size:
+            self.latent_down = Linear(model.hidden_size, config.latent_size, tp=mesh.tp)
+            self.latent_up = Linear(config.latent_size, model.hidden_size, tp=mesh.tp)
         if config.selection_bias:
             self.register_buffer("selection_bias", torch.zeros(config.experts, dtype=torch.float32))
             self.register_buffer("load", torch.zeros(config.experts, dtype=torch.float32), persistent=False)
@@ -163,6 +170,8 @@ class MoE(Block):
         weights = (weights * self.config.weight_scale).to(tokens.dtype)
         shared = recomputed(self.shared, inside, tokens) if self.shared is not None else None
         weights = self.balance(weights, logits, scores, counts, context)
+        if self.latent_down is not None:
+            tokens = recomputed(self.latent_down, inside, tokens)
         return {"tokens": tokens, "choice": choice, "weights": weights, "shared": shared}
 
     def dispatch(self, tokens: Tensor, choice: Tensor, context: ForwardContext) -> Mapping[str, Any]:
@@ -187,7 +196,9 @@ class MoE(Block):
         self, hidden: Tensor, routed: Tensor, shared: Tensor | None, context: ForwardContext
     ) -> Mapping[str, Any]:
         """Add the routed and the shared experts to the residual stream."""
-        return {"hidden": hidden + self.post_norm(routed if shared is None else routed + shared)}
+        if self.latent_up is not None:
+            routed = self.latent_up(routed)
+        return self.join(hidden, routed if shared is None else routed + shared)
 
     def score(self, tokens: Tensor, recompute: Recompute = "none") -> tuple[Tensor, Tensor]:
         """Router logits and scores over all experts, fp32 [T, experts]."""

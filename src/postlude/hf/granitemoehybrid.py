@@ -1,0 +1,124 @@
+"""Granite 4 hybrids: Mamba-2 or attention, then experts beside a shared MLP or that alone, with multipliers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from postlude.hf.decoder import ATTENTION_NAMES, activation, rotary
+from postlude.hf.family import Family, Names, Within, rows
+from postlude.hf.mamba2 import mamba_names, time_step_limit
+from postlude.model import ModelConfig, Pattern
+from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig, MoEConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """The balance loss is on where transformers would add it to the loss: with `output_router_logits`."""
+    second = "E" if hf.num_local_experts else "-"
+    layers = tuple(SYMBOLS[kind] + second for kind in hf.layer_types)
+    makers = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
+    used = dict.fromkeys("".join(layers))
+    return ModelConfig(
+        pattern=Pattern(segments=(layers,), mtp=()),
+        hidden_size=hf.hidden_size,
+        vocab_size=hf.vocab_size,
+        blocks={symbol: replace(makers[symbol](hf), residual_scale=hf.residual_multiplier) for symbol in used},
+        tied_head=bool(hf.tie_word_embeddings),
+        norm_eps=hf.rms_norm_eps,
+        embedding_scale=hf.embedding_multiplier,
+        logit_scale=1.0 / hf.logits_scaling,
+        initializer_range=hf.initializer_range,
+        family=hf.model_type,
+        hf_config=hf.to_dict(),
+    )
+
+
+def _mamba(hf: PretrainedConfig) -> BlockConfig:
+    return MambaConfig(
+        heads=hf.mamba_n_heads,
+        head_dim=hf.mamba_d_head,
+        state_size=hf.mamba_d_state,
+        groups=hf.mamba_n_groups,
+        conv_kernel=hf.mamba_d_conv,
+        conv_bias=hf.mamba_conv_bias,
+        bias=hf.mamba_proj_bias,
+        time_step_limit=time_step_limit(hf),
+        chunk=hf.mamba_chunk_size,
+    )
+
+
+def _attention(hf: PretrainedConfig) -> BlockConfig:
+    return AttentionConfig(
+        heads=hf.num_attention_heads,
+        kv_heads=hf.num_key_value_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        rotary=rotary(hf, "full_attention") if hf.position_embedding_type == "rope" else None,
+        qkv_bias=hf.attention_bias,
+        output_bias=hf.attention_bias,
+        scale=hf.attention_multiplier,
+    )
+
+
+def _mlp(hf: PretrainedConfig) -> BlockConfig:
+    return MLPConfig(intermediate_size=hf.shared_intermediate_size, activation=activation(hf))
+
+
+def _moe(hf: PretrainedConfig) -> BlockConfig:
+    """A softmax over the chosen alone is one over all, made to sum to one again."""
+    return MoEConfig(
+        experts=hf.num_local_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        activation=activation(hf),
+        shared_intermediate_size=hf.shared_intermediate_size,
+        # Theirs counts each of the top_k choices as a share of its own.
+        balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
+    )
+
+
+def names(config: ModelConfig) -> Names:
+    """Gate and up stand in one tensor, one after the other; so do those of all experts, stacked."""
+    size, second = config.hidden_size, config.blocks.get("-") or config.blocks["E"]
+    found: dict[str, str | Within] = {**ATTENTION_NAMES, "mamba.norm": "input_layernorm"}
+    if "M" in config.blocks:
+        found |= mamba_names("mamba", config)
+    if isinstance(second, MLPConfig):
+        found |= {"mlp.norm": "post_attention_layernorm", **_halves("mlp", second.intermediate_size, size)}
+    elif isinstance(second, MoEConfig):
+        inner, stacked = second.intermediate_size, "block_sparse_moe.input_linear.weight"
+        shape = (second.experts, 2 * inner, size)
+        found |= {
+            "moe.norm": "post_attention_layernorm",
+            "moe.router": "block_sparse_moe.router.layer",
+            "moe.experts.gate_proj.weight": Within(stacked, shape, index=(slice(None), slice(0, inner))),
+            "moe.experts.up_proj.weight": Within(stacked, shape, index=(slice(None), slice(inner, 2 * inner))),
+            "moe.experts.down_proj": "block_sparse_moe.output_linear",
+            **_halves("moe.shared", second.shared_intermediate_size, size),
+        }
+    return found
+
+
+def _halves(module: str, inner: int, size: int) -> Names:
+    shape, fused = (2 * inner, size), "shared_mlp.input_linear.weight"
+    return {
+        f"{module}.gate_proj.weight": rows(fused, 0, inner, shape),
+        f"{module}.up_proj.weight": rows(fused, inner, 2 * inner, shape),
+        f"{module}.down_proj": "shared_mlp.output_linear",
+    }
+
+
+GRANITEMOEHYBRID = Family(
+    "granitemoehybrid",
+    to_model,
+    names,
+    modules={
+        "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+        "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+    },
+)

@@ -1,0 +1,113 @@
+"""Nemotron-H and Nemotron 3: Mamba-2, attention without positions, ReLU² MLPs and experts, one block a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from postlude.hf.decoder import ACTIVATIONS
+from postlude.hf.family import EXPERT, Family, Names
+from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_names, time_step_limit
+from postlude.model import ModelConfig, Pattern
+from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig, MoEConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+NAMES = {
+    **{f"{block}.norm": "norm" for block in ("mamba", "attention", "mlp", "moe")},
+    **{f"attention.{name}": f"mixer.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{f"mlp.{name}": f"mixer.{name}" for name in ("up_proj", "down_proj")},
+    "moe.router": "mixer.gate",
+    "moe.selection_bias": "mixer.gate.e_score_correction_bias",
+    "moe.latent_down": "mixer.fc1_latent_proj",
+    "moe.latent_up": "mixer.fc2_latent_proj",
+    **{f"moe.experts.{name}": f"mixer.experts.{EXPERT}.{name}" for name in ("up_proj", "down_proj")},
+    **{f"moe.shared.{name}": f"mixer.shared_experts.{name}" for name in ("up_proj", "down_proj")},
+}
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """Time steps are held within `time_step_limit`, as in NVIDIA's own code; transformers 5 takes the least from
+    `time_step_min`, which is for fresh weights (its pull request 48989 mends that)."""
+    layers = tuple(SYMBOLS[kind] for kind in hf.layers_block_type)
+    makers = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
+    return ModelConfig(
+        pattern=Pattern(segments=(layers,), mtp=()),
+        hidden_size=hf.hidden_size,
+        vocab_size=hf.vocab_size,
+        blocks={symbol: makers[symbol](hf) for symbol in dict.fromkeys(layers)},
+        tied_head=bool(hf.tie_word_embeddings),
+        norm_eps=hf.layer_norm_epsilon,
+        initializer_range=hf.initializer_range,
+        family=hf.model_type,
+        hf_config=hf.to_dict(),
+    )
+
+
+def _mamba(hf: PretrainedConfig) -> BlockConfig:
+    check_activation(hf.mamba_hidden_act)
+    return MambaConfig(
+        heads=hf.mamba_num_heads,
+        head_dim=hf.mamba_head_dim,
+        state_size=hf.ssm_state_size,
+        groups=hf.n_groups,
+        conv_kernel=hf.conv_kernel,
+        conv_bias=hf.use_conv_bias,
+        bias=hf.use_bias,
+        norm_groups=hf.n_groups,
+        time_step_limit=time_step_limit(hf),
+        time_step_start=(hf.time_step_min, hf.time_step_max),
+        chunk=hf.chunk_size,
+    )
+
+
+def _attention(hf: PretrainedConfig) -> BlockConfig:
+    return AttentionConfig(
+        heads=hf.num_attention_heads, kv_heads=hf.num_key_value_heads, head_dim=hf.head_dim, rotary=None
+    )
+
+
+def _mlp(hf: PretrainedConfig) -> BlockConfig:
+    return MLPConfig(
+        intermediate_size=hf.intermediate_size,
+        activation=ACTIVATIONS[hf.mlp_hidden_act],
+        gated=False,
+        bias=hf.mlp_bias,
+    )
+
+
+def _moe(hf: PretrainedConfig) -> BlockConfig:
+    if hf.mlp_bias:
+        raise ValueError("nemotron_h experts with mlp_bias=True are not supported; there is no bias for them.")
+    return MoEConfig(
+        experts=hf.n_routed_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        activation=ACTIVATIONS[hf.mlp_hidden_act],
+        gated=False,
+        scores="sigmoid",
+        normalise=hf.norm_topk_prob,
+        weight_scale=hf.routed_scaling_factor,
+        groups=hf.n_group,
+        top_groups=hf.topk_group,
+        selection_bias=True,
+        router_fp32=True,
+        shared_intermediate_size=hf.moe_shared_expert_intermediate_size,
+        latent_size=hf.moe_latent_size or 0,
+    )
+
+
+def names(config: ModelConfig) -> Names:
+    """Every block's module is called mixer."""
+    return {**NAMES, **(mamba_names("mixer", config) if "M" in config.blocks else {})}
+
+
+NEMOTRON_H = Family(
+    "nemotron_h",
+    to_model,
+    names,
+    outer=BACKBONE,
+    layer="backbone.layers.{layer}",
+    modules={"model.": "backbone."},
+)
