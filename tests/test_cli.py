@@ -137,7 +137,15 @@ class TestVerify:
         assert "one of the arguments --layout --grid is required" in capsys.readouterr().err
 
     @pytest.mark.slow
-    def test_the_exit_code_tells(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_exit_code_tells(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        reports = []
+        started = verify.on_ranks
+
+        def on_ranks(*arguments: Any, **options: Any) -> Any:  # once: the second time what was found the first
+            reports.extend([] if reports else started(*arguments, **options))
+            return reports
+
+        monkeypatch.setattr(verify, "on_ranks", on_ranks)
         assert main(["verify", "tiny-dense", "--layout", "tp=2"]) == 0
         assert "all 1 equal within 1e-05" in capsys.readouterr().out
         assert main(["verify", "tiny-dense", "--layout", "tp=2", "--tolerance", "1e-12"]) == 1

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -18,10 +15,9 @@ import torch.distributed as dist
 
 from postlude.world.last_words import GRACE, RankError
 from postlude.world.launcher import launch, ranks
-from tests.conftest import SERVER
+from tests.plain_ranks import PATIENCE, PlainRanks
 
 SLACK = 25.0  # seconds; the tests share their machine
-PATIENCE = 90  # seconds until a process that should end by itself is given up
 
 
 def add_up(factor: int) -> tuple[int, float, str]:
@@ -50,16 +46,6 @@ def misbehave(how: str, who: int, where: str) -> None:
         if how == "return":
             return
     dist.all_reduce(torch.ones(3))
-
-
-def plain(how: str, who: int, where: str, environment: dict[str, str], told: Connection) -> None:
-    """A rank by its variables alone, which tells what it ended with."""
-    os.environ.update(environment)
-    try:
-        with ranks(timeout=timeout(how), device="cpu"):
-            misbehave(how, who, where)
-    except RankError as error:
-        told.send(str(error))
 
 
 def timeout(how: str) -> int:
@@ -94,7 +80,7 @@ def test_results_come_in_rank_order() -> None:
         ("raise", "rank 1 of 3 failed: ValueError: no such column"),
         ("kill", "rank 1 of 3 was killed by SIGKILL."),
         ("exit", "rank 1 of 3 ended with exit code 7 and no result."),
-        pytest.param("sleep", "rank 1 of 3 did not come: it is in misbehave ", marks=pytest.mark.slow),
+        ("sleep", "rank 1 of 3 did not come: it is in misbehave "),
     ],
 )
 def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_path: Path, capfd) -> None:
@@ -110,22 +96,6 @@ def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_pa
         assert 'raise ValueError("no such column")' in failure.value.traceback
 
 
-def start_plain(how: str, who: int, where: Path, size: int = 3) -> list[tuple[BaseProcess, Connection]]:
-    """Ranks of nobody: processes with torchrun's variables and no agent above them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    started: list[tuple[BaseProcess, Connection]] = []
-    for rank in range(size):
-        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        ours, theirs = SERVER.Pipe()
-        process = SERVER.Process(target=plain, args=(how, who, str(where), environment, theirs))
-        process.start()
-        theirs.close()  # so that a rank that ends in silence is heard
-        started.append((process, ours))
-    return started
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "who", "sentence"),
@@ -133,23 +103,16 @@ def start_plain(how: str, who: int, where: Path, size: int = 3) -> list[tuple[Ba
         ("raise", 1, "rank 1 of 3 failed: ValueError: no such column"),
         ("kill", 1, "rank 1 of 3 does not answer any more: it was killed or lost."),
         ("return", 1, "rank 1 of 3 finished without coming to this collective."),
-        pytest.param("sleep", 1, "rank 1 of 3 did not come: it is in misbehave ", marks=pytest.mark.slow),
+        ("sleep", 1, "rank 1 of 3 did not come: it is in misbehave "),
         ("raise", 0, "rank 0 of 3 failed: ValueError: no such column"),  # rank 0 holds the store
         ("kill", 0, "rank 0 of 3 does not answer any more: it was killed or lost, and the last words with it."),
     ],
 )
 def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence: str, tmp_path: Path) -> None:
-    started = start_plain(how, who, tmp_path)
-    try:
-        for _, survivor in (each for rank, each in enumerate(started) if rank != who):
-            assert survivor.poll(PATIENCE)
-            told = survivor.recv()
+    with PlainRanks(3, timeout(how), misbehave, how, who, str(tmp_path)) as three:
+        for told in (three.told(rank) for rank in range(3) if rank != who):
             assert told.startswith(sentence) if how == "sleep" else told == sentence
         assert since_start(tmp_path) < (timeout(how) if how == "sleep" else 0) + 2 * GRACE + SLACK
-    finally:
-        for process, _ in started:
-            process.kill()
-            process.join()
 
 
 @pytest.mark.slow

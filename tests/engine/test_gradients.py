@@ -1,13 +1,17 @@
-"""The norm of a gradient and its clipping, on plain tensors: right where fp32 is not, a bounded piece at a time."""
+"""The norm of a gradient, its clipping and what blocks count: right where fp32 is not, in bounded pieces, together."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from postlude.engine import gradients
-from postlude.engine.gradients import clip, squared_norm
+from postlude.engine.gradients import clip, squared_norm, sum_counted
+from postlude.layout import Layout
+from tests.conftest import Ranks
+from tests.meshes import mesh
 
 
 def test_the_norm_is_summed_in_float64_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +31,13 @@ def test_the_norm_is_summed_in_float64_piece_by_piece(monkeypatch: pytest.Monkey
     assert max(sizes) <= 7
 
 
-def test_clipping_scales_every_gradient_alike_and_leaves_out_what_has_none() -> None:
+def test_clipping_scales_every_gradient_alike_at_once_and_leaves_out_what_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, sizes = gradients.clip_grads_with_norm_, list[int]()
+    monkeypatch.setattr(
+        gradients, "clip_grads_with_norm_", lambda parts, *rest: (sizes.append(len(parts)), whole(parts, *rest))
+    )
     parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 4, 2)]
     for parameter in parameters[:2]:
         parameter.grad = torch.full_like(parameter, 3.0)
@@ -35,3 +45,20 @@ def test_clipping_scales_every_gradient_alike_and_leaves_out_what_has_none() -> 
     for parameter in parameters[:2]:
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 0.15), rtol=1e-6, atol=0.0)
     assert parameters[2].grad is None
+    assert sizes == [2]
+
+
+def counted(group: dist.ProcessGroup) -> tuple[list[list[float]], list[int]]:
+    """Counts of two blocks, summed over the ranks; and how many numbers each sum over ranks was of."""
+    rank, sums, all_reduce = dist.get_rank(), list[int](), dist.all_reduce
+    found = [torch.full((3,), 1.0 + rank), torch.full((2, 2), 10.0 * rank)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda one, **options: (sums.append(one.numel()), all_reduce(one, **options)))
+        sum_counted(found, mesh(Layout(dp_shard=2)))
+    return [each.flatten().tolist() for each in found], sums
+
+
+def test_what_blocks_counted_is_summed_together(ranks: Ranks) -> None:
+    for found, sums in ranks(2, counted):
+        assert found == [[3.0] * 3, [10.0] * 4]
+        assert sums == [7]

@@ -341,9 +341,9 @@ print(peak / sum(p.numel() * p.element_size() for p in model.parameters()))
 def test_loading_peaks_near_one_copy_of_the_model(tmp_path: Path) -> None:
     """Memory-mapped pages of the file count while they are read, so one copy of the model and one shard of the file."""
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=8
+        vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8
     )
-    directory = export_hf(load_model(config), tmp_path / "model", max_shard_bytes=64 * 1024**2)
+    directory = export_hf(load_model(config), tmp_path / "model", max_shard_bytes=32 * 1024**2)
     result = subprocess.run([sys.executable, "-c", MEASURE, str(directory)], capture_output=True, text=True, check=True)
     copies = float(result.stdout)
     assert copies < 1.35, f"loading peaked at {copies:.2f} copies of the model"

@@ -1,0 +1,63 @@
+"""Ranks of nobody: processes with torchrun's variables and no agent above them, forked with everything imported."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from postlude.world.last_words import RankError
+from postlude.world.launcher import ranks
+from tests.conftest import SERVER
+
+PATIENCE = 90  # seconds until a process that should end by itself is given up
+
+
+class PlainRanks:
+    """`function(*arguments)` on ranks that begin when this is entered, and are no more when it is left."""
+
+    def __init__(self, size: int, timeout: float, function: Callable[..., Any], *arguments: Any) -> None:
+        self.size, self.work = size, (timeout, function, arguments)
+        self.started: list[tuple[BaseProcess, Connection]] = []
+
+    def __enter__(self) -> PlainRanks:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        for rank in range(self.size):
+            ours, theirs = SERVER.Pipe()
+            variables = {**place, "RANK": str(rank), "WORLD_SIZE": str(self.size)}
+            process = SERVER.Process(target=_be_a_rank, args=(variables, theirs, *self.work))
+            process.start()
+            theirs.close()  # so that one that ends in silence is heard
+            self.started.append((process, ours))
+        return self
+
+    def told(self, rank: int) -> str:
+        """The error that names who is to blame, as this rank ends with it."""
+        assert self.started[rank][1].poll(PATIENCE), f"rank {rank} goes on"
+        said: str = self.started[rank][1].recv()
+        return said
+
+    def __exit__(self, *_: object) -> None:
+        for process, _ in self.started:
+            process.kill()
+            process.join()
+
+
+def _be_a_rank(
+    variables: dict[str, str],
+    told: Connection,
+    timeout: float,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(variables)
+    try:
+        with ranks(timeout=timeout, device="cpu"):
+            function(*arguments)
+    except RankError as error:
+        told.send(str(error))
