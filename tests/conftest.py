@@ -26,6 +26,7 @@ SERVER.set_forkserver_preload(  # once, for all ranks: each would take seconds t
         "torch._dynamo",
         "transformers.models.llama.modeling_llama",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "reasoning_gym",
         "postlude.recipes.grpo",
     ]
 )

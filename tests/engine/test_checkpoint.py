@@ -417,6 +417,21 @@ def test_a_file_that_no_rank_reported_is_not_listed_but_missed(saved: Path, tmp_
     assert told(lambda: checkpoint.check(directory)) == expected
 
 
+def read_by(group: Any, directory: str) -> list[str]:
+    """The files of a checkpoint that this rank looks into when it loads it to know what there is."""
+    read, found = checkpoint.read_state, list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            checkpoint, "read_state", lambda source, *rest: (found.append(source.name), read(source, *rest))[1]
+        )
+        build("dp_shard=2", DENSE).load(directory)
+    return found
+
+
+def test_one_rank_reads_what_there_is_and_tells_the_others(ranks: Any, saved: Path) -> None:
+    assert ranks(2, read_by, str(saved)) == [[saved.name], []]
+
+
 def test_no_directory_at_all_is_refused(ranks: Any, tmp_path: Path) -> None:
     directory = tmp_path / "nowhere"
     expected = f"FileNotFoundError: {directory} has no state.json, so it is not a checkpoint, or not a complete one."

@@ -77,7 +77,7 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
     """The tiny configs one after another, cut short; each may build on the ones before."""
     found = {}
     for name, sizes in (
-        ("demo", ("--warm_start.steps=30", "--steps=2", "--prompts=8", "--evaluation.tasks=8")),
+        ("demo", ("--warm_start.steps=3", "--steps=2", "--prompts=8", "--evaluation.tasks=8")),
         ("tiny-sft", ("--steps=30",)),
         ("tiny-dpo", ("--steps=6", f"--model={directory}/tiny-sft/model")),
         ("tiny-distill", ("--steps=6", f"--teacher={directory}/tiny-sft/model")),

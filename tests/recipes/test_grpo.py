@@ -22,6 +22,7 @@ from tests.conftest import Ranks
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 
+UNKEPT = ("--save_every=0", "--export=false")
 SMALL = """
 model: tiny-dense
 budget: 256
@@ -107,10 +108,10 @@ def test_a_run_that_fails_says_so_in_its_report(ranks: Ranks, tmp_path: Path) ->
 @pytest.mark.slow
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    (alone,) = ranks(1, trained, str(tmp_path / "one"))
+    (alone,) = ranks(1, trained, str(tmp_path / "one"), *UNKEPT)
     for layout in ("pp=2", "tp=2", "cp=2"):
         (tmp_path / layout).mkdir()
-        spread, _ = ranks(2, trained, str(tmp_path / layout), "--layout", layout)
+        spread, _ = ranks(2, trained, str(tmp_path / layout), *UNKEPT, "--layout", layout)
         for expected, found in zip(alone, spread, strict=True):
             assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4, rel=1e-4), layout
             assert found.get("rewards") == expected.get("rewards"), layout

@@ -304,7 +304,7 @@ def last(group: Any, command: str, *settings: str) -> str:
 def write_model(directory: Path) -> None:
     """A model whose hidden states are all nearly the same, and whose head makes `SAID` of them."""
     hf, tokenizer = read_config("tiny-dense"), load_tokenizer("tiny-dense")
-    hf.tie_word_embeddings = False
+    hf.tie_word_embeddings, hf.num_hidden_layers = False, 1
     model = load_model(hf)
     with torch.no_grad():
         model.embedding.weight += 1.0

@@ -331,7 +331,7 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; a run needs a directory (--run).")
-    asked = yaml.safe_load(_as_yaml(config))
+    written = _as_yaml(config)
     steps = _has_steps(path)
     if not (path / CONFIG).is_file():
         if steps:
@@ -341,7 +341,7 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
         return {}
     if not steps:
         return {}
-    found = list(differences(asked, _config_of(path)))
+    found = list(differences(yaml.safe_load(written), _config_of(path)))
     refused = [each for each in found if not covered(each[0], may_change)]
     if refused:
         saved = RunDirectory(path).checkpoints()
