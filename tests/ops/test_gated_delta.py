@@ -61,7 +61,7 @@ def check(given: list[Tensor], lengths: list[int], chunk: int, tolerance: float)
     packing = Packing.from_lengths(lengths, given[0].device)
     exact = [each.detach().double().cpu().requires_grad_() for each in given]
     expected = token_by_token(exact, lengths)
-    found = gated_delta(*given, packing, normalise=True, chunk=chunk)
+    found = gated_delta(*given, packing, normalise=True, chunk=chunk, last_states=True)
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(each.shape, generator=generator) for each in expected]
     weights[1] *= weights[0].numel() / weights[1].numel() ** 0.5 / 100  # neither drowns the other
@@ -121,7 +121,7 @@ def test_gradients_of_any_vectors_and_scale(normalise: bool) -> None:
     packing = Packing.from_lengths([4, 7])
     given = [each.requires_grad_() for each in (query, key / 2, value, log_decay, beta)]
     assert torch.autograd.gradcheck(
-        lambda *each: gated_delta(*each, packing, scale=0.7, normalise=normalise, chunk=3), given
+        lambda *each: gated_delta(*each, packing, scale=0.7, normalise=normalise, chunk=3, last_states=True), given
     )
 
 
@@ -130,7 +130,7 @@ def test_steps_equal_the_scan(dtype: torch.dtype) -> None:
     """In bf16 both compute in fp32 from the same rounded inputs, and round the output once."""
     given = [each.detach() for each in inputs(30, 4, 2, 8, 5, seed=1, decay=0.1)]
     given[:3] = [each.to(dtype) for each in given[:3]]
-    expected, last = gated_delta(*given, Packing.from_lengths([15, 15]), normalise=True, chunk=4)
+    expected, last = gated_delta(*given, Packing.from_lengths([15, 15]), normalise=True, chunk=4, last_states=True)
     states = torch.zeros_like(last)
     for token in range(15):
         output, states = gated_delta_step(*(each[token::15] for each in given), states, normalise=True)
@@ -143,7 +143,7 @@ def test_steps_equal_the_scan(dtype: torch.dtype) -> None:
 
 def test_no_sequences_give_gradients_of_zero() -> None:
     given = inputs(0, 4, 2, 8, 5, seed=1)
-    output, states = gated_delta(*given, Packing.from_lengths([]))
+    output, states = gated_delta(*given, Packing.from_lengths([]), last_states=True)
     assert output.shape == (0, 4, 5)
     assert states.shape == (0, 4, 8, 5)
     assert all(
@@ -161,7 +161,7 @@ def test_the_host_never_waits_and_the_result_is_the_same_to_the_bit() -> None:
             inside = gated_delta_forward(
                 *(each.detach() for each in given), packing.cu_seqlens, [30, 1, 69], 1.0, True, 16
             )
-            output, _ = gated_delta(*given, packing, scale=1.0, normalise=True, chunk=16)
+            output, _ = gated_delta(*given, packing, scale=1.0, normalise=True, chunk=16)  # without states
             gradients = torch.autograd.grad(output.square().sum(), given)
         assert waits.sites == []
         results.append((output, *gradients, *inside))
@@ -189,7 +189,7 @@ def test_on_cuda_it_equals_the_recurrence_without_a_wait(lengths: list[int]) -> 
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        output, states = gated_delta(*given, packing, normalise=True)
+        output, states = gated_delta(*given, packing, normalise=True, last_states=True)
         torch.autograd.grad((output.sum(), states.sum()), given)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -165,6 +165,15 @@ class HeadVectors(nn.Module):
         return {name: local(vector).float().clone() for name, vector in self.named_parameters()}
 
 
+class Kernels(nn.Module):
+    """A convolution's kernel [width] for each channel. Each rank has its block of the channels."""
+
+    def __init__(self, channels: int, width: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
+        super().__init__()
+        self.weight = stored(channels, width, axis=tp, dim=0)
+        self.bias = stored(channels, axis=tp, dim=0) if bias else None
+
+
 class ColumnLinear(nn.Module):
     """All tokens, this rank's block of the output features."""
 

@@ -33,8 +33,9 @@ def gated_delta(
     scale: float | None = None,
     normalise: bool = False,
     chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor]:
-    """Every token's output [T, heads, dv] in value's dtype, and each sequence's last state [n, heads, dk, dv].
+    last_states: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Every token's output [T, heads, dv] in value's dtype, and each sequence's last state [n, heads, dk, dv] if asked.
 
     `query` and `key` [T, key_heads, dk], `value` [T, heads, dv], `log_decay` (g, at most 0) and `beta` [T, heads];
     head h goes with key head h // (heads / key_heads). A query is scaled by dk^-½ or `scale`; `normalise` first makes
@@ -49,9 +50,10 @@ def gated_delta(
         raise ValueError(f"chunk={chunk}: a chunk holds at least 1 token.")
     if packing.count == 0:
         nothing = query.sum() + key.sum() + log_decay.sum() + beta.sum()  # so that all get a gradient of zero
-        return value + nothing.to(value.dtype), value.new_zeros(
+        empty = value.new_zeros(
             0, value.shape[1], key.shape[2], value.shape[2], dtype=_wide(query, key, value, log_decay, beta)
         )
+        return value + nothing.to(value.dtype), empty if last_states else None
     output, states = _operator(
         query,
         key,
@@ -63,8 +65,9 @@ def gated_delta(
         query.shape[-1] ** -0.5 if scale is None else scale,
         normalise,
         chunk,
+        last_states,
     )
-    return output, states
+    return output, states if last_states else None
 
 
 def gated_delta_step(
@@ -107,11 +110,13 @@ def gated_delta_forward(
     scale: float,
     normalise: bool,
     chunk: int,
+    last_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What the operator does."""
+    """What the operator does. Without `last_states` the second result is empty."""
     chunks = Chunks(lengths, chunk, cu_seqlens)
     scan = _Scan(query, key, value, log_decay, beta, chunks, scale, normalise)
-    return chunks.leave(scan.outputs()).to(value.dtype), scan.last_states()
+    states = scan.last_states() if last_states else scan.value.new_empty(0)
+    return chunks.leave(scan.outputs()).to(value.dtype), states
 
 
 # One operator to whoever looks from outside: recompute keeps its result, and none of what that is made of.
@@ -130,27 +135,28 @@ def _(
     scale: float,
     normalise: bool,
     chunk: int,
+    last_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    shape = (len(lengths), value.shape[1], key.shape[2], value.shape[2])
+    shape = (len(lengths), value.shape[1], key.shape[2], value.shape[2]) if last_states else (0,)
     return torch.empty_like(value), value.new_empty(shape, dtype=_wide(query, key, value, log_decay, beta))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:6])
-    ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk = inputs[6:]
+    ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, ctx.last_states = inputs[6:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, output: Tensor | None, states: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, log_decay, beta, cu_seqlens = ctx.saved_tensors
     if output is None and states is None:
-        return (None,) * 10
+        return (None,) * 11
     chunks = Chunks(ctx.lengths, ctx.chunk, cu_seqlens)
     scan = _Scan(query, key, value, log_decay, beta, chunks, ctx.scale, ctx.normalise)
     output = torch.zeros_like(value) if output is None else output
-    gradients = scan.gradients(output, states)
+    gradients = scan.gradients(output, states if ctx.last_states else None)
     inputs = (query, key, value, log_decay, beta)
-    return *(each.to(like.dtype) for each, like in zip(gradients, inputs, strict=True)), *(None,) * 5
+    return *(each.to(like.dtype) for each, like in zip(gradients, inputs, strict=True)), *(None,) * 6
 
 
 _operator.register_autograd(_backward, setup_context=_setup)

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.attention import Attention, AttentionConfig, SlidingAttention, SlidingAttentionConfig
 from postlude.model.blocks.block import Block, Part
+from postlude.model.blocks.gated_delta import GatedDelta, GatedDeltaConfig
 from postlude.model.blocks.mamba import Mamba, MambaConfig
 from postlude.model.blocks.mlp import MLP, MLPConfig
 from postlude.model.blocks.moe import MoE, MoEConfig
@@ -15,6 +16,7 @@ BLOCKS: Mapping[str, type[Block]] = MappingProxyType(
         "*": Attention,
         "S": SlidingAttention,
         "M": Mamba,
+        "G": GatedDelta,
         "-": MLP,
         "E": MoE,
     }
@@ -27,6 +29,8 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
+    "GatedDelta",
+    "GatedDeltaConfig",
     "MLPConfig",
     "Mamba",
     "MambaConfig",

@@ -17,7 +17,7 @@ from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block, Part
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
-from postlude.model.parallel import ColumnLinear, HeadVectors, RowLinear, local, stored
+from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RowLinear, local, stored
 from postlude.model.steps import Step, compute
 from postlude.ops.collectives import gather_from_sequence, sum_over_group
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
@@ -278,15 +278,6 @@ class Recurrence:
 
     def _time_steps(self, projected: Tensor) -> Tensor:
         return F.softplus(projected.float() + self.dt_bias).clamp(*self.config.time_step_limit)
-
-
-class Kernels(nn.Module):
-    """A kernel [K] for each channel, and a bias where asked for. Each rank has its block of the channels."""
-
-    def __init__(self, channels: int, width: int, *, bias: bool, tp: Axis = ALONE) -> None:
-        super().__init__()
-        self.weight = stored(channels, width, axis=tp, dim=0)
-        self.bias = stored(channels, axis=tp, dim=0) if bias else None
 
 
 class GatedRMSNorm(nn.Module):

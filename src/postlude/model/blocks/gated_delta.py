@@ -1,0 +1,239 @@
+"""Gated delta net (`G`): short convolutions, a state that decays and is corrected key by key, and a gated norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.data.microbatch import ByHeads
+from postlude.layout import Layout
+from postlude.model.block_config import BlockConfig
+from postlude.model.blocks.block import Block, Part
+from postlude.model.config import ModelConfig
+from postlude.model.context import ForwardContext, Inputs, States
+from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RMSNorm, RowLinear, local
+from postlude.model.steps import Step, compute
+from postlude.ops.collectives import gather_from_sequence
+from postlude.ops.convolution import convolve, convolve_step, last_inputs
+from postlude.ops.gated_delta import CHUNK, gated_delta, gated_delta_step
+from postlude.ops.packing import Packing
+from postlude.world.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaConfig(BlockConfig):
+    """Sizes and options of one gated delta net.
+
+    Each of `value_heads` has a state [key_dim, value_dim]; the queries and keys of each of `key_heads` serve as many
+    adjacent ones. A token forgets by e^(−A · softplus(projection + bias)) before it writes. `chunk` is how many tokens
+    the scan takes as one product: it changes speed alone.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int = 4
+    chunk: int = CHUNK
+
+    def __post_init__(self) -> None:
+        sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_kernel, self.chunk)
+        if min(sizes) < 1 or self.value_heads % self.key_heads:
+            raise ValueError(
+                f"gated delta net with key_heads={self.key_heads}, value_heads={self.value_heads}, "
+                f"key_dim={self.key_dim}, value_dim={self.value_dim}, conv_kernel={self.conv_kernel}, "
+                f"chunk={self.chunk}: every size is at least 1 and key_heads divide value_heads."
+            )
+
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def keys(self) -> int:
+        """Features of all key heads: of queries, and of keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Features of all value heads: of values, of the gate, and of what the heads give."""
+        return self.value_heads * self.value_dim
+
+    def flops(self, hidden_size: int) -> float:
+        """Projections, convolutions, and the scan's products inside chunks and with states."""
+        projections = 2 * hidden_size * (2 * self.keys + 3 * self.values + 2 * self.value_heads)
+        convolutions = 2 * self.conv_kernel * (2 * self.keys + self.values)
+        inside = 4 * self.chunk * self.value_heads * (self.key_dim + self.value_dim)
+        return projections + convolutions + inside + 6 * self.value_heads * self.key_dim * self.value_dim
+
+    def kept(self, hidden_size: int) -> float:
+        """The norm's input and output; queries, keys and values as projected, together, and convolved; then the heads
+        before and after their norm, the gate before and after its activation, and their product.
+        """
+        return 3 * hidden_size + 3 * (2 * self.keys + self.values) + 6 * self.values
+
+    def fits(self, layout: Layout, name: str) -> None:
+        """Each tensor- and context-parallel rank has key heads of its own, and the value heads that go with them."""
+        ranks = layout.tp * layout.cp
+        if self.key_heads % ranks:
+            best = max(each for each in range(1, min(ranks, self.key_heads) + 1) if self.key_heads % each == 0)
+            raise ValueError(
+                f"{name} has {self.key_heads} key heads, which tp={layout.tp}, cp={layout.cp} cannot share: both give "
+                f"each rank heads of its own, so tp · cp divides the key heads. Use tp · cp = {best}."
+            )
+
+
+class GatedDelta(Block):
+    """Each tensor-parallel rank has heads of its own; under context parallelism each has whole sequences of some."""
+
+    Config = GatedDeltaConfig
+    generates = True
+
+    def __init__(self, config: GatedDeltaConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
+        super().__init__(config, model, name, mesh)
+        self.config = config
+        size, tp = model.hidden_size, mesh.tp
+        self.q_proj = ColumnLinear(size, config.keys, tp=tp)
+        self.k_proj = ColumnLinear(size, config.keys, tp=tp)
+        self.v_proj = ColumnLinear(size, config.values, tp=tp)
+        self.z_proj = ColumnLinear(size, config.values, tp=tp)
+        self.b_proj = ColumnLinear(size, config.value_heads, tp=tp)
+        self.a_proj = ColumnLinear(size, config.value_heads, tp=tp)
+        self.q_conv = Kernels(config.keys, config.conv_kernel, tp=tp)
+        self.k_conv = Kernels(config.keys, config.conv_kernel, tp=tp)
+        self.v_conv = Kernels(config.values, config.conv_kernel, tp=tp)
+        self.vectors = HeadVectors(("A_log", "dt_bias"), config.value_heads, tp=tp)
+        self.head_norm = RMSNorm(config.value_dim, model.norm_eps, tp=tp)  # of each value head by itself
+        self.out_proj = RowLinear(config.values, size, tp=tp)
+
+    def steps(self) -> tuple[Step, ...]:
+        """The vectors are gathered by themselves, so that all else can be run again."""
+        return (compute("vectors", self.read_vectors, again=False), compute("work", self.run))
+
+    def apart(self) -> tuple[Part, ...]:
+        """What decays are made of stays in fp32."""
+        return (Part(self.vectors, fp32=True),)
+
+    def read_vectors(self, context: ForwardContext) -> Mapping[str, Any]:
+        """A_log and dt_bias of this rank's heads."""
+        return {"vectors": self.vectors()}
+
+    def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
+        """Everything else."""
+        return {"hidden": hidden + self.post_norm(self.mix(self.norm(hidden), vectors, context))}
+
+    def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
+        """[T / tp, H] -> [T / tp, H], after the pre-norm."""
+        by_heads = context.microbatch.by_heads
+        hidden = gather_from_sequence(hidden, self.mesh.tp.group)
+        of_keys = [projection(hidden) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        of_keys += [self.b_proj(hidden), self.a_proj(hidden)]
+        # All that belongs to a key head together: where there are context-parallel ranks that is one exchange.
+        together = by_heads.enter(torch.cat([each.unflatten(-1, (self.key_heads, -1)) for each in of_keys], -1))
+        recurrence = self._recurrence(vectors, by_heads)
+        if context.running is None:
+            heads = by_heads.leave(recurrence.outputs((together,), by_heads.packing))
+        else:
+            heads = context.running.recur(self.name, (together,), recurrence.step, recurrence.scan)
+        gate = self.z_proj(hidden).view(heads.shape)
+        heads = (self.head_norm(heads) * F.silu(gate.float())).to(hidden.dtype)
+        output: Tensor = self.out_proj(heads.flatten(-2))
+        return output
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads of this tensor-parallel rank."""
+        return self.config.key_heads // self.mesh.tp.size
+
+    def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
+        """Decays from slow to fast, kernels as convolutions have them; the heads' norm has no offset."""
+
+        def uniform(low: float, high: float) -> Tensor:
+            return torch.empty_like(parameter, dtype=torch.float32).uniform_(low, high, generator=generator)
+
+        match name.split("."):
+            case ["vectors", "A_log"]:
+                parameter.copy_(uniform(0.01, 16.0).log())
+            case ["vectors", "dt_bias"]:
+                step = uniform(math.log(1e-3), math.log(1e-1)).exp()
+                parameter.copy_(step + (-torch.expm1(-step)).log())  # whose softplus is the step
+            case ["q_conv" | "k_conv" | "v_conv", "weight"]:
+                bound = self.config.conv_kernel**-0.5
+                parameter.copy_(uniform(-bound, bound))
+            case ["head_norm", "weight"]:
+                parameter.fill_(1.0)
+            case _:
+                super().reset(name, parameter, std, generator)
+
+    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads) -> Recurrence:
+        """Of the heads that this rank works on."""
+        kernels = [local(each.weight) for each in (self.q_conv, self.k_conv, self.v_conv)]
+        by_key_head = torch.cat([each.unflatten(0, (self.key_heads, -1)) for each in kernels], 1)
+        return Recurrence(
+            self.config,
+            kernel=by_heads.own(by_key_head).flatten(0, 1),
+            decay=-by_heads.own(vectors["A_log"]).exp(),
+            dt_bias=by_heads.own(vectors["dt_bias"]),
+        )
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Convolution and scan of some heads, of whole sequences or one token at a time.
+
+    Its one input is all that belongs to each key head, [T, key_heads, 2 · key_dim + group · (value_dim + 2)]: query,
+    key, its values, and a `b` and an `a` for each. Its states are the last inputs of the convolution
+    [sequences, K - 1, channels] and those of the scan, fp32 [sequences, value_heads, key_dim, value_dim].
+    """
+
+    config: GatedDeltaConfig
+    kernel: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+
+    def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
+        """[T, value_heads, value_dim]."""
+        channels, writing = self._split(inputs[0])
+        return self._scan(channels, writing, packing, last_states=False)[0]
+
+    def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
+        """[T, value_heads, value_dim] and the states after each sequence."""
+        channels, writing = self._split(inputs[0])
+        heads, states = self._scan(channels, writing, packing, last_states=True)
+        assert states is not None
+        return heads, (last_inputs(channels, packing, self.kernel.shape[1] - 1), states)
+
+    def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
+        """One token of each sequence: [sequences, value_heads, value_dim] and the states after it."""
+        channels, writing = self._split(inputs[0])
+        convolved, last = convolve_step(channels, states[0], self.kernel, None, silu=True)
+        heads, state = gated_delta_step(*self._heads(convolved), *writing, states[1], normalise=True)
+        return heads, (last, state)
+
+    def _scan(
+        self, channels: Tensor, writing: tuple[Tensor, Tensor], packing: Packing, last_states: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        heads = self._heads(convolve(channels, self.kernel, None, packing, silu=True))
+        chunk = self.config.chunk
+        return gated_delta(*heads, *writing, packing, normalise=True, chunk=chunk, last_states=last_states)
+
+    def _split(self, together: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What is convolved [T, channels]; log decay and beta [T, value_heads], fp32."""
+        group = self.config.group
+        channels, b, a = together.split((together.shape[-1] - 2 * group, group, group), -1)
+        log_decay = self.decay * F.softplus(a.flatten(1).float() + self.dt_bias)
+        return channels.flatten(1), (log_decay, b.flatten(1).float().sigmoid())
+
+    def _heads(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key [T, key_heads, key_dim], value [T, value_heads, value_dim]."""
+        config = self.config
+        sizes = (config.key_dim, config.key_dim, config.group * config.value_dim)
+        query, key, value = channels.unflatten(1, (-1, sum(sizes))).split(sizes, -1)
+        return query, key, value.reshape(len(value), len(self.decay), config.value_dim)

@@ -1,0 +1,171 @@
+"""A gated delta net in every layout equals one rank, packed sequences equal each alone, token by token the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from postlude import LanguageModel, Layout, ModelConfig, pack, unpack
+from postlude.engine.sharding import shard
+from postlude.model.blocks import GatedDeltaConfig
+from postlude.model.parallel import held, region
+from postlude.rollout.generator import Generator
+from postlude.rollout.sampling import Sampling
+from postlude.verify.cases import Case
+from postlude.verify.compare import Report, compare
+from tests.equality import assert_equal
+from tests.meshes import mesh
+from tests.model.small import sequences, small_config, small_microbatch
+from tests.rollout.test_generator import prompts, teacher_forced, tokens
+
+LENGTHS = (9, 1, 14, 2, 3, 30)
+KINDS = {
+    "shared": GatedDeltaConfig(key_heads=4, value_heads=8, key_dim=5, value_dim=3, chunk=4),
+    "alone": GatedDeltaConfig(key_heads=4, value_heads=4, key_dim=4, value_dim=6, conv_kernel=2),
+    "three": GatedDeltaConfig(key_heads=2, value_heads=6, key_dim=6, value_dim=4, conv_kernel=1, chunk=16),
+}
+
+
+def config(kind: str, pattern: str = "[G-][*-]G[GE]", **changes: Any) -> ModelConfig:
+    """Of a scale at which states matter."""
+    return small_config(pattern, blocks={"G": KINDS[kind]}, **{"initializer_range": 0.2, "norm_eps": 1e-3, **changes})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_equal_each_alone(kind: str) -> None:
+    model = LanguageModel(config(kind))
+    batch = sequences(*LENGTHS)
+    (together,) = pack(batch, budget=64)
+    packed = unpack([together], [model(together)], shifted=False)
+    for sequence, rows in zip(batch, packed, strict=True):
+        (alone,) = pack([sequence], budget=64)
+        assert_equal(rows, model(alone), "logits")
+
+
+def test_chunks_change_nothing() -> None:
+    (microbatch,) = pack(sequences(*LENGTHS), budget=64)
+    found = []
+    for chunk in (1, 5, 64):
+        model = LanguageModel(small_config("GG", blocks={"G": replace(KINDS["shared"], chunk=chunk)}))
+        found.append(model(microbatch))
+    assert_equal(found[0], found[2], "logits")
+    assert_equal(found[1], found[2], "logits")
+
+
+def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"key_heads=3, value_heads=4.*key_heads divide value_heads"):
+        GatedDeltaConfig(key_heads=3, value_heads=4, key_dim=4, value_dim=4)
+
+
+# --- layouts
+
+
+def verify(group: Any, case: Case) -> Report | None:
+    return compare(case, mesh=mesh(case.layout))
+
+
+def layouts() -> list[Any]:
+    """Each layout once in `make test`, with the kinds in turn."""
+    found = []
+    kinds = ("shared", "alone", "three")
+    for turn, layout in enumerate(("tp=2", "cp=2", "pp=2", "dp_shard=2", "cp=2,tp=2", "cp=4", "pp=2,vpp=2,tp=2")):
+        for kind in kinds[:2] if Layout.parse(layout).cp * Layout.parse(layout).tp > 2 else kinds:
+            ranks = Layout.parse(layout).world_size
+            quick = ranks == 2 and kind == kinds[turn % 3]
+            once = layout == "cp=2,tp=2" and kind == "shared"
+            found.append(pytest.param(kind, layout, marks=() if quick else SLOW if once else MORE))
+    return found
+
+
+SLOW, MORE = pytest.mark.slow, pytest.mark.thorough
+
+
+@pytest.mark.parametrize(("kind", "layout"), layouts())
+def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
+    case = Case(config(kind), Layout.parse(layout), ("sft", "grpo")[len(layout) % 2])
+    report = ranks(case.layout.world_size, verify, case)[0]
+    assert set(report.gradients) == set(LanguageModel(case.source).state_dict())
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.thorough)])
+def test_recomputing_in_a_layout_gives_the_same(ranks: Any, recompute: Any) -> None:
+    case = Case(config("shared", "[GE]G"), Layout(dp_shard=2), "sft", recompute)
+    report = ranks(2, verify, case)[0]
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+@pytest.mark.parametrize(("layout", "best"), [("tp=3", 2), ("cp=3", 2), ("tp=2,cp=3", 4), ("tp=8", 4)])
+def test_a_layout_that_cannot_share_the_heads_is_refused(layout: str, best: int) -> None:
+    parsed = Layout.parse(layout)
+    with pytest.raises(ValueError, match=f"tp={parsed.tp}, cp={parsed.cp} cannot share: .*Use tp · cp = {best}"):
+        config("shared", "G").fits(parsed)
+
+
+# --- precision
+
+PROMISED = ("layers.0.gated_delta.vectors.A_log", "layers.0.gated_delta.vectors.dt_bias")
+
+
+def in_bf16(group: Any, layout: str) -> dict[str, Any]:
+    """What a model that computes in bf16 stores, uses and learns of its decays."""
+    place = mesh(Layout.parse(layout))
+    with torch.device("meta"):
+        model = LanguageModel(config("shared", "[G-]"), mesh=place, recompute="selective")
+    shard(model, place, torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.reset()
+    found: dict[str, Any] = {}
+    vectors = model.get_submodule("layers.0.gated_delta.vectors")
+    vectors.register_forward_hook(
+        lambda *seen: found.update(used={name: each.detach() for name, each in seen[2].items()})
+    )
+    model(small_microbatch(5, 1, 8, 2), targets=True).sum().backward()
+    for name in PROMISED:
+        parameter = model.get_parameter(name)
+        assert parameter.grad is not None
+        found[name] = held(parameter), held(parameter.grad).dtype, region(parameter)
+    found["rest"] = model.get_parameter("layers.0.gated_delta.q_proj.weight").grad.dtype
+    return found
+
+
+@pytest.mark.parametrize("layout", ["", pytest.param("dp_shard=2", marks=pytest.mark.slow)])
+def test_decays_are_fp32_in_a_model_of_bf16(ranks: Any, layout: str) -> None:
+    whole = LanguageModel(config("shared", "[G-]"))
+    for found in ranks(Layout.parse(layout).world_size, in_bf16, layout):
+        for name in PROMISED:
+            expected = whole.get_parameter(name).detach()
+            stored, gradient, where = found[name]
+            used = found["used"][name.rpartition(".")[2]]
+            assert stored.dtype == gradient == used.dtype == torch.float32
+            assert torch.equal(stored, expected[where])
+            assert torch.equal(used, expected)  # not rounded on the way
+            assert not torch.equal(used, used.bfloat16().float())
+
+
+def test_a_model_made_in_bf16_keeps_its_decays_in_fp32() -> None:
+    model = LanguageModel(config("shared", "[G-]"), dtype=torch.bfloat16)
+    wide = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+    assert wide == set(PROMISED)
+
+
+# --- generation
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_agree_with_a_forward_of_the_whole(kind: str) -> None:
+    """Several answers a prompt, so that states are copied; in little room, so that answers leave and come back."""
+    model = LanguageModel(config(kind))
+    asked = prompts(model.config.vocab_size)
+    sampling = Sampling(max_new_tokens=20, seed=5)
+    roomy = Generator(model).generate(asked, sampling, n=3)
+    for completion, logprobs in zip(
+        (one for group in roomy for one in group), teacher_forced(model, asked, roomy), strict=True
+    ):
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, rtol=0, atol=1e-5)
+    tight = Generator(model, max_batch_tokens=80, max_sequences=3).generate(asked, sampling, n=3)
+    assert tokens(tight) == tokens(roomy)
+    assert len({tuple(answer) for group in tokens(roomy) for answer in group}) == 18
