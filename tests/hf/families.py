@@ -17,8 +17,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 SMALL = {
@@ -69,6 +72,20 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "attention_multiplier": 0.3,
 }
+
+# A head whose query meets hardly a key gives almost nothing, which its norm enlarges, rounding and all: hence eps.
+HYBRID = {
+    "rms_norm_eps": 1e-3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+SHARED = {**MOE, "shared_expert_intermediate_size": 20}
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-mha": lambda: LlamaConfig(**SMALL, num_attention_heads=4),
@@ -163,6 +180,40 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         head_dim=16,
         decoder_sparse_step=2,
     ),
+    "qwen3_next": lambda: Qwen3NextConfig(**SHARED, **HYBRID),
+    "qwen3_next-dense-first-biases-three-values": lambda: Qwen3NextConfig(
+        **SHARED,
+        **{**HYBRID, "linear_num_value_heads": 6, "head_dim": 8, "num_attention_heads": 3, "num_key_value_heads": 1},
+        linear_conv_kernel_dim=2,
+        attention_bias=True,
+        mlp_only_layers=[0],
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+    ),
+    "qwen3_next-one-head-no-experts": lambda: Qwen3NextConfig(
+        **{**SHARED, "num_experts": 0},
+        **{**HYBRID, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e3,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(
+        **SMALL, **{**HYBRID, "layer_types": ["full_attention", "linear_attention"]}
+    ),
+    "qwen3_5_text-tied-one-value-each": lambda: Qwen3_5TextConfig(
+        **{**SMALL, "num_hidden_layers": 4},
+        **{**HYBRID, "layer_types": None, "linear_num_key_heads": 3, "linear_num_value_heads": 3},
+        linear_conv_kernel_dim=3,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
+        **{key: value for key, value in SHARED.items() if key != "intermediate_size"}, **HYBRID
+    ),
     "olmo3": lambda: Olmo3Config(
         **{**SMALL, "num_hidden_layers": 4}, num_attention_heads=4, num_key_value_heads=2, sliding_window=5
     ),
@@ -248,7 +299,8 @@ def transformers_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedMod
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+            middle = float(parameter.mean()) if "norm" in name else 0.0  # one, or zero where that is what is stored
+            parameter.normal_(middle, 0.2, generator=generator)
     return model.eval()
 
 

@@ -376,3 +376,15 @@ def test_the_byte_tokenizer_is_its_own_inverse() -> None:
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert max(tokenizer(chat)["input_ids"]) < load_model("tiny-dense").config.vocab_size
     assert pack([tokenizer("ab")["input_ids"]], budget=4)[0].tokens.tolist() == [97, 98]
+
+
+def test_what_a_family_leaves_out_is_said_and_nothing_else_is_left_out(tmp_path: Path) -> None:
+    saved(CONFIGS["qwen3_next"](), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "mtp.fc.weight": torch.zeros(2, 2), "mtp.norm.weight": torch.zeros(2)}, file)
+    with pytest.warns(UserWarning, match=r"2 tensor\(s\) of the source, named mtp\.… \(multi-token prediction\), are"):
+        load_model(tmp_path)
+    save_file({**tensors, "mtq.fc.weight": torch.zeros(2, 2)}, file)
+    with pytest.raises(ValueError, match=r"has no place for: mtq\.fc\.weight"):
+        load_model(tmp_path)

@@ -56,10 +56,6 @@ def decoder_config(
     `sliding` says which layers attend within the window (default: by `layer_types`, else none). `layers` gives the
     second block of each layer (default "-" everywhere), and `blocks` the configs of those that are no gated MLP.
     """
-    if getattr(hf, "attention_dropout", 0.0):
-        warnings.warn(
-            f"attention_dropout={hf.attention_dropout} in the config is not applied in training.", stacklevel=2
-        )
     count = hf.num_hidden_layers
     sliding = sliding if sliding is not None else sliding_layers(hf)
     second = layers if layers is not None else ["-"] * count
@@ -83,12 +79,21 @@ def decoder_config(
         configs["-"] = MLPConfig(
             intermediate_size=hf.intermediate_size, activation=activation(hf), bias=mlp_bias, norm=norm
         )
-    pattern = tuple(("S" if slides else "*") + block for slides, block in zip(sliding, second, strict=True))
+    firsts = ("S" if slides else "*" for slides in sliding)
+    return model_config(hf, [first + block for first, block in zip(firsts, second, strict=True)], configs)
+
+
+def model_config(hf: PretrainedConfig, layers: Sequence[str], blocks: Mapping[str, BlockConfig]) -> ModelConfig:
+    """A ModelConfig of these layers ("*-", "+E", …), with what nearly all families name alike."""
+    if getattr(hf, "attention_dropout", 0.0):
+        warnings.warn(
+            f"attention_dropout={hf.attention_dropout} in the config is not applied in training.", stacklevel=2
+        )
     return ModelConfig(
-        pattern=Pattern(segments=(pattern,), mtp=()),
+        pattern=Pattern(segments=(tuple(layers),), mtp=()),
         hidden_size=hf.hidden_size,
         vocab_size=hf.vocab_size,
-        blocks=configs,
+        blocks=blocks,
         tied_head=bool(hf.tie_word_embeddings),
         norm_eps=hf.rms_norm_eps,
         initializer_range=hf.initializer_range,

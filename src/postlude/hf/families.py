@@ -14,11 +14,26 @@ from postlude.hf.nemotron_h import NEMOTRON_H
 from postlude.hf.olmo3 import OLMO3
 from postlude.hf.qwen2 import QWEN2
 from postlude.hf.qwen3 import QWEN3
+from postlude.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from postlude.hf.qwen3_moe import QWEN3_MOE
+from postlude.hf.qwen3_next import QWEN3_NEXT
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
-        for family in (GRANITEMOEHYBRID, LLAMA, MAMBA2, MISTRAL, NEMOTRON_H, OLMO3, QWEN2, QWEN3, QWEN3_MOE)
+        for family in (
+            GRANITEMOEHYBRID,
+            LLAMA,
+            MAMBA2,
+            MISTRAL,
+            NEMOTRON_H,
+            OLMO3,
+            QWEN2,
+            QWEN3,
+            QWEN3_5,
+            QWEN3_5_MOE,
+            QWEN3_MOE,
+            QWEN3_NEXT,
+        )
     }
 )

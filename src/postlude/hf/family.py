@@ -99,7 +99,8 @@ class Family:
     ("self_attn.q_proj"), or a whole tensor ("moe.selection_bias") to theirs, by name or `Within` another. `{expert}` in
     their name stands for one tensor an expert, which we hold stacked. Names that hang on sizes are a function of the
     config. `outer` names what stands outside the layers, and `layer` what goes before names inside one. `modules` are
-    parts of names that transformers' modules have where its files have others.
+    parts of names that transformers' modules have where its files have others. `left_out` says what their files may
+    hold besides, which is not read: by what its names begin with, what it is.
     """
 
     model_type: str
@@ -108,6 +109,7 @@ class Family:
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     layer: str = f"model.layers.{LAYER}"
     modules: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def theirs(self, name: str, config: ModelConfig) -> Within:
         """Where our tensor is, by a name of theirs that is whole but for `{expert}`: layers.3.… -> model.layers.3.…."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -158,7 +159,7 @@ def fresh_or_filled(model: LanguageModel, source: Source, family: Family | None,
 @torch.no_grad()
 def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> None:
     """Copy every tensor that this rank holds from the source, and account for every tensor of the source."""
-    _account(set(wanted_tensors(model.config, family, model.block_types)), set(tensors.names()), model.config)
+    _account(set(wanted_tensors(model.config, family, model.block_types)), set(tensors.names()), family, model.config)
     unstored = [parameter for name, parameter in model.named_parameters() if name in OURS_ALONE]
     for tensor in (*model.buffers(), *unstored):
         held(tensor).zero_()  # those that are not stored start from nothing
@@ -196,19 +197,28 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
     family, config = read_model(source, families)
     tensors = _directory(path, family, config)
     wanted = wanted_tensors(config, family)
-    _account(set(wanted), set(tensors.names()), config)
+    _account(set(wanted), set(tensors.names()), family, config)
     for name, theirs in wanted.items():
         _compare(name, tensors.shape(name), theirs.shape)
     return len(wanted)
 
 
-def _account(wanted: set[str], available: set[str], config: ModelConfig) -> None:
+def _account(wanted: set[str], available: set[str], family: Family | None, config: ModelConfig) -> None:
     missing = sorted(wanted - available)
     if missing:
         raise ValueError(f"the source lacks {len(missing)} tensor(s) of {config.pattern}: {_some(missing)}.")
     derived = {name for name in available if name.endswith("rotary_emb.inv_freq")}
     if config.tied_head:
         derived.add("lm_head.weight")
+    for start, what in {} if family is None else family.left_out.items():
+        found = {name for name in available - wanted if name.startswith(start)}
+        if found:
+            warnings.warn(
+                f"{len(found)} tensor(s) of the source, named {start}… ({what}), are left out: the model is trained "
+                "and exported without them.",
+                stacklevel=2,
+            )
+        derived |= found
     unknown = sorted(available - wanted - derived)
     if unknown:
         raise ValueError(

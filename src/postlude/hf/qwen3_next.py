@@ -1,0 +1,169 @@
+"""Qwen3-Next: three gated delta nets to one gated attention, experts with a shared one, norms stored around zero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from postlude.hf.decoder import (
+    ATTENTION_NAMES,
+    MLP_NAMES,
+    QK_NORM_NAMES,
+    activation,
+    model_config,
+    rotary,
+    rotary_dim,
+)
+from postlude.hf.family import Family, Names, Within
+from postlude.hf.qwen3_moe import MOE_NAMES
+from postlude.model import ModelConfig
+from postlude.model.blocks import AttentionConfig, BlockConfig, GatedDeltaConfig, MLPConfig, MoEConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LAYER_TYPES = {"linear_attention": "G", "full_attention": "*"}
+SHARED_NAMES = {
+    "moe.shared.gate_proj": "mlp.shared_expert.gate_proj",
+    "moe.shared.up_proj": "mlp.shared_expert.up_proj",
+    "moe.shared.down_proj": "mlp.shared_expert.down_proj",
+    "moe.shared.token_gate": "mlp.shared_expert_gate",
+}
+LEFT_OUT = {"mtp.": "multi-token prediction"}
+NAMES = ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES | SHARED_NAMES
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """The layers that `mlp_only_layers` and `decoder_sparse_step` leave dense have an MLP."""
+    dense = set(hf.mlp_only_layers or ())
+    sparse = [
+        layer not in dense and hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0
+        for layer in range(hf.num_hidden_layers)
+    ]
+    blocks: dict[str, BlockConfig] = {}
+    if any(sparse):
+        blocks["E"] = shared_experts(hf, normalise=hf.norm_topk_prob)
+    if not all(sparse):
+        blocks["-"] = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf))
+    return hybrid_config(hf, ["E" if experts else "-" for experts in sparse], blocks)
+
+
+def hybrid_config(hf: PretrainedConfig, second: Sequence[str], blocks: Mapping[str, BlockConfig]) -> ModelConfig:
+    """A ModelConfig whose first block of each layer is by `layer_types`; `second` and its configs are the caller's."""
+    unknown = sorted(set(hf.layer_types) - set(LAYER_TYPES))
+    if unknown:
+        raise ValueError(f"layer_types holds {', '.join(unknown)}, which {hf.model_type} has no block for.")
+    if hf.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported by {hf.model_type}'s convolutions, only silu.")
+    first = [LAYER_TYPES[kind] for kind in hf.layer_types]
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    configs = dict(blocks)
+    if "*" in first:
+        configs["*"] = AttentionConfig(
+            heads=hf.num_attention_heads,
+            kv_heads=hf.num_key_value_heads,
+            head_dim=head_dim,
+            rotary=rotary(hf, "full_attention", partial=True),
+            rotary_dim=rotary_dim(hf, head_dim),
+            qkv_bias=hf.attention_bias,
+            output_bias=hf.attention_bias,
+            qk_norm="head",
+            output_gate=True,
+        )
+    if "G" in first:
+        configs["G"] = GatedDeltaConfig(
+            key_heads=hf.linear_num_key_heads,
+            value_heads=hf.linear_num_value_heads,
+            key_dim=hf.linear_key_head_dim,
+            value_dim=hf.linear_value_head_dim,
+            conv_kernel=hf.linear_conv_kernel_dim,
+        )
+    layers = [one + other for one, other in zip(first, second, strict=True)]
+    return replace(model_config(hf, layers, configs), norm_offset=1.0)
+
+
+def shared_experts(hf: PretrainedConfig, *, normalise: bool) -> MoEConfig:
+    """Experts of which one sees every token, by a gate of its own.
+
+    The balance loss is on where transformers would add it to the loss: with `output_router_logits`.
+    """
+    return MoEConfig(
+        experts=hf.num_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        activation=activation(hf),
+        normalise=normalise,
+        shared_intermediate_size=hf.shared_expert_intermediate_size,
+        shared_gate=True,
+        # Theirs counts each of the top_k choices as a share of its own.
+        balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
+    )
+
+
+def names(config: ModelConfig) -> Names:
+    """q, k, v and z stand in one matrix and b and a in another, key head by key head."""
+    found = {**NAMES, **gated_attention_names(config), **gated_delta_names(config)}
+    if "G" not in config.blocks:
+        return found
+    delta = cast(GatedDeltaConfig, config.blocks["G"])
+    heads, size, group = delta.key_heads, config.hidden_size, delta.group
+    stretches = (delta.key_dim, delta.key_dim, group * delta.value_dim, group * delta.value_dim)
+    qkvz = _by_head("linear_attn.in_proj_qkvz.weight", heads, size, stretches)
+    ba = _by_head("linear_attn.in_proj_ba.weight", heads, size, (group, group))
+    for name, place in zip("qkvzba", (*qkvz, *ba), strict=True):
+        found[f"gated_delta.{name}_proj.weight"] = place
+    return found
+
+
+def gated_attention_names(config: ModelConfig) -> Names:
+    """Each head's queries stand before its gate in one matrix."""
+    if "*" not in config.blocks:
+        return {}
+    attention = cast(AttentionConfig, config.blocks["*"])
+    heads, width = attention.heads, attention.head_dim
+    found = {}
+    for leaf, shape in (("weight", (config.hidden_size,)), ("bias", ())):
+        for place, name in enumerate(("q_proj", "gate_proj")):
+            found[f"attention.{name}.{leaf}"] = Within(
+                f"self_attn.q_proj.{leaf}",
+                (heads * 2 * width, *shape),
+                split=(heads, 2, width, *shape),
+                index=(slice(None), slice(place, place + 1)),
+            )
+    return found
+
+
+def gated_delta_names(config: ModelConfig) -> Names:
+    """All but the projections that go in. The convolutions of q, k and v are one."""
+    if "G" not in config.blocks:
+        return {}
+    delta = cast(GatedDeltaConfig, config.blocks["G"])
+    channels, width = 2 * delta.keys + delta.values, delta.conv_kernel
+    ends = (delta.keys, 2 * delta.keys, channels)
+    found: dict[str, str | Within] = {
+        f"gated_delta.{name}_conv.weight": Within(
+            "linear_attn.conv1d.weight", (channels, 1, width), split=(channels, width), index=(slice(start, stop),)
+        )
+        for name, start, stop in zip("qkv", (0, *ends), ends, strict=False)
+    }
+    return found | {
+        "gated_delta.norm": "input_layernorm",
+        "gated_delta.vectors.A_log": "linear_attn.A_log",
+        "gated_delta.vectors.dt_bias": "linear_attn.dt_bias",
+        "gated_delta.head_norm": "linear_attn.norm",
+        "gated_delta.out_proj": "linear_attn.out_proj",
+    }
+
+
+def _by_head(theirs: str, heads: int, size: int, stretches: Sequence[int]) -> list[Within]:
+    """Matrices that stand in theirs one after another, head by head, each with its stretch of rows of a head."""
+    rows_of_head, found, start = sum(stretches), [], 0
+    for stretch in stretches:
+        index = (slice(None), slice(start, start + stretch))
+        found.append(Within(theirs, (heads * rows_of_head, size), split=(heads, rows_of_head, size), index=index))
+        start += stretch
+    return found
+
+
+QWEN3_NEXT = Family("qwen3_next", to_model, names, left_out=LEFT_OUT)
