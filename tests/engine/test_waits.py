@@ -18,6 +18,7 @@ from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.objectives import SFT, Distill, Objective, PolicyGradient, Preference
 from tests.engine.training import BUDGET, batch, build, config, policy, train
+from tests.model.small import small_config
 from tests.ops.watch import Waits
 
 LAYERS = 4  # of both models
@@ -46,9 +47,14 @@ def columns(given: Batch) -> Batch:
     return Batch(given.sequences, {**given.columns, **extra}, groups=[place // 2 for place in range(len(lengths))])
 
 
+def source(model: str) -> Any:
+    """A built-in model, or one of the blocks that a pattern names."""
+    return config(model) if model.startswith("tiny") else small_config(model, vocab_size=256)
+
+
 def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list[str]]:
     """Where the host would wait in the forwards and backwards of each objective."""
-    engine, found = build(layout, config(model), recompute=recompute), {}
+    engine, found = build(layout, source(model), recompute=recompute), {}
     run = engine.executor.run
     for name, objective in OBJECTIVES.items():
         watch = Waits()
@@ -68,6 +74,8 @@ def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list
     [
         ("", "tiny-moe", "none"),
         ("tp=2", "tiny-moe", "none"),
+        ("", "[M-]*", "none"),
+        pytest.param("cp=2", "[M-]*", "selective", marks=pytest.mark.thorough),
         pytest.param("", "tiny-dense", "none", marks=pytest.mark.thorough),
         pytest.param("", "tiny-moe", "selective", marks=pytest.mark.thorough),
         pytest.param("cp=2", "tiny-moe", "none", marks=pytest.mark.thorough),
@@ -101,12 +109,12 @@ def told(action: Callable[[], Any]) -> collections.Counter[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe", "[M-]*"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_on_a_gpu_only_metrics_and_the_norm_are_waited_for(model: str, name: str) -> None:
     """Forwards and backwards have none, and twice as long a batch, with twice the microbatches, has no more in all."""
     with started(device="cuda"):
-        engine = Engine(config(model), budget=BUDGET, device="cuda")
+        engine = Engine(source(model), budget=BUDGET, device="cuda")
         short, long = (columns(batch(0, lengths)) for lengths in (LENGTHS, LENGTHS + LENGTHS))
         train(engine, [0, 1])  # whatever is made once is made here
         found = []
