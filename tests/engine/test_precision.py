@@ -23,7 +23,7 @@ from tests.model.small import small_config, small_microbatch
 WIDE = MoEConfig(experts=5, top_k=2, intermediate_size=12, router_fp32=True, selection_bias=True)
 CONFIG = small_config("[*E]", blocks={"E": WIDE})
 PROMISED = {"layers.0.moe.router.weight", "value_head.weight"}
-RECURRENT = small_config("[M-]")
+RECURRENT = small_config("[M-]G")
 
 
 def draw(model: LanguageModel) -> None:

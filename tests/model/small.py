@@ -11,6 +11,7 @@ from postlude import LanguageModel, Microbatch, ModelConfig, Pattern, Stage, pac
 from postlude.model.blocks import (
     AttentionConfig,
     BlockConfig,
+    GatedDeltaConfig,
     MambaConfig,
     MLPConfig,
     MoEConfig,
@@ -27,6 +28,7 @@ def small_config(pattern: str = "[*-][S-][*E]*", **changes: Any) -> ModelConfig:
         "*": AttentionConfig(**attention),
         "S": SlidingAttentionConfig(**attention, sliding_window=3),
         "M": MambaConfig(heads=4, head_dim=3, state_size=6, groups=2, chunk=5),
+        "G": GatedDeltaConfig(key_heads=2, value_heads=4, key_dim=5, value_dim=3, chunk=5),
         "-": MLPConfig(intermediate_size=20),
         "E": MoEConfig(experts=5, top_k=2, intermediate_size=12),
     }

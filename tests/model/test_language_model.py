@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from postlude import LanguageModel, Stage, pack, unpack
+from postlude import LanguageModel, ModelConfig, Pattern, Stage, pack, unpack
 from postlude.model.blocks import BLOCKS, AttentionConfig
+from postlude.model.context import ForwardContext
 from postlude.model.parallel import RMSNorm
 from postlude.ops.rotary import RotaryConfig, rotary_table, rotate
 from tests.equality import assert_equal, difference
@@ -112,10 +115,23 @@ def test_what_cannot_be_built_is_refused_in_a_sentence() -> None:
     fewer = {symbol: block for symbol, block in BLOCKS.items() if symbol != "M"}
     with pytest.raises(ValueError, match=r"uses 'M' \(mamba\), which has no block yet"):
         LanguageModel(small_config("[M-]"), blocks=fewer)
-    with pytest.raises(ValueError, match="uses 'G', but `blocks` has configs for"):
-        small_config("[G-]")
+    with pytest.raises(ValueError, match="uses 'G', but `blocks` has configs for '-' only"):
+        ModelConfig(
+            pattern=Pattern.parse("[G-]"), hidden_size=4, vocab_size=4, blocks={"-": small_config().blocks["-"]}
+        )
     with pytest.raises(TypeError, match=r"blocks\['-'\] of the config is a AttentionConfig; '-' wants a MLPConfig"):
         small_model("*-", blocks={"-": AttentionConfig(heads=1, kv_heads=1, head_dim=2)})
+
+
+@pytest.mark.parametrize("symbol", small_config().blocks)
+@pytest.mark.parametrize("norm", ["pre", "both"])
+def test_what_a_block_adds_is_scaled(symbol: str, norm: str) -> None:
+    block = replace(small_config(symbol).blocks[symbol], norm=norm)
+    hidden, added = torch.randn(17, 16, generator=torch.Generator().manual_seed(0)), []
+    for scale in (1.0, 0.25):
+        model = small_model(symbol, blocks={symbol: replace(block, residual_scale=scale)})
+        added.append(model.layers["0"](hidden, ForwardContext(small_microbatch())) - hidden)
+    assert_equal(added[1], 0.25 * added[0], "what is added")
 
 
 def test_outside_blocks_are_passed_in_not_registered() -> None:

@@ -15,7 +15,7 @@ from tests.model.small import small_config, small_microbatch
 
 def kept_and_gradients(recompute: Any) -> tuple[int, dict[str, Tensor]]:
     """Bytes that the graph holds on to besides parameters, and the gradients."""
-    model = LanguageModel(small_config("[*-][S-][*E]*[M-]"), recompute=recompute)
+    model = LanguageModel(small_config("[*-][S-][*E]*[M-]G"), recompute=recompute)
     own = {parameter.data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 

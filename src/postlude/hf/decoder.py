@@ -83,8 +83,10 @@ def decoder_config(
     return model_config(hf, [first + block for first, block in zip(firsts, second, strict=True)], configs)
 
 
-def model_config(hf: PretrainedConfig, layers: Sequence[str], blocks: Mapping[str, BlockConfig]) -> ModelConfig:
-    """A ModelConfig of these layers ("*-", "+E", …), with what nearly all families name alike."""
+def model_config(
+    hf: PretrainedConfig, layers: Sequence[str], blocks: Mapping[str, BlockConfig], *, norm_eps: float | None = None
+) -> ModelConfig:
+    """A ModelConfig of these layers ("*-", "+E", …), with what nearly all families name alike; else give it."""
     if getattr(hf, "attention_dropout", 0.0):
         warnings.warn(
             f"attention_dropout={hf.attention_dropout} in the config is not applied in training.", stacklevel=2
@@ -95,7 +97,7 @@ def model_config(hf: PretrainedConfig, layers: Sequence[str], blocks: Mapping[st
         vocab_size=hf.vocab_size,
         blocks=blocks,
         tied_head=bool(hf.tie_word_embeddings),
-        norm_eps=hf.rms_norm_eps,
+        norm_eps=hf.rms_norm_eps if norm_eps is None else norm_eps,
         initializer_range=hf.initializer_range,
         family=hf.model_type,
         hf_config=hf.to_dict(),

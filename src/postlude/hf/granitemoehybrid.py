@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from postlude.hf.decoder import ATTENTION_NAMES, activation, rotary
+from postlude.hf.decoder import ATTENTION_NAMES, activation, model_config, rotary
 from postlude.hf.family import Family, Names, Within, rows
 from postlude.hf.mamba2 import mamba_names, time_step_limit
-from postlude.model import ModelConfig, Pattern
+from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig, MoEConfig
 
 if TYPE_CHECKING:
@@ -20,21 +20,14 @@ SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
 def to_model(hf: PretrainedConfig) -> ModelConfig:
     """The balance loss is on where transformers would add it to the loss: with `output_router_logits`."""
     second = "E" if hf.num_local_experts else "-"
-    layers = tuple(SYMBOLS[kind] + second for kind in hf.layer_types)
+    layers = [SYMBOLS[kind] + second for kind in hf.layer_types]
     makers = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
-    used = dict.fromkeys("".join(layers))
-    return ModelConfig(
-        pattern=Pattern(segments=(layers,), mtp=()),
-        hidden_size=hf.hidden_size,
-        vocab_size=hf.vocab_size,
-        blocks={symbol: replace(makers[symbol](hf), residual_scale=hf.residual_multiplier) for symbol in used},
-        tied_head=bool(hf.tie_word_embeddings),
-        norm_eps=hf.rms_norm_eps,
+    blocks = {symbol: makers[symbol](hf) for symbol in dict.fromkeys("".join(layers))}
+    scaled = {symbol: replace(block, residual_scale=hf.residual_multiplier) for symbol, block in blocks.items()}
+    return replace(
+        model_config(hf, layers, scaled),
         embedding_scale=hf.embedding_multiplier,
         logit_scale=1.0 / hf.logits_scaling,
-        initializer_range=hf.initializer_range,
-        family=hf.model_type,
-        hf_config=hf.to_dict(),
     )
 
 

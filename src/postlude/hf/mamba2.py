@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from postlude.hf.decoder import model_config
 from postlude.hf.family import Family, Names, Within, rows
-from postlude.model import ModelConfig, Pattern
+from postlude.model import ModelConfig
 from postlude.model.blocks import MambaConfig
 
 if TYPE_CHECKING:
@@ -30,17 +31,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
         time_step_start=(hf.time_step_min, hf.time_step_max),
         chunk=hf.chunk_size,
     )
-    return ModelConfig(
-        pattern=Pattern(segments=(("M",) * hf.num_hidden_layers,), mtp=()),
-        hidden_size=hf.hidden_size,
-        vocab_size=hf.vocab_size,
-        blocks={"M": block},
-        tied_head=bool(hf.tie_word_embeddings),
-        norm_eps=hf.layer_norm_epsilon,
-        initializer_range=hf.initializer_range,
-        family=hf.model_type,
-        hf_config=hf.to_dict(),
-    )
+    return model_config(hf, ["M"] * hf.num_hidden_layers, {"M": block}, norm_eps=hf.layer_norm_epsilon)
 
 
 def check_activation(name: str) -> None:

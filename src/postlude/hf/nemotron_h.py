@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from postlude.hf.decoder import ACTIVATIONS
+from postlude.hf.decoder import ACTIVATIONS, model_config
 from postlude.hf.family import EXPERT, Family, Names
 from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_names, time_step_limit
-from postlude.model import ModelConfig, Pattern
+from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig, MoEConfig
 
 if TYPE_CHECKING:
@@ -30,19 +30,10 @@ NAMES = {
 def to_model(hf: PretrainedConfig) -> ModelConfig:
     """Time steps are held within `time_step_limit`, as in NVIDIA's own code; transformers 5 takes the least from
     `time_step_min`, which is for fresh weights (its pull request 48989 mends that)."""
-    layers = tuple(SYMBOLS[kind] for kind in hf.layers_block_type)
+    layers = [SYMBOLS[kind] for kind in hf.layers_block_type]
     makers = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
-    return ModelConfig(
-        pattern=Pattern(segments=(layers,), mtp=()),
-        hidden_size=hf.hidden_size,
-        vocab_size=hf.vocab_size,
-        blocks={symbol: makers[symbol](hf) for symbol in dict.fromkeys(layers)},
-        tied_head=bool(hf.tie_word_embeddings),
-        norm_eps=hf.layer_norm_epsilon,
-        initializer_range=hf.initializer_range,
-        family=hf.model_type,
-        hf_config=hf.to_dict(),
-    )
+    blocks = {symbol: makers[symbol](hf) for symbol in dict.fromkeys(layers)}
+    return model_config(hf, layers, blocks, norm_eps=hf.layer_norm_epsilon)
 
 
 def _mamba(hf: PretrainedConfig) -> BlockConfig:

@@ -127,7 +127,7 @@ class GatedDelta(Block):
 
     def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
         """Everything else."""
-        return {"hidden": hidden + self.post_norm(self.mix(self.norm(hidden), vectors, context))}
+        return self.join(hidden, self.mix(self.norm(hidden), vectors, context))
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], after the pre-norm."""
