@@ -296,12 +296,16 @@ FORWARD_ALONE: dict[str, Callable[[], PretrainedConfig]] = {
 def transformers_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model whose every parameter is random and large enough to matter, norms and biases included."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            middle = float(parameter.mean()) if "norm" in name else 0.0  # one, or zero where that is what is stored
-            parameter.normal_(middle, 0.2, generator=generator)
+    randomise(model, seed)
     return model.eval()
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Every parameter around its first value: one or zero of norms, by what is stored of them, and zero of the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(float(parameter.mean()) if "norm" in name else 0.0, 0.2, generator=generator)
 
 
 def saved(config: PretrainedConfig, directory: Path, seed: int = 0) -> PreTrainedModel:

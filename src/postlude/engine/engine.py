@@ -385,13 +385,16 @@ class Engine:
         """
         self.condition.check()
         dtype = dtype or self.compute_dtype
-        _, hf = describe(self.config, dtype, self.families)
-        buckets = streaming.plan_buckets(self._pieces, 1 << 30, dtype)
+        family, hf = describe(self.config, dtype, self.families)
+        # A model that was read out of a larger one is written as itself.
+        alike = family is self.family
+        pieces = self._pieces if alike else streaming.plan_pieces(self.config, family, self.block_types)
+        buckets = streaming.plan_buckets(pieces, 1 << 30, dtype)
         stream = streaming.Interruptible(buckets, self.tensors, self.mesh, dtype, shared=self.shared)
 
         def write() -> None:
             description = Description(hf, tokenizer, self.generation)
-            sizes = {piece.theirs: piece.bytes(dtype) for piece in self._pieces}
+            sizes = {piece.theirs: piece.bytes(dtype) for piece in pieces}
             write_hf(directory, description, sizes, iter(stream), card=card or ModelCard(), overwrite=overwrite)
 
         def take() -> None:

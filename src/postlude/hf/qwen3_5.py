@@ -1,11 +1,16 @@
-"""Qwen3.5's text models, dense and with experts: Qwen3-Next whose z, b and a have projections of their own."""
+"""Qwen3.5's text models, dense and with experts: Qwen3-Next whose z, b and a have projections of their own.
+
+They are also read out of the models that see, which is how they are published; what is exported is the text model.
+"""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from postlude.hf.decoder import activation
-from postlude.hf.family import Family, Names, rows
+from postlude.hf.family import LAYER, Family, Names, Within, rows
 from postlude.hf.qwen3_next import (
     LEFT_OUT,
     NAMES,
@@ -15,7 +20,7 @@ from postlude.hf.qwen3_next import (
     shared_experts,
 )
 from postlude.model import ModelConfig
-from postlude.model.blocks import GatedDeltaConfig, MLPConfig
+from postlude.model.blocks import GatedDeltaConfig, MLPConfig, MoEConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,5 +50,44 @@ def names(config: ModelConfig) -> Names:
     return found | {f"gated_delta.{name}_proj": f"linear_attn.in_proj_{name}" for name in "zba"}
 
 
+def text_config(hf: PretrainedConfig) -> PretrainedConfig:
+    """The config of the text model inside one that sees, with what the whole says of it."""
+    text = copy.deepcopy(hf.text_config)
+    text.tie_word_embeddings = hf.tie_word_embeddings
+    text.dtype = text.dtype or hf.dtype
+    return text
+
+
+def stacked_names(config: ModelConfig) -> Names:
+    """As published, experts are stacked, and each one's gate stands before its up."""
+    moe = cast(MoEConfig, config.blocks["E"])
+    inner = moe.intermediate_size
+    shape = (moe.experts, 2 * inner, config.hidden_size)
+    return {
+        **names(config),
+        "moe.experts.gate_proj.weight": Within("mlp.experts.gate_up_proj", shape, index=(slice(None), slice(0, inner))),
+        "moe.experts.up_proj.weight": Within(
+            "mlp.experts.gate_up_proj", shape, index=(slice(None), slice(inner, 2 * inner))
+        ),
+        "moe.experts.down_proj.weight": "mlp.experts.down_proj",
+    }
+
+
 QWEN3_5 = Family("qwen3_5_text", to_dense, names, left_out=LEFT_OUT)
 QWEN3_5_MOE = Family("qwen3_5_moe_text", to_moe, names, left_out=LEFT_OUT)
+
+QWEN3_5_SEEING = Family(
+    "qwen3_5",
+    lambda hf: to_dense(text_config(hf)),
+    names,
+    outer={
+        "embedding": "model.language_model.embed_tokens",
+        "norm": "model.language_model.norm",
+        "head": "lm_head",
+    },
+    layer=f"model.language_model.layers.{LAYER}",
+    left_out={**LEFT_OUT, "model.visual.": "what sees"},
+)
+QWEN3_5_MOE_SEEING = replace(
+    QWEN3_5_SEEING, model_type="qwen3_5_moe", to_model=lambda hf: to_moe(text_config(hf)), names=stacked_names
+)

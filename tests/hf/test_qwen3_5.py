@@ -1,0 +1,65 @@
+"""The text model inside a Qwen3.5 that sees: read as published, equal to the whole on text, exported as itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
+
+from postlude import Engine, export_hf, load_model, pack, ranks
+from tests.equality import assert_equal
+from tests.hf.families import HYBRID, SHARED, SMALL, randomise
+
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+VISION |= {"out_hidden_size": SMALL["hidden_size"], "num_position_embeddings": 16}
+MODELS: dict[str, Any] = {
+    "dense": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, {**SMALL, **HYBRID}),
+    "moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, {**SHARED, **HYBRID}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:1 tensor")  # of multi-token prediction
+@pytest.mark.parametrize(("kind", "tied"), [("dense", True), ("moe", False)])
+def test_the_text_model_inside_one_that_sees(kind: str, tied: bool, tmp_path: Path) -> None:
+    config, model, text = MODELS[kind]
+    text = {key: value for key, value in text.items() if kind == "dense" or key != "intermediate_size"}
+    theirs = model(config(text_config=text, vision_config=VISION, tie_word_embeddings=tied)).eval()
+    randomise(theirs, seed=0)
+    source = tmp_path / "seeing"
+    theirs.config.save_pretrained(source)
+    # As they are published: the module's own names, experts stacked, and what predicts further beside them.
+    tensors = {name: each for name, each in theirs.state_dict().items() if not (tied and name == "lm_head.weight")}
+    save_file({**tensors, "mtp.fc.weight": torch.zeros(2, 2)}, source / "model.safetensors")
+
+    tokens = torch.arange(3, 20)
+    expected = theirs(tokens[None]).logits[0]
+    with pytest.warns(UserWarning, match=r"named model\.visual\.… \(what sees\), are left out"):
+        ours = load_model(source)
+    (microbatch,) = pack([tokens], budget=32)
+    assert_equal(ours(microbatch), expected, "logits")
+
+    exported = export_hf(ours, tmp_path / "text")
+    again = AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager")
+    assert again.config.model_type == f"{theirs.config.model_type}_text"
+    assert_equal(again(tokens[None]).logits[0], expected, "logits of the text model")
+    with ranks():
+        with pytest.warns(UserWarning, match="are left out"):
+            engine = Engine(source)
+        engine.export_hf(tmp_path / "engine")
+        streamed = {name: each.clone() for name, each in engine.stream_weights()}
+    first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("text", "engine"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    # What a server of the model that sees is given goes by its names, bit by bit.
+    assert streamed.keys() == {name for name in tensors if "visual" not in name}
+    assert all(torch.equal(streamed[name], tensors[name]) for name in streamed)
