@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import MistralConfig, NemotronHConfig, Olmo3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    MistralConfig,
+    NemotronHConfig,
+    Olmo3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from postlude import Layout
 from postlude.verify.cases import Case
@@ -85,6 +93,22 @@ VARIANTS = {
         output_router_logits=True,
         router_aux_loss_coef=0.5,
         tie_word_embeddings=True,
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES | {"initializer_range": 0.2},
+        **HEADS,
+        rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.4},
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=5,
+        linear_value_head_dim=3,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=10,
+        mlp_only_layers=[1],
     ),
 }
 
