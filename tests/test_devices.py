@@ -87,7 +87,6 @@ def where() -> tuple[str, str, str, str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_rank_a_gpu_speaks_through_nccl_and_more_through_gloo(capfd, caplog) -> None:
     with ranks(), caplog.at_level(logging.WARNING):
         assert where() == ("nccl", "cuda:0", "cuda:0", "cuda")

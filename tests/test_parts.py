@@ -96,7 +96,6 @@ def test_staging_holds_what_was_and_is_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_staging_adds_nothing_to_the_gpus_memory(tmp_path: Path) -> None:
     values = {f"{number}": torch.randn(1 << 20, device="cuda") for number in range(16)}
     staging = Staging(1 << 22)

@@ -175,7 +175,6 @@ def fail_in_between(device: str) -> list[Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_whole_after_a_failure() -> None:
     """Whole weights that were gathered on other streams are let go of, and the step's are used."""
     ((before, expected, found),) = launch(fail_in_between, "cuda", nproc=1, timeout=TIMEOUT, device="cuda")

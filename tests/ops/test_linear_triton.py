@@ -35,7 +35,6 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnTheGpu:
     """bf16 operands against float64 on the same values."""
 

@@ -10,10 +10,7 @@ from postlude.verify.cases import Case
 from postlude.verify.compare import compare_all
 from postlude.world.launcher import launch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 TENSOR, CONTEXT, EXPERTS, STAGES = Layout(tp=2), Layout(cp=2), Layout(dp_shard=2, ep=2), Layout(pp=2)
 
