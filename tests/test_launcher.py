@@ -65,6 +65,7 @@ def since_start(where: Path) -> float:
     return time.time() - float((where / "start").read_text())
 
 
+@pytest.mark.slow
 def test_results_come_in_rank_order() -> None:
     before = signal.getsignal(signal.SIGINT)
     results = launch(add_up, 10, nproc=2, device="cpu")

@@ -45,6 +45,7 @@ def whole(chunks: Iterator[Chunk]) -> tuple[list[int], list[int], list[int], lis
     return columns[0], columns[1], columns[2], [each for chunk in found for each in chunk.too_long]
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_changes_nothing() -> None:
     encoder = Encoder(tokenizer=byte_tokenizer(), max_length=100)
     alone = whole(encode(encoder, "conversation", TALKS, NAMES, processes=1))
@@ -55,6 +56,7 @@ def test_the_number_of_processes_changes_nothing() -> None:
     assert alone[0] == [token for made in each if hasattr(made, "tokens") for token in made.tokens]
 
 
+@pytest.mark.slow
 def test_of_several_mistakes_the_first_in_the_dataset_is_told() -> None:
     rows = [*TALKS]
     for place in (6, 13, 27):

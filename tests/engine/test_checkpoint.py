@@ -78,7 +78,7 @@ def load_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str
     ("hf", "before", "after"),
     [
         pytest.param(DENSE, "", "tp=2", id="one rank -> tp=2"),
-        pytest.param(DENSE, "pp=2", "cp=2", id="pp=2 (tied) -> cp=2"),
+        pytest.param(DENSE, "pp=2", "cp=2", id="pp=2 (tied) -> cp=2", marks=pytest.mark.slow),
         *(
             pytest.param(
                 hf, before, after, id=f"{before or 'one rank'} -> {after or 'one rank'}", marks=pytest.mark.slow

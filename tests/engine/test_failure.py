@@ -89,6 +89,7 @@ def test_one_rank_is_whole_after_a_failure(ranks, failure: str) -> None:
     ranks(1, failed_and_fresh, "tiny-dense", failure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["measure", "backward"])
 def test_experts_and_what_their_routers_counted_are_kept(ranks, failure: str) -> None:
     ranks(1, failed_and_fresh, "tiny-moe", failure)

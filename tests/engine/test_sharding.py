@@ -41,7 +41,7 @@ def moved(group: Any, layout: str, other: str, experts: int, directory: str) -> 
 
 
 LAYOUTS = [
-    ("dp_shard=2", "dp_replicate=2", 3),  # neither divides the experts
+    pytest.param("dp_shard=2", "dp_replicate=2", 3, marks=pytest.mark.slow),  # neither divides the experts
     pytest.param("dp_shard=4", "dp_shard=4,ep=2", 2, marks=pytest.mark.slow),  # more ranks than experts
     pytest.param("dp_shard=4,ep=2", "tp=2,dp_shard=2", 2, marks=pytest.mark.thorough),  # two ranks share one expert
 ]
@@ -83,6 +83,7 @@ def exchanges(group: Any) -> dict[str, int]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_selective_recompute_repeats_no_exchange_and_full_repeats_them(ranks: Any) -> None:
     for found in ranks(2, exchanges):
         assert 0 < found["none"] == found["selective"] < found["full"]

@@ -73,7 +73,7 @@ def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list
     ("layout", "model", "recompute"),
     [
         ("", "tiny-moe", "none"),
-        ("tp=2", "tiny-moe", "none"),
+        pytest.param("tp=2", "tiny-moe", "none", marks=pytest.mark.slow),
         ("", "[M-]*", "none"),
         pytest.param("cp=2", "[M-]*", "selective", marks=pytest.mark.thorough),
         pytest.param("", "tiny-dense", "none", marks=pytest.mark.thorough),
@@ -87,6 +87,7 @@ def test_forward_and_backward_wait_for_nothing(ranks: Any, layout: str, model: s
         assert found == {name: [] for name in OBJECTIVES}
 
 
+@pytest.mark.slow
 def test_with_experts_elsewhere_a_layer_waits_once_for_how_many_rows_come(ranks: Any) -> None:
     for found in ranks(2, waits, "dp_shard=2,ep=2", "tiny-moe", "none"):
         for sites in found.values():

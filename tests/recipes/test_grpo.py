@@ -98,6 +98,7 @@ def fails_once(group: Any, directory: str) -> tuple[str, list[str], Ending | Non
     return bad, page.split(bad)[:1], read_ending(config.run)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_so_in_its_report(ranks: Ranks, tmp_path: Path) -> None:
     ((bad, before, ending),) = ranks(1, fails_once, str(tmp_path))
     assert bad == "The run failed after step 3: nothing can be learned."

@@ -145,6 +145,7 @@ print([read_page(page)[0]["question"] for page in pages])
 """
 
 
+@pytest.mark.slow
 def test_a_seed_and_an_index_give_the_same_task_in_every_process(words: ReasoningGym) -> None:
     """word_ladder walks through sets, so that on its own it depends on the hashes of the process."""
     expected = str([words[index].example["question"] for index in (299, 0, 256)])
@@ -162,6 +163,7 @@ def test_reasoning_gym_asks_for_an_answer_in_a_tag(words: ReasoningGym) -> None:
         words[300]
 
 
+@pytest.mark.slow
 def test_reasoning_gym_is_scored_by_itself() -> None:
     pytest.importorskip("reasoning_gym")
     gym = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 3}, seed=1, size=40, chat=False)
