@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from postlude.ops.experts import expert_order, grouped_linear, replicate_rows, restore_rows
+from postlude.ops.experts import add_bias, expert_order, grouped_linear, replicate_rows, restore_rows
 from tests.equality import assert_equal
 
 
@@ -40,6 +40,20 @@ def test_grouped_linear_equals_one_product_an_expert(counts: list[int], inside: 
     assert_equal(product, expected)
     gradients = torch.autograd.grad(product.sum(), (rows, weight))  # an expanded upstream gradient
     for gradient, reference in zip(gradients, torch.autograd.grad(expected.sum(), (rows, weight)), strict=True):
+        assert_equal(gradient, reference)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 5], [0, 0, 0, 0]])
+def test_every_row_gets_its_experts_bias(counts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), 5, generator=generator, requires_grad=True)
+    bias = torch.randn(4, 5, generator=generator, requires_grad=True)
+    added = add_bias(rows, bias, torch.tensor(counts))
+    expected = torch.cat([part + vector for part, vector in zip(rows.split(counts), bias, strict=True)])
+    assert torch.equal(added, expected)
+    upstream = torch.randn(added.shape, generator=generator)
+    gradients = torch.autograd.grad(added, (rows, bias), upstream)
+    for gradient, reference in zip(gradients, torch.autograd.grad(expected, (rows, bias), upstream), strict=True):
         assert_equal(gradient, reference)
 
 

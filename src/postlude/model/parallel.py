@@ -125,16 +125,18 @@ class WideLinear(nn.Module):
     Its owner declares it a `Part` with `fp32`, so that it is gathered in fp32 too.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, tp: Axis = ALONE) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
         super().__init__()
         self.weight = stored(out_features, in_features, axis=tp, dim=None, dtype=torch.float32)
+        self.bias = stored(out_features, axis=tp, dim=None, dtype=torch.float32) if bias else None
 
     def forward(self, hidden: Tensor, recompute: Recompute = "none") -> Tensor:
         """[T, in] -> [T, out] fp32."""
         return recomputed(self._work, recompute, hidden)
 
     def _work(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden.float(), local(self.weight).float())
+        bias = _local_or_none(self.bias)
+        return F.linear(hidden.float(), local(self.weight).float(), None if bias is None else bias.float())
 
 
 class ValueHead(nn.Module):

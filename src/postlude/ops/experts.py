@@ -93,6 +93,13 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([piece @ matrix.T for piece, matrix in zip(pieces, weight, strict=True)])
 
 
+def add_bias(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """Each of `rows` [R, out] plus its expert's vector of `bias` [E, out]. Rows and `counts` as in `grouped_linear`."""
+    experts = torch.arange(len(bias), device=bias.device)
+    added: Tensor = _Bias.apply(rows, bias, experts.repeat_interleave(counts, output_size=len(rows)))
+    return added
+
+
 def _grouped_kernel_fits(rows: Tensor, weight: Tensor) -> bool:
     """The grouped kernel wants rows of whole 16 bytes, and bf16 on CUDA."""
     aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
@@ -133,3 +140,19 @@ class _GroupedProduct(Function):
         for_rows = F.grouped_mm(gradient, weight, offs=offsets) if ctx.needs_input_grad[0] else None
         for_weight = F.grouped_mm(gradient.T, rows, offs=offsets) if ctx.needs_input_grad[1] else None
         return for_rows, for_weight, None
+
+
+class _Bias(Function):
+    """Add a row of `bias` by expert; its gradient sums each expert's rows in a product, so it is deterministic."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
+        ctx.save_for_backward(expert)
+        ctx.experts = len(bias)
+        return rows + bias[expert]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (expert,) = ctx.saved_tensors
+        belongs = torch.arange(ctx.experts, device=expert.device)[:, None] == expert  # [E, R]
+        return gradients[0], belongs.to(gradients[0].dtype) @ gradients[0], None

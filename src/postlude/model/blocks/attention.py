@@ -13,7 +13,7 @@ from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear
+from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear, local, stored
 from postlude.ops.attention import Scores, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.rotary import RotaryConfig, rotate
@@ -25,9 +25,10 @@ class AttentionConfig(BlockConfig):
     """Sizes and options of one attention block.
 
     `qk_norm` normalises queries and keys: each `head` by itself, or the `full` projection before it is cut into heads.
-    `scale` multiplies the scores and defaults to head_dim^-½; `softcap` bounds them. `rotary_dim` says how many of a
-    head's features are turned by position, from the first; by default all. `output_gate` multiplies what the heads give
-    by the sigmoid of one more projection.
+    `scale` multiplies the scores and defaults to head_dim^-½; `softcap` bounds them. `sinks` gives each head a learned
+    score that joins the softmax's denominator alone. `rotary_dim` says how many of a head's features are turned by
+    position, from the first; by default all. `output_gate` multiplies what the heads give by the sigmoid of one more
+    projection.
     """
 
     heads: int
@@ -40,6 +41,7 @@ class AttentionConfig(BlockConfig):
     qk_norm: Literal["head", "full"] | None = None
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
     output_gate: bool = False
 
     @property
@@ -126,6 +128,7 @@ class Attention(Block):
         self.o_proj = RowLinear(query_size, model.hidden_size, bias=config.output_bias, tp=mesh.tp)
         if config.output_gate:
             self.gate_proj = ColumnLinear(model.hidden_size, query_size, bias=config.qkv_bias, tp=mesh.tp)
+        self.sinks = stored(config.heads, axis=mesh.tp, dim=0) if config.sinks else None
         if config.qk_norm:
             norm, full = (ColumnRMSNorm, True) if config.qk_norm == "full" else (RMSNorm, False)
             eps, offset = model.norm_eps, model.norm_offset
@@ -168,14 +171,15 @@ class Attention(Block):
         """Over whole sequences, wherever their keys are."""
         config = self.config
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
-        scores = Scores(scale=scale, window=config.window, softcap=config.softcap)
+        sinks = None if self.sinks is None else local(self.sinks)
+        scores = Scores(scale=scale, window=config.window, softcap=config.softcap, sinks=sinks)
         if context.running is not None:
             return context.running.attend(self.name, query, key, value, scores)
         cut = context.microbatch.context
         if cut is None:
             return attend(query, key, value, context.packing, context.packing, scores)
-        both = gather_from_sequence(torch.stack((key, value), dim=1), cut.axis.group)[cut.key_rows]
-        key, value = both.unbind(1)
+        both = gather_from_sequence(torch.cat((key, value), dim=-1), cut.axis.group)[cut.key_rows]
+        key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
         return attend(query, key, value, cut.queries, cut.keys, scores)
 
 

@@ -1,4 +1,4 @@
-"""MLP: SwiGLU, GeGLU or ungated ReLU², and the activations they are made of."""
+"""MLP: SwiGLU, GeGLU or ungated ReLU², and how they are made of gate and activation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,54 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPConfig(BlockConfig):
-    """`gated` with silu is SwiGLU, with gelu GeGLU; ungated relu2 is ReLU²."""
+class GatedConfig(BlockConfig):
+    """How a block makes features: activation(gate) · (up + up_offset), or activation(up) where it is not `gated`.
+
+    `gated` with silu is SwiGLU, with gelu GeGLU; ungated relu2 is ReLU². `limit` bounds the gate from above and the
+    other projection on both sides before that. `alpha` makes silu steeper: x · sigmoid(alpha · x).
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
     gated: bool = True
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.alpha != 1.0 and self.activation != "silu":
+            raise ValueError(f"alpha={self.alpha} makes silu steeper, but the activation is {self.activation}.")
+        if not self.gated and (self.limit is not None or self.up_offset):
+            raise ValueError(
+                f"limit={self.limit} and up_offset={self.up_offset} belong to a gated MLP; leave them out, or gate it."
+            )
+
+    def features(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        """Of both projections, [..., intermediate_size] each; without a gate, of one."""
+        if gate is None:
+            return self.activate(up)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.activate(gate) * (up + self.up_offset if self.up_offset else up)
+
+    def activate(self, values: Tensor) -> Tensor:
+        """The activation by name."""
+        match self.activation:
+            case "silu":
+                return F.silu(values) if self.alpha == 1.0 else values * (self.alpha * values).sigmoid()
+            case "gelu":
+                return F.gelu(values)
+            case "gelu_tanh":
+                return F.gelu(values, approximate="tanh")
+            case "relu2":
+                return F.relu(values).square()
+        raise ValueError(f"activation {self.activation!r} is unknown; use silu, gelu, gelu_tanh or relu2.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig(GatedConfig):
+    """An MLP that every token passes."""
+
     bias: bool = False
 
     def flops(self, hidden_size: int) -> float:
@@ -45,7 +87,7 @@ class MLP(Block):
 
     def __init__(self, config: MLPConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
-        self.activation = config.activation
+        self.config = config
         outer, inner = model.hidden_size, config.intermediate_size
         self.gate_proj = ColumnLinear(outer, inner, bias=config.bias, tp=mesh.tp) if config.gated else None
         self.up_proj = ColumnLinear(outer, inner, bias=config.bias, tp=mesh.tp)
@@ -55,24 +97,5 @@ class MLP(Block):
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         gate = self.gate_proj(hidden) if self.gate_proj is not None else None
-        output: Tensor = self.down_proj(gated(self.activation, gate, self.up_proj(hidden)))
+        output: Tensor = self.down_proj(self.config.features(gate, self.up_proj(hidden)))
         return output
-
-
-def gated(activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
-    """activation(gate) · up, or activation(up) where there is no gate."""
-    return activate(activation, up) if gate is None else activate(activation, gate) * up
-
-
-def activate(activation: Activation, values: Tensor) -> Tensor:
-    """The activation by name."""
-    match activation:
-        case "silu":
-            return F.silu(values)
-        case "gelu":
-            return F.gelu(values)
-        case "gelu_tanh":
-            return F.gelu(values, approximate="tanh")
-        case "relu2":
-            return F.relu(values).square()
-    raise ValueError(f"activation {activation!r} is unknown; use silu, gelu, gelu_tanh or relu2.")

@@ -10,28 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from postlude.layout import Layout, nearest
-from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block, Part
-from postlude.model.blocks.mlp import Activation, gated
+from postlude.model.blocks.mlp import GatedConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import Linear, WideLinear, local, stored
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, compute, exchange
-from postlude.ops.experts import ExpertRoute, expert_order, grouped_linear, replicate_rows, restore_rows
+from postlude.ops.experts import ExpertRoute, add_bias, expert_order, grouped_linear, replicate_rows, restore_rows
 from postlude.ops.side_loss import add_side_loss
 from postlude.world.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(BlockConfig):
+class MoEConfig(GatedConfig):
     """Experts and how a token finds its `top_k` of them.
 
     `scores` turn router logits into weights over all experts. With `groups` > 1 a token first picks its best
-    `top_groups` groups (by the sum of each one's best top_k / top_groups experts), then experts inside them.
-    `normalise` makes the chosen weights sum to one, `weight_scale` multiplies them after that. `selection_bias` adds a
-    per-expert bias to the choice alone; after each step it moves by `selection_bias_rate` towards even load, without an
-    auxiliary loss. With a `latent_size` the chosen experts work in a space of so many features, which one projection
+    `top_groups` groups (by the sum of each one's best `group_best` experts, by default top_k / top_groups), then
+    experts inside them. `normalise` makes the chosen weights sum to one, `weight_scale` multiplies them after that.
+    `selection_bias` adds a per-expert bias to the choice alone; after each step it moves by `selection_bias_rate`
+    towards even load, without an auxiliary loss. With a `latent_size` the chosen experts work in a space of so many features, which one projection
     leads into before tokens are exchanged, and another out of after; router and shared expert do not.
 
     `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e the share of slots, p_e the mean score: 1 when even) and
@@ -41,14 +40,14 @@ class MoEConfig(BlockConfig):
     has_experts = True
     experts: int
     top_k: int
-    intermediate_size: int
-    activation: Activation = "silu"
-    gated: bool = True
+    expert_bias: bool = False
+    router_bias: bool = False
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True
     weight_scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    group_best: int | None = None
     selection_bias: bool = False
     selection_bias_rate: float = 1e-3
     router_fp32: bool = False
@@ -58,7 +57,13 @@ class MoEConfig(BlockConfig):
     balance_coefficient: float = 0.0
     z_coefficient: float = 0.0
 
+    @property
+    def rated_by(self) -> int:
+        """How many of its best experts a group is chosen by."""
+        return self.top_k // self.top_groups if self.group_best is None else self.group_best
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(
                 f"top_k={self.top_k} of {self.experts} experts: choose at least 1 and at most all of them."
@@ -70,12 +75,17 @@ class MoEConfig(BlockConfig):
                 f"{self.experts} experts in {self.groups} groups, {self.top_groups} of them chosen: groups divide the "
                 "experts, and a token picks between 1 and all groups."
             )
-        if self.groups > 1 and (
-            self.top_k % self.top_groups or self.top_k > self.top_groups * self.experts // self.groups
-        ):
+        size = self.experts // self.groups
+        if self.groups > 1 and self.group_best is None and self.top_k % self.top_groups:
             raise ValueError(
-                f"top_k={self.top_k} from {self.top_groups} groups of {self.experts // self.groups} experts: "
-                "top_groups divides top_k, and the chosen groups hold at least top_k experts."
+                f"top_k={self.top_k} from {self.top_groups} groups: top_groups divides top_k, unless group_best says "
+                "how many experts a group is rated by."
+            )
+        if self.groups > 1 and not (self.top_k <= self.top_groups * size and 1 <= self.rated_by <= size):
+            raise ValueError(
+                f"top_k={self.top_k} from {self.top_groups} groups of {size} experts, each rated by its best "
+                f"{self.rated_by}: the chosen groups hold at least top_k experts, and each group at least as many as "
+                "it is rated by."
             )
         if self.shared_gate and not self.shared_intermediate_size:
             raise ValueError("shared_gate needs a shared expert; set shared_intermediate_size.")
@@ -117,7 +127,7 @@ class MoE(Block):
         super().__init__(config, model, name, mesh)
         self.config = config
         router = WideLinear if config.router_fp32 else Linear
-        self.router = router(model.hidden_size, config.experts, tp=mesh.tp)
+        self.router = router(model.hidden_size, config.experts, bias=config.router_bias, tp=mesh.tp)
         self.experts = Experts(config, config.latent_size or model.hidden_size, mesh.ep)
         self.latent_down = self.latent_up = None
         if config.latent_size:
@@ -212,7 +222,7 @@ class MoE(Block):
         ranking = scores + self.selection_bias if config.selection_bias else scores
         if config.groups > 1:
             grouped = ranking.unflatten(-1, (config.groups, -1))  # [T, groups, experts / groups]
-            group_scores = grouped.topk(config.top_k // config.top_groups, dim=-1).values.sum(-1)
+            group_scores = grouped.topk(config.rated_by, dim=-1).values.sum(-1)
             chosen = group_scores.topk(config.top_groups, dim=-1).indices
             allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, True)
             ranking = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
@@ -266,15 +276,15 @@ def _only_report(weights: Tensor, loss: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """This rank's block of the experts, stacked: gate and up [E / ep, I, H], down [E / ep, H, I]."""
+    """This rank's block of the experts, stacked: gate and up [E / ep, I, H], down [E / ep, H, I], perhaps biases."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, ep: Axis) -> None:
         super().__init__()
-        self.activation = config.activation
-        count, inner = config.experts, config.intermediate_size
-        self.gate_proj = ExpertLinear(count, hidden_size, inner, ep) if config.gated else None
-        self.up_proj = ExpertLinear(count, hidden_size, inner, ep)
-        self.down_proj = ExpertLinear(count, inner, hidden_size, ep)
+        self.config = config
+        count, inner, bias = config.experts, config.intermediate_size, config.expert_bias
+        self.gate_proj = ExpertLinear(count, hidden_size, inner, ep, bias=bias) if config.gated else None
+        self.up_proj = ExpertLinear(count, hidden_size, inner, ep, bias=bias)
+        self.down_proj = ExpertLinear(count, inner, hidden_size, ep, bias=bias)
 
     def forward(self, rows: Tensor, counts: Tensor, recompute: Recompute = "none") -> Tensor:
         """`rows` [R, H] sorted by expert, `counts` [E / ep] -> [R, H]."""
@@ -282,20 +292,22 @@ class Experts(nn.Module):
 
     def _work(self, rows: Tensor, counts: Tensor) -> Tensor:
         gate = self.gate_proj(rows, counts) if self.gate_proj is not None else None
-        output: Tensor = self.down_proj(gated(self.activation, gate, self.up_proj(rows, counts)), counts)
+        output: Tensor = self.down_proj(self.config.features(gate, self.up_proj(rows, counts)), counts)
         return output
 
 
 class ExpertLinear(nn.Module):
-    """One matrix an expert, [E / ep, out, in]."""
+    """One matrix an expert, [E / ep, out, in], and one bias, [E / ep, out]."""
 
-    def __init__(self, experts: int, in_features: int, out_features: int, ep: Axis) -> None:
+    def __init__(self, experts: int, in_features: int, out_features: int, ep: Axis, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = stored(experts, out_features, in_features, axis=ep, dim=0)
+        self.bias = stored(experts, out_features, axis=ep, dim=0) if bias else None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[R, in] -> [R, out]."""
-        return grouped_linear(rows, local(self.weight), counts)
+        product = grouped_linear(rows, local(self.weight), counts)
+        return product if self.bias is None else add_bias(product, local(self.bias), counts)
 
 
 class SharedExpert(nn.Module):
@@ -303,7 +315,7 @@ class SharedExpert(nn.Module):
 
     def __init__(self, config: MoEConfig, hidden_size: int, tp: Axis) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.config = config
         size = config.shared_intermediate_size
         self.gate_proj = Linear(hidden_size, size, tp=tp) if config.gated else None
         self.up_proj = Linear(hidden_size, size, tp=tp)
@@ -313,5 +325,5 @@ class SharedExpert(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         gate = self.gate_proj(tokens) if self.gate_proj is not None else None
-        output: Tensor = self.down_proj(gated(self.activation, gate, self.up_proj(tokens)))
+        output: Tensor = self.down_proj(self.config.features(gate, self.up_proj(tokens)))
         return output if self.token_gate is None else output * self.token_gate(tokens).sigmoid()
