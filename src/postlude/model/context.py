@@ -20,6 +20,10 @@ Inputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]
 Recur = Callable[[Inputs, States], tuple[Tensor, States]]
 Scan = Callable[[Inputs, Packing], tuple[Tensor, States]]
+Stores = tuple[Tensor, ...]
+AttendStores = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
+GoOn = Callable[[Inputs, Stores, AttendStores], Tensor]
+Begin = Callable[[Inputs, Packing], Tensor]
 
 
 class Running(Protocol):
@@ -34,6 +38,17 @@ class Running(Protocol):
         """Keep the new keys [T, kv_heads, width] and values [T, kv_heads, value_width] of block `name`.
 
         Query [T, heads, width] -> what the queries see of these and of those before, [T, heads, value_width].
+        """
+        ...
+
+    def grow(self, name: str, inputs: Inputs, new: Inputs, go_on: GoOn, begin: Begin) -> Tensor:
+        """Keep what is `new` of block `name`, each [T, kv_heads, width], and make outputs of it and what was before.
+
+        `go_on(inputs, stores, attend)` takes one token [n, ...] of each of n sequences and what is kept of all, each
+        [rows, capacity, kv_heads, width] in the order of `new`; `attend(query, keys, values, scores)` is attention of
+        queries [n, heads, width] to stores, or to some features of them. `begin(inputs, packing)` takes whole packed
+        sequences [T, ...] from their beginning. Both return outputs, [n, ...] and [T, ...]. Of `inputs`, all [T, ...],
+        -> the outputs of all T tokens.
         """
         ...
 

@@ -91,3 +91,8 @@ def rotate(vectors: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (part.to(vectors.dtype) for part in table)
     first, second = vectors.chunk(2, dim=-1)
     return vectors * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def paired(vectors: Tensor) -> Tensor:
+    """`vectors` [..., width] whose pair i is (2i, 2i + 1) -> the same with pairs as `rotate` has them."""
+    return torch.cat((vectors[..., 0::2], vectors[..., 1::2]), dim=-1)

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from postlude.model.context import Inputs, Recur, Scan, States
+from postlude.model.context import AttendStores, Begin, GoOn, Inputs, Recur, Scan, States, Stores
 from postlude.ops.attention import Scores, attend
 from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.packing import Packing
 
 
 class RowCache:
-    """Keys and values of `rows` sequences with room for `capacity` tokens each, [rows, capacity, kv_heads, width].
+    """What grows with each of `rows` sequences, with room for `capacity` tokens: [rows, capacity, kv_heads, width].
 
     Beside them, states of blocks that need one of a fixed size for each sequence, [rows, ...].
 
@@ -26,7 +26,7 @@ class RowCache:
         self.device = device
         self.rows = 0
         self.capacity = 0
-        self._stores: dict[str, tuple[Tensor, Tensor]] = {}
+        self._stores: dict[str, Stores] = {}
         self._states: dict[str, States] = {}
         self._decode: DecodeAttention | None = None
         self._decoded = 0
@@ -44,7 +44,7 @@ class RowCache:
             grown = tuple(store.new_zeros(rows, capacity, *store.shape[2:]) for store in stores)
             for new, old in zip(grown, stores, strict=True):
                 new[:kept_rows, :kept] = old[:kept_rows, :kept]
-            self._stores[name] = (grown[0], grown[1])
+            self._stores[name] = grown
         for name, states in self._states.items() if rows != self.rows else ():
             self._states[name] = tuple(_with_rows(state, rows) for state in states)
         self.rows, self.capacity = rows, capacity
@@ -67,16 +67,27 @@ class RowCache:
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """See `Running.attend`."""
-        keys, values = self._stores_of(name, key, value)
-        kept, decoded = len(self._places), self._decoded
-        keys.flatten(0, 1).index_copy_(0, self._places, key[:kept])
-        values.flatten(0, 1).index_copy_(0, self._places, value[:kept])
-        outputs = []
+
+        def go_on(inputs: Inputs, stores: Stores, attend_stores: AttendStores) -> Tensor:
+            (query, _, _), (keys, values) = inputs, stores
+            return attend_stores(query, keys, values, scores)
+
+        def begin(inputs: Inputs, packing: Packing) -> Tensor:
+            query, key, value = inputs
+            return attend(query, key, value, packing, packing, scores)
+
+        return self.grow(name, (query, key, value), (key, value), go_on, begin)
+
+    def grow(self, name: str, inputs: Inputs, new: Inputs, go_on: GoOn, begin: Begin) -> Tensor:
+        """See `Running.grow`."""
+        stores = self._stores_of(name, new)
+        for store, each in zip(stores, new, strict=True):
+            store.flatten(0, 1).index_copy_(0, self._places, each[: len(self._places)])
+        decoded, outputs = self._decoded, []
         if self._decode is not None:
-            outputs.append(self._decode(query[:decoded], keys, values, scores))
+            outputs.append(go_on(tuple(each[:decoded] for each in inputs), stores, self._decode))
         if self._prefill is not None:
-            prefill = self._prefill
-            outputs.append(attend(query[decoded:], key[decoded:], value[decoded:], prefill, prefill, scores))
+            outputs.append(begin(tuple(each[decoded:] for each in inputs), self._prefill))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def recur(self, name: str, inputs: Inputs, step: Recur, scan: Scan) -> Tensor:
@@ -119,10 +130,9 @@ class RowCache:
             for state in states:
                 state.index_copy_(0, target, state.index_select(0, source))
 
-    def _stores_of(self, name: str, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _stores_of(self, name: str, new: Inputs) -> Stores:
         if name not in self._stores:
-            room = (self.rows, self.capacity)
-            self._stores[name] = (key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:]))
+            self._stores[name] = tuple(each.new_zeros(self.rows, self.capacity, *each.shape[1:]) for each in new)
         return self._stores[name]
 
     def _keep(self, name: str, rows: slice, states: States) -> None:

@@ -7,6 +7,7 @@ from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.attention import Attention, AttentionConfig, SlidingAttention, SlidingAttentionConfig
 from postlude.model.blocks.block import Block, Part
 from postlude.model.blocks.gated_delta import GatedDelta, GatedDeltaConfig
+from postlude.model.blocks.latent_attention import LatentAttention, LatentAttentionConfig
 from postlude.model.blocks.mamba import Mamba, MambaConfig
 from postlude.model.blocks.mlp import MLP, MLPConfig
 from postlude.model.blocks.moe import MoE, MoEConfig
@@ -17,6 +18,7 @@ BLOCKS: Mapping[str, type[Block]] = MappingProxyType(
         "S": SlidingAttention,
         "M": Mamba,
         "G": GatedDelta,
+        "+": LatentAttention,
         "-": MLP,
         "E": MoE,
     }
@@ -31,6 +33,8 @@ __all__ = [
     "BlockConfig",
     "GatedDelta",
     "GatedDeltaConfig",
+    "LatentAttention",
+    "LatentAttentionConfig",
     "MLPConfig",
     "Mamba",
     "MambaConfig",

@@ -1,0 +1,186 @@
+"""Latent attention (MLA, `+`): keys and values of all heads are made of one small vector a token, which is all kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from postlude.layout import Layout, nearest
+from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig
+from postlude.model.blocks.block import Block
+from postlude.model.config import ModelConfig
+from postlude.model.context import AttendStores, ForwardContext, Inputs, Stores
+from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear, local
+from postlude.ops.attention import Scores, attend
+from postlude.ops.collectives import gather_from_sequence
+from postlude.ops.packing import Packing
+from postlude.ops.rotary import RotaryConfig, paired, rotate
+from postlude.world.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig(BlockConfig):
+    """Sizes and options of one latent attention block.
+
+    A token's `latent_size` features make the keys and values of every head: `nope_dim` features of a key, to which
+    `rope_dim` are joined that carry the position and that all heads share, and `value_dim` of a value. Queries are made
+    of a latent of their own, `query_latent_size` wide, or of the token itself. Both latents are normalised, with
+    `latent_norm_eps`. `interleaved` weights have the two features of a rotary pair side by side. `bias` is that of the
+    projections to the latents and of the output's. `scale` multiplies the scores and defaults to
+    (nope_dim + rope_dim)^-½.
+    """
+
+    heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    latent_size: int
+    query_latent_size: int | None = None
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    interleaved: bool = False
+    bias: bool = False
+    latent_norm_eps: float = 1e-6
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("heads", "nope_dim", "rope_dim", "value_dim", "latent_size")
+        small = [name for name in sizes if getattr(self, name) < 1]
+        if small:
+            raise ValueError(f"latent attention with {small[0]}={getattr(self, small[0])}: every size is at least 1.")
+        if self.rope_dim % 2:
+            raise ValueError(
+                f"rope_dim={self.rope_dim} is odd, but rotary embedding turns pairs; use an even rope_dim."
+            )
+
+    @property
+    def query_dim(self) -> int:
+        """The width of a query, and of a key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def scores(self) -> Scores:
+        """How queries rate keys."""
+        return Scores(scale=self.query_dim**-0.5 if self.scale is None else self.scale)
+
+    def flops(self, hidden_size: int) -> float:
+        """Projections, and scores over half of a nominal sequence."""
+        query, heads = self.query_latent_size, self.heads
+        queries = (
+            hidden_size * heads * self.query_dim if query is None else query * (hidden_size + heads * self.query_dim)
+        )
+        latent = hidden_size * (self.latent_size + self.rope_dim)
+        expanded = self.latent_size * heads * (self.nope_dim + self.value_dim)
+        projections = 2 * (queries + latent + expanded + heads * self.value_dim * hidden_size)
+        return projections + NOMINAL_LENGTH * heads * (self.query_dim + self.value_dim)
+
+    def kept(self, hidden_size: int) -> float:
+        """The norm's input and output, the latents, and queries, keys and values before and after they are joined."""
+        latents = 2 * (self.latent_size + (self.query_latent_size or 0)) + self.rope_dim
+        return 3 * hidden_size + latents + self.heads * (4 * self.query_dim + 3 * self.value_dim)
+
+    def fits(self, layout: Layout, name: str) -> None:
+        """Each tensor-parallel rank has heads of its own."""
+        if self.heads % layout.tp:
+            others = nearest(layout.tp, (tp for tp in range(1, self.heads + 1) if self.heads % tp == 0))
+            raise ValueError(
+                f"{name} has {self.heads} heads, which tp={layout.tp} ranks cannot share evenly. Use tp={others}."
+            )
+
+
+class LatentAttention(Block):
+    """Softmax attention whose keys and values are made of a latent. Each tensor-parallel rank has heads of its own.
+
+    Latents are small, so every rank makes those of its own tokens and gathers the others'; under context parallelism
+    they travel in place of keys and values. A running sequence keeps its latents alone: its next query attends to them
+    as they are, with the projection to keys applied to the query, and that to values to what comes out.
+    """
+
+    Config: ClassVar[type[LatentAttentionConfig]] = LatentAttentionConfig
+    generates = True
+
+    def __init__(self, config: LatentAttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
+        super().__init__(config, model, name, mesh)
+        self.config = config
+        outer, tp, eps, offset = model.hidden_size, mesh.tp, config.latent_norm_eps, model.norm_offset
+        query_size = config.heads * config.query_dim
+        if config.query_latent_size is None:
+            self.q_proj = ColumnLinear(outer, query_size, tp=tp)
+        else:
+            self.q_a_proj = Linear(outer, config.query_latent_size, bias=config.bias, tp=tp)
+            self.q_a_norm = RMSNorm(config.query_latent_size, eps, tp=tp, offset=offset)
+            self.q_b_proj = ColumnLinear(config.query_latent_size, query_size, tp=tp)
+        self.kv_a_proj = Linear(outer, config.latent_size + config.rope_dim, bias=config.bias, tp=tp)
+        self.kv_a_norm = RMSNorm(config.latent_size, eps, tp=tp, offset=offset)
+        self.kv_b_proj = ColumnLinear(config.latent_size, config.heads * (config.nope_dim + config.value_dim), tp=tp)
+        self.o_proj = RowLinear(config.heads * config.value_dim, outer, bias=config.bias, tp=tp)
+
+    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """[T / tp, H] -> [T / tp, H]."""
+        config = self.config
+        query, latent = self._projected(hidden)
+        query_part, query_turned = query.split((config.nope_dim, config.rope_dim), dim=-1)
+        latent, key_turned = latent.split((config.latent_size, config.rope_dim), dim=-1)
+        table = context.rotary(config.rotary, config.rope_dim)
+        query_turned, key_turned = self._turn(query_turned, table), self._turn(key_turned[:, None], table)[:, 0]
+        latent = torch.cat((latent, key_turned), dim=-1)  # [T, latent + rope]
+        if context.running is not None:
+            heads = context.running.grow(
+                self.name, (query_part, query_turned, latent), (latent[:, None],), self._go_on, self._begin
+            )
+        elif context.microbatch.context is not None:
+            cut = context.microbatch.context
+            seen = gather_from_sequence(latent, cut.axis.group)[cut.key_rows]
+            heads = self._attend((query_part, query_turned, seen), cut.queries, cut.keys)
+        else:
+            heads = self._begin((query_part, query_turned, latent), context.packing)
+        output: Tensor = self.o_proj(heads.flatten(-2))
+        return output
+
+    def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[T / tp, H] -> this rank's queries [T, heads / tp, nope + rope] and the latents [T, latent + rope]."""
+        config, group = self.config, self.mesh.tp.group
+        latent, turned = self.kv_a_proj(hidden).split((config.latent_size, config.rope_dim), dim=-1)
+        small = [self.kv_a_norm(latent), turned]
+        if config.query_latent_size is not None:
+            small.append(self.q_a_norm(self.q_a_proj(hidden)))
+        gathered = gather_from_sequence(torch.cat(small, dim=-1), group)
+        if config.query_latent_size is None:
+            query = self.q_proj(gather_from_sequence(hidden, group))
+        else:
+            gathered, query_latent = gathered.split(
+                (config.latent_size + config.rope_dim, config.query_latent_size), -1
+            )
+            query = self.q_b_proj(query_latent)
+        return query.unflatten(-1, (-1, config.query_dim)), gathered
+
+    def _turn(self, vectors: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        return rotate(paired(vectors) if self.config.interleaved else vectors, table)
+
+    def _begin(self, inputs: Inputs, packing: Packing) -> Tensor:
+        """Whole sequences: query parts [T, heads, ...] and latents [T, latent + rope] -> [T, heads, value]."""
+        return self._attend(inputs, packing, packing)
+
+    def _attend(self, inputs: Inputs, queries: Packing, keys: Packing) -> Tensor:
+        """Make keys and values of the latents of all keys, and attend to them."""
+        config = self.config
+        query_part, query_turned, latent = inputs
+        latent, key_turned = latent.split((config.latent_size, config.rope_dim), dim=-1)
+        made = self.kv_b_proj(latent).unflatten(-1, (-1, config.nope_dim + config.value_dim))
+        key_part, value = made.split((config.nope_dim, config.value_dim), dim=-1)
+        query = torch.cat((query_part, query_turned), dim=-1)
+        key = torch.cat((key_part, key_turned[:, None].expand(-1, key_part.shape[1], -1)), dim=-1)
+        return attend(query, key, value, queries, keys, config.scores)
+
+    def _go_on(self, inputs: Inputs, stores: Stores, attend_stores: AttendStores) -> Tensor:
+        """One token of each sequence: its query asks the latents themselves, as if all heads shared one key head."""
+        config = self.config
+        query_part, query_turned, _ = inputs
+        weight = local(self.kv_b_proj.weight).unflatten(0, (-1, config.nope_dim + config.value_dim))
+        to_key, to_value = weight.split((config.nope_dim, config.value_dim), dim=1)  # [heads, …, latent] each
+        query = torch.cat((torch.einsum("thn,hnl->thl", query_part, to_key), query_turned), dim=-1)
+        (latents,) = stores
+        seen = attend_stores(query, latents, latents[..., : config.latent_size], config.scores)
+        return torch.einsum("thl,hvl->thv", seen, to_value)
