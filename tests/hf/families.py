@@ -24,15 +24,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 64,
-}
-# transformers gives the padding token's embedding no gradient. Packed batches have no padding, so ours always learns.
-SMALL |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
+from tests.hf import attention_families
+from tests.hf.sizes import SMALL
+
 MOE = {**SMALL, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MAMBA = {
     **SMALL,
@@ -88,6 +82,7 @@ HYBRID = {
 SHARED = {**MOE, "shared_expert_intermediate_size": 20}
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    **attention_families.CONFIGS,
     "llama-mha": lambda: LlamaConfig(**SMALL, num_attention_heads=4),
     "llama-smollm2": lambda: LlamaConfig(
         **SMALL, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True
@@ -306,6 +301,9 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.normal_(float(parameter.mean()) if "norm" in name else 0.0, 0.2, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.2, generator=generator)
 
 
 def saved(config: PretrainedConfig, directory: Path, seed: int = 0) -> PreTrainedModel:

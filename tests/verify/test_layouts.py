@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
     MistralConfig,
     NemotronHConfig,
     Olmo3Config,
@@ -59,6 +61,7 @@ def test_a_layout_equals_one_rank(ranks: Any, case: Case) -> None:
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 SIZES = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 4, "initializer_range": 0.3}
+MILDER = {**SIZES, "initializer_range": 0.2}  # the experts of these scale what they add, and so its rounding
 VARIANTS = {
     "mistral": MistralConfig(**SIZES, **HEADS, sliding_window=5),
     "qwen2": Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=True),
@@ -110,6 +113,23 @@ VARIANTS = {
         shared_expert_intermediate_size=10,
         mlp_only_layers=[1],
     ),
+    "deepseek_v3": DeepseekV3Config(
+        **MILDER,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=10,
+        kv_lora_rank=7,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=4,
+        v_head_dim=3,
+        moe_intermediate_size=12,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        n_group=3,
+        topk_group=2,
+        first_k_dense_replace=1,
+    ),
+    "gpt_oss": GptOssConfig(**MILDER, **HEADS, sliding_window=5, num_local_experts=6, num_experts_per_tok=2),
 }
 
 
@@ -122,6 +142,7 @@ VARIANTS = {
         pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(Layout(tp=4), marks=pytest.mark.thorough),
         pytest.param(Layout(dp_shard=2, cp=2), marks=pytest.mark.thorough),
+        pytest.param(Layout(tp=2, cp=2, ep=2), marks=pytest.mark.thorough),
     ],
     ids=label,
 )

@@ -48,6 +48,7 @@ def decoder_config(
     qk_norm: Literal["head", "full"] | None = None,
     norm: Literal["pre", "post", "both"] = "pre",
     sliding: Sequence[bool] | None = None,
+    sinks: bool = False,
     layers: Sequence[str] | None = None,
     blocks: Mapping[str, BlockConfig] | None = None,
 ) -> ModelConfig:
@@ -67,6 +68,7 @@ def decoder_config(
         "output_bias": output_bias,
         "qk_norm": qk_norm,
         "norm": norm,
+        "sinks": sinks,
     }
     configs: dict[str, BlockConfig] = dict(blocks or {})
     if not all(sliding):
@@ -161,13 +163,14 @@ def _yarn(hf: PretrainedConfig, parameters: Mapping[str, Any], theta: float) -> 
     original = parameters["original_max_position_embeddings"]
     factor = parameters.get("factor") or hf.max_position_embeddings / original
 
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
         over, under = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        attention_factor = magnitude(over) / magnitude(under) if over and under else magnitude(1.0)
+        attention_factor = (
+            yarn_magnitude(factor, over) / yarn_magnitude(factor, under)
+            if over and under
+            else yarn_magnitude(factor, 1.0)
+        )
     return RotaryConfig(
         theta=theta,
         scaling="yarn",
@@ -178,3 +181,8 @@ def _yarn(hf: PretrainedConfig, parameters: Mapping[str, Any], theta: float) -> 
         attention_factor=attention_factor,
         truncate=parameters.get("truncate", True),
     )
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """How much longer YaRN makes rotated vectors where it stretches by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

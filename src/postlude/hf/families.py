@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from postlude.hf.deepseek_v3 import DEEPSEEK_V3
 from postlude.hf.family import Family
+from postlude.hf.gpt_oss import GPT_OSS
 from postlude.hf.granitemoehybrid import GRANITEMOEHYBRID
 from postlude.hf.llama import LLAMA
 from postlude.hf.mamba2 import MAMBA2
@@ -22,6 +24,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
         for family in (
+            DEEPSEEK_V3,
+            GPT_OSS,
             GRANITEMOEHYBRID,
             LLAMA,
             MAMBA2,

@@ -1,0 +1,83 @@
+"""DeepSeek-V3, and what shares its code (R1, Moonlight, Kimi-K2): latent attention, and experts chosen by groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from postlude.hf.decoder import MLP_NAMES, activation, model_config, rotary, yarn_magnitude
+from postlude.hf.family import EXPERT, Family
+from postlude.model import ModelConfig
+from postlude.model.blocks import BlockConfig, LatentAttentionConfig, MLPConfig, MoEConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LATENT_NAMES = {
+    "latent_attention.norm": "input_layernorm",
+    "latent_attention.q_proj": "self_attn.q_proj",
+    "latent_attention.q_a_proj": "self_attn.q_a_proj",
+    "latent_attention.q_a_norm": "self_attn.q_a_layernorm",
+    "latent_attention.q_b_proj": "self_attn.q_b_proj",
+    "latent_attention.kv_a_proj": "self_attn.kv_a_proj_with_mqa",
+    "latent_attention.kv_a_norm": "self_attn.kv_a_layernorm",
+    "latent_attention.kv_b_proj": "self_attn.kv_b_proj",
+    "latent_attention.o_proj": "self_attn.o_proj",
+}
+MOE_NAMES = {
+    "moe.norm": "post_attention_layernorm",
+    "moe.router": "mlp.gate",
+    "moe.selection_bias": "mlp.gate.e_score_correction_bias",
+    **{f"moe.experts.{name}": f"mlp.experts.{EXPERT}.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    **{f"moe.shared.{name}": f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+}
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """The first layers are dense. Where YaRN stretches, it sharpens the scores too."""
+    rope, width = hf.rope_parameters, hf.qk_nope_head_dim + hf.qk_rope_head_dim
+    sharpness = 1.0
+    if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
+        sharpness = yarn_magnitude(rope["factor"], rope["mscale_all_dim"]) ** 2
+    second, blocks = dense_then_experts(hf)
+    blocks["+"] = LatentAttentionConfig(
+        heads=hf.num_attention_heads,
+        nope_dim=hf.qk_nope_head_dim,
+        rope_dim=hf.qk_rope_head_dim,
+        value_dim=hf.v_head_dim,
+        latent_size=hf.kv_lora_rank,
+        query_latent_size=hf.q_lora_rank,
+        rotary=rotary(hf, "full_attention"),
+        interleaved=hf.rope_interleave,
+        bias=hf.attention_bias,
+        scale=width**-0.5 * sharpness,
+    )
+    return model_config(hf, ["+" + block for block in second], blocks)
+
+
+def dense_then_experts(hf: PretrainedConfig) -> tuple[list[str], dict[str, BlockConfig]]:
+    """The second block of each layer, and the configs of these blocks."""
+    dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
+    second = ["-"] * dense + ["E"] * (hf.num_hidden_layers - dense)
+    blocks: dict[str, BlockConfig] = {}
+    if "-" in second:
+        blocks["-"] = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf))
+    if "E" in second:
+        blocks["E"] = MoEConfig(
+            experts=hf.n_routed_experts,
+            top_k=hf.num_experts_per_tok,
+            intermediate_size=hf.moe_intermediate_size,
+            activation=activation(hf),
+            scores="sigmoid",
+            normalise=hf.norm_topk_prob,
+            weight_scale=hf.routed_scaling_factor,
+            groups=hf.n_group,
+            top_groups=hf.topk_group,
+            group_best=2,
+            selection_bias=True,
+            router_fp32=True,
+            shared_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
+        )
+    return second, blocks
+
+
+DEEPSEEK_V3 = Family("deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES)

@@ -1,0 +1,75 @@
+"""GPT-OSS: attention with sinks, every other layer within a window, and experts with biases and a bounded SwiGLU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from postlude.hf.decoder import ATTENTION_NAMES, decoder_config
+from postlude.hf.family import Family, Names, Within
+from postlude.model import ModelConfig
+from postlude.model.blocks import MoEConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """The weights of the chosen experts are a softmax over them alone, which is what is left of one over all."""
+    experts = MoEConfig(
+        experts=hf.num_local_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        alpha=hf.swiglu_alpha,
+        limit=hf.swiglu_limit,
+        up_offset=1.0,
+        expert_bias=True,
+        router_bias=True,
+        # Theirs counts each of the top_k choices as a share of its own.
+        balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
+    )
+    return decoder_config(
+        hf,
+        qkv_bias=hf.attention_bias,
+        output_bias=hf.attention_bias,
+        sinks=True,
+        layers=["E"] * hf.num_hidden_layers,
+        blocks={"E": experts},
+    )
+
+
+def names(config: ModelConfig) -> Names:
+    """All experts are one tensor, transposed, with gate and up in turn."""
+    moe = config.blocks["E"]
+    assert isinstance(moe, MoEConfig)
+    count, outer, inner = moe.experts, config.hidden_size, moe.intermediate_size
+
+    def every_other(first: int) -> slice:
+        return slice(first, 2 * inner, 2)
+
+    everything = slice(None)
+    return {
+        **ATTENTION_NAMES,
+        "attention.sinks": "self_attn.sinks",
+        "moe.norm": "post_attention_layernorm",
+        "moe.router": "mlp.router",
+        "moe.experts.down_proj.weight": Within("mlp.experts.down_proj", (count, inner, outer), order=(0, 2, 1)),
+        "moe.experts.down_proj.bias": "mlp.experts.down_proj_bias",
+        **{
+            f"moe.experts.{name}_proj.weight": Within(
+                "mlp.experts.gate_up_proj",
+                (count, outer, 2 * inner),
+                index=(everything, everything, every_other(first)),
+                order=(0, 2, 1),
+            )
+            for first, name in enumerate(("gate", "up"))
+        },
+        **{
+            f"moe.experts.{name}_proj.bias": Within(
+                "mlp.experts.gate_up_proj_bias", (count, 2 * inner), index=(everything, every_other(first))
+            )
+            for first, name in enumerate(("gate", "up"))
+        },
+    }
+
+
+GPT_OSS = Family("gpt_oss", to_model, names)

@@ -1,0 +1,66 @@
+"""Small, oddly shaped models of families with latent attention or sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig
+
+from tests.hf.sizes import SMALL
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "mscale_all_dim": 0.5,
+}
+LATENT = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "kv_lora_rank": 14,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+SINKS = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+}
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "deepseek_v3": lambda: DeepseekV3Config(**LATENT, q_lora_rank=20, rope_parameters={**YARN, "mscale": 0.7}),
+    "deepseek_v3-whole-queries": lambda: DeepseekV3Config(
+        **LATENT | {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "first_k_dense_replace": 0},
+        q_lora_rank=None,
+        rope_interleave=False,
+        attention_bias=True,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+    ),
+    "gpt_oss": lambda: GptOssConfig(**SINKS, num_attention_heads=6, num_key_value_heads=2, head_dim=10),
+    "gpt_oss-plain": lambda: GptOssConfig(
+        **SINKS,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=8,
+        attention_bias=False,
+        swiglu_alpha=1.3,
+        swiglu_limit=0.8,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 5e3},
+        tie_word_embeddings=True,
+    ),
+}
