@@ -30,8 +30,9 @@ class MoEConfig(GatedConfig):
     `top_groups` groups (by the sum of each one's best `group_best` experts, by default top_k / top_groups), then
     experts inside them. `normalise` makes the chosen weights sum to one, `weight_scale` multiplies them after that.
     `selection_bias` adds a per-expert bias to the choice alone; after each step it moves by `selection_bias_rate`
-    towards even load, without an auxiliary loss. With a `latent_size` the chosen experts work in a space of so many features, which one projection
-    leads into before tokens are exchanged, and another out of after; router and shared expert do not.
+    towards even load, without an auxiliary loss. With a `latent_size` the chosen experts work in a space of so many
+    features, which one projection leads into before tokens are exchanged, and another out of after; router and shared
+    expert do not.
 
     `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e the share of slots, p_e the mean score: 1 when even) and
     `z_coefficient` weighs the mean squared logsumexp of the router. Both are means over the tokens of the whole batch.
