@@ -46,7 +46,7 @@ NEMOTRON = {
     "ssm_state_size": 5,
     "time_step_min": 1e-9,  # which transformers takes for the least time step of all
     "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
+    "num_experts_per_tok": 3,
     "moe_intermediate_size": 20,
     "moe_shared_expert_intermediate_size": 28,
 }
@@ -249,7 +249,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         n_groups=3,
         chunk_size=8,
         n_group=2,
-        topk_group=2,
+        topk_group=1,
         routed_scaling_factor=1.7,
     ),
     "nemotron_h-latent": lambda: NemotronHConfig(

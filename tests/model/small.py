@@ -12,6 +12,7 @@ from postlude.model.blocks import (
     AttentionConfig,
     BlockConfig,
     GatedDeltaConfig,
+    LatentAttentionConfig,
     MambaConfig,
     MLPConfig,
     MoEConfig,
@@ -29,6 +30,7 @@ def small_config(pattern: str = "[*-][S-][*E]*", **changes: Any) -> ModelConfig:
         "S": SlidingAttentionConfig(**attention, sliding_window=3),
         "M": MambaConfig(heads=4, head_dim=3, state_size=6, groups=2, chunk=5),
         "G": GatedDeltaConfig(key_heads=2, value_heads=4, key_dim=5, value_dim=3, chunk=5),
+        "+": LatentAttentionConfig(heads=4, nope_dim=6, rope_dim=4, value_dim=5, latent_size=7, query_latent_size=9),
         "-": MLPConfig(intermediate_size=20),
         "E": MoEConfig(experts=5, top_k=2, intermediate_size=12),
     }

@@ -82,6 +82,7 @@ def _moe(hf: PretrainedConfig) -> BlockConfig:
         weight_scale=hf.routed_scaling_factor,
         groups=hf.n_group,
         top_groups=hf.topk_group,
+        group_best=2,
         selection_bias=True,
         router_fp32=True,
         shared_intermediate_size=hf.moe_shared_expert_intermediate_size,
@@ -101,4 +102,5 @@ NEMOTRON_H = Family(
     outer=BACKBONE,
     layer="backbone.layers.{layer}",
     modules={"model.": "backbone."},
+    left_out={"mtp.": "multi-token prediction"},
 )
