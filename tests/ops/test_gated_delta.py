@@ -159,7 +159,7 @@ def test_the_host_never_waits_and_the_result_is_the_same_to_the_bit() -> None:
         with Waits() as waits:
             # What the operator does inside is looked at too.
             inside = gated_delta_forward(
-                *(each.detach() for each in given), packing.cu_seqlens, [30, 1, 69], 1.0, True, 16
+                *(each.detach() for each in given), packing.cu_seqlens, [30, 1, 69], 1.0, True, 16, True
             )
             output, _ = gated_delta(*given, packing, scale=1.0, normalise=True, chunk=16)  # without states
             gradients = torch.autograd.grad(output.square().sum(), given)
