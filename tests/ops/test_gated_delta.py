@@ -57,11 +57,11 @@ def token_by_token(given: list[Tensor], lengths: list[int]) -> tuple[Tensor, Ten
     return torch.stack(outputs), torch.stack(states)
 
 
-def check(given: list[Tensor], lengths: list[int], chunk: int, tolerance: float) -> None:
+def check(given: list[Tensor], lengths: list[int], chunk: int, tolerance: float, backend: str = "auto") -> None:
     packing = Packing.from_lengths(lengths, given[0].device)
     exact = [each.detach().double().cpu().requires_grad_() for each in given]
     expected = token_by_token(exact, lengths)
-    found = gated_delta(*given, packing, normalise=True, chunk=chunk, last_states=True)
+    found = gated_delta(*given, packing, normalise=True, chunk=chunk, last_states=True, backend=backend)
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(each.shape, generator=generator) for each in expected]
     weights[1] *= weights[0].numel() / weights[1].numel() ** 0.5 / 100  # neither drowns the other

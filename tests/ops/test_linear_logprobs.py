@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from postlude.ops.linear_logprobs import Logits, backends, linear_logprobs
+from postlude.ops import backend
+from postlude.ops.linear_logprobs import Logits, linear_logprobs
 from postlude.ops.linear_logprobs.logits import LogitKeywords
 from postlude.ops.linear_objective import linear_objective
 from postlude.ops.logprobs_at import linear_logprobs_at
@@ -428,8 +429,8 @@ def test_triton_without_a_gpu_is_refused_with_the_reason(monkeypatch: pytest.Mon
 
 
 def test_auto_says_once_why_it_uses_torch(caplog: pytest.LogCaptureFixture) -> None:
-    backends._say_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger=backends.log.name):
+    backend._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger=backend.log.name):
         for _ in range(3):
             linear_logprobs(torch.randn(2, 4), torch.randn(13, 4), torch.tensor([1, 2]))
     assert [record.getMessage() for record in caplog.records] == [

@@ -9,6 +9,9 @@ chunk to chunk. The backward makes everything again from the inputs, which are a
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,10 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from postlude.ops.backend import Backend, takes_triton
 from postlude.ops.packing import Packing, to_device
 
 CHUNK = 64
 NORM_EPS = 1e-6  # under the root, added to the sum of squares
+TRITON_CHUNKS, TRITON_WIDEST = (16, 32, 64), 128  # chunks, and the dk whose states and keys fit a multiprocessor
+# Where tests/ops/test_gated_delta_triton.py has passed on a GPU. Several releases of Triton compile kernels of this
+# kind wrongly for Hopper, without a word (flash-linear-attention's issues 640 and 984, Triton's 11366).
+CHECKED_TRITON, CHECKED_DEVICE, CHECKED_WIDTHS = ("3.6",), 9, range(65, 129)
 
 
 def gated_delta(
@@ -34,6 +42,7 @@ def gated_delta(
     normalise: bool = False,
     chunk: int = CHUNK,
     last_states: bool = False,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Every token's output [T, heads, dv] in value's dtype, and each sequence's last state [n, heads, dk, dv] if asked.
 
@@ -42,6 +51,10 @@ def gated_delta(
     queries and keys of length one. The state starts from zero at every sequence's beginning.
 
     Computed in fp32, or float64 where an input is; the states are in that. Without rounding, `chunk` changes nothing.
+
+    `backend`: "torch" anywhere; "triton" on CUDA, whose matrix products take operands of value's dtype and add up in
+    fp32: in bf16 that rounds what tokens write, and the states where they are read, once each. "auto" takes Triton for
+    bf16 and chunks of 64 where it was checked: on Hopper, dk and dv from 65 to 128, the releases in `CHECKED_TRITON`.
     """
     _check(query, key, value, log_decay, beta)
     if packing.total != len(value):
@@ -54,6 +67,14 @@ def gated_delta(
             0, value.shape[1], key.shape[2], value.shape[2], dtype=_wide(query, key, value, log_decay, beta)
         )
         return value + nothing.to(value.dtype), empty if last_states else None
+    triton = takes_triton(
+        "gated_delta",
+        backend,
+        value.device,
+        _wide(query, key, value, log_decay, beta),
+        refused=_refused(query, key, value, chunk),
+        unwise=_unwise(value.device, value.dtype, chunk, (key.shape[2], value.shape[2])),
+    )
     output, states = _operator(
         query,
         key,
@@ -66,6 +87,7 @@ def gated_delta(
         normalise,
         chunk,
         last_states,
+        triton,
     )
     return output, states if last_states else None
 
@@ -111,8 +133,13 @@ def gated_delta_forward(
     normalise: bool,
     chunk: int,
     last_states: bool,
+    triton: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """What the operator does. Without `last_states` the second result is empty."""
+    if triton:
+        arguments = (query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk)
+        found: tuple[Tensor, Tensor] = _triton().forward(*arguments, last_states)
+        return found
     chunks = Chunks(lengths, chunk, cu_seqlens)
     scan = _Scan(query, key, value, log_decay, beta, chunks, scale, normalise)
     states = scan.last_states() if last_states else scan.value.new_empty(0)
@@ -136,6 +163,7 @@ def _(
     normalise: bool,
     chunk: int,
     last_states: bool,
+    triton: bool = False,
 ) -> tuple[Tensor, Tensor]:
     shape = (len(lengths), value.shape[1], key.shape[2], value.shape[2]) if last_states else (0,)
     return torch.empty_like(value), value.new_empty(shape, dtype=_wide(query, key, value, log_decay, beta))
@@ -143,20 +171,24 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:6])
-    ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, ctx.last_states = inputs[6:]
+    ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, ctx.last_states, ctx.triton = inputs[6:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, output: Tensor | None, states: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, log_decay, beta, cu_seqlens = ctx.saved_tensors
     if output is None and states is None:
-        return (None,) * 11
-    chunks = Chunks(ctx.lengths, ctx.chunk, cu_seqlens)
-    scan = _Scan(query, key, value, log_decay, beta, chunks, ctx.scale, ctx.normalise)
+        return (None,) * 12
     output = torch.zeros_like(value) if output is None else output
-    gradients = scan.gradients(output, states if ctx.last_states else None)
+    states = states if ctx.last_states else None
     inputs = (query, key, value, log_decay, beta)
-    return *(each.to(like.dtype) for each, like in zip(gradients, inputs, strict=True)), *(None,) * 6
+    if ctx.triton:
+        arguments = (*inputs, cu_seqlens, ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk)
+        gradients = _triton().backward(*arguments, output, states)
+    else:
+        scan = _Scan(*inputs, Chunks(ctx.lengths, ctx.chunk, cu_seqlens), ctx.scale, ctx.normalise)
+        gradients = scan.gradients(output, states)
+    return *(each.to(like.dtype) for each, like in zip(gradients, inputs, strict=True)), *(None,) * 7
 
 
 _operator.register_autograd(_backward, setup_context=_setup)
@@ -382,6 +414,40 @@ def _through_unit(gradient: Tensor, unit: Tensor, over: Tensor | None) -> Tensor
     if over is None:
         return gradient
     return over * (gradient - unit * (unit * gradient).sum(-1, keepdim=True))
+
+
+def _triton() -> Any:
+    """Imported here: the module needs triton, and everything else does not."""
+    return importlib.import_module("postlude.ops.gated_delta_triton")
+
+
+def _refused(query: Tensor, key: Tensor, value: Tensor, chunk: int) -> str | None:
+    """Why the Triton kernels cannot do this, if so."""
+    if not query.dtype == key.dtype == value.dtype:
+        dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
+        return f"its kernels want query, key and value of one dtype, and these are {dtypes}"
+    if chunk not in TRITON_CHUNKS:
+        return f"its kernels know chunks of {', '.join(map(str, TRITON_CHUNKS))} tokens, and these have {chunk}"
+    if key.shape[2] > TRITON_WIDEST:
+        return f"its kernels have room for keys {TRITON_WIDEST} wide, and these are {key.shape[2]}"
+    return None
+
+
+@functools.cache
+def _unwise(device: torch.device, dtype: torch.dtype, chunk: int, widths: tuple[int, int]) -> str | None:
+    """Why "auto" does not take the Triton kernels where they could run, if so."""
+    if dtype != torch.bfloat16 or chunk != CHUNK:
+        return f"its kernels are meant for bf16 in chunks of {CHUNK}, and this is {dtype} in chunks of {chunk}"
+    if any(width not in CHECKED_WIDTHS for width in widths):
+        return f"its kernels were checked for widths from 65 to 128, and dk and dv are {widths[0]} and {widths[1]}"
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None  # more than unwise
+    version = importlib.import_module("triton").__version__
+    if ".".join(version.split(".")[:2]) not in CHECKED_TRITON:
+        return f"its kernels were checked with triton {', '.join(CHECKED_TRITON)}, and this is {version}"
+    if torch.cuda.get_device_capability(device)[0] != CHECKED_DEVICE:
+        return f"its kernels were checked on Hopper, and this is {torch.cuda.get_device_name(device)}"
+    return None
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:

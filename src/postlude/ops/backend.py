@@ -1,0 +1,76 @@
+"""Whether an operation runs as Triton kernels. `auto` takes them where they can run and says once why it could not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+from typing import Literal
+
+import torch
+
+Backend = Literal["auto", "torch", "triton"]
+
+OLDEST_TRITON = (3, 2)
+OLDEST_DEVICE = (8, 0)  # the first with bf16 tensor cores
+
+log = logging.getLogger(__name__)
+
+
+def takes_triton(
+    name: str,
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    refused: str | None = None,
+    unwise: str | None = None,
+) -> bool:
+    """Whether the operation called `name` takes Triton's kernels for tensors on `device` computed in `dtype`.
+
+    `refused`: why its kernels cannot do this call, if so. `unwise`: why, though they could, "auto" leaves it to torch.
+    """
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f'backend is "auto", "torch" or "triton", but {backend!r} was given.')
+    if backend == "torch":
+        return False
+    # Triton's interpreter runs kernels on any device, slowly: for tests that ask for it, never by itself.
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    obstacle = _obstacle(device, dtype, interpreted)
+    if backend == "triton":
+        if obstacle or refused:
+            raise RuntimeError(
+                f'backend="triton" cannot run: {obstacle or refused}. Use backend="auto" or backend="torch".'
+            )
+        return True
+    if obstacle:
+        _say_once(logging.WARNING if device.type == "cuda" else logging.INFO, name, obstacle)
+    elif refused or unwise:
+        _say_once(logging.INFO, name, refused or unwise)
+    return not (obstacle or refused or unwise)
+
+
+@functools.cache
+def _obstacle(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str | None:
+    """Why Triton's kernels cannot be used, or None if they can."""
+    if dtype == torch.float64:
+        return "its kernels compute in float32, and these tensors are float64"
+    if device.type != "cuda" and not interpreted:
+        return f"the tensors are on {device.type}, not cuda"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    version = importlib.import_module("triton").__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+        return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < OLDEST_DEVICE:
+        return (
+            f"{torch.cuda.get_device_name(device)} is older than compute capability {'.'.join(map(str, OLDEST_DEVICE))}"
+        )
+    return None
+
+
+@functools.cache
+def _say_once(level: int, name: str, obstacle: str | None) -> None:
+    log.log(level, "%s uses the torch backend: %s", name, obstacle)

@@ -1,0 +1,71 @@
+"""What the gated delta rule's Triton kernels must do. `test_gated_delta_triton.py` runs this file: on a GPU, or through
+Triton's interpreter, which must be chosen before triton is first imported. Here products are fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from postlude.ops.gated_delta import gated_delta
+from postlude.ops.packing import Packing
+from tests.equality import assert_equal
+from tests.ops.test_gated_delta import FP32, NAMES, check, inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chunk", "heads", "widths"),
+    [
+        ([17, 1, 33], 16, (2, 1), (6, 20)),  # chunks of one token; widths fill no tile
+        ([16, 32], 16, (1, 1), (16, 16)),  # ends of sequences are ends of chunks
+        ([40], 32, (2, 2), (20, 7)),  # inverses of two blocks
+        ([65, 63], 64, (1, 1), (8, 130)),  # of four, and values of two slices and more
+        ([1], 64, (1, 1), (6, 7)),
+    ],
+)
+def test_kernels_equal_the_recurrence(
+    lengths: list[int], chunk: int, heads: tuple[int, int], widths: tuple[int, int]
+) -> None:
+    given = inputs(sum(lengths), *heads, *widths, seed=0, decay=0.1, device=DEVICE)
+    check([each.detach().requires_grad_() for each in given], lengths, chunk, FP32, backend="triton")
+
+
+def test_a_state_that_is_forgotten_at_once_disturbs_nothing_after_it() -> None:
+    given = [each.detach() for each in inputs(70, 2, 1, 16, 8, seed=3, decay=0.01, device=DEVICE)]
+    given[3][20::40] = -500.0
+    check([each.requires_grad_() for each in given], [64, 6], 64, FP32, backend="triton")
+
+
+def test_keys_that_are_all_alike_do_not_blow_up() -> None:
+    """Each token replaces what the one before wrote. Powers of A would reach 10^18 here."""
+    given = [each.detach() for each in inputs(64, 1, 1, 8, 8, seed=0, decay=1e-5, device=DEVICE)]
+    given[1][:] = given[1][0]
+    given[4][:] = 0.99
+    packing = Packing.from_lengths([64], DEVICE)
+    exact = gated_delta(*(each.double() for each in given), packing, normalise=True, chunk=1, last_states=True)
+    found = gated_delta(*given, packing, normalise=True, last_states=True, backend="triton")
+    for one, other, what in zip(found, exact, ("outputs", "states"), strict=True):
+        assert one is not None
+        assert other is not None
+        assert_equal(one, other, what, 1e-5)
+
+
+def test_parts_of_a_larger_tensor_any_scale_and_vectors_as_they_are() -> None:
+    """As a model has them: query, key and value are slices of one tensor. A gradient may be expanded."""
+    channels = torch.randn(20, 2, 6 + 6 + 10, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    _, _, _, log_decay, beta = (each.detach() for each in inputs(20, 4, 2, 6, 5, seed=1, decay=0.1, device=DEVICE))
+    leaves = [each.requires_grad_() for each in (channels / 3, log_decay, beta)]
+
+    def gradients(backend: str) -> tuple[torch.Tensor, ...]:
+        query, key, value = leaves[0].split((6, 6, 10), -1)
+        value = value.reshape(20, 4, 5)
+        packing = Packing.from_lengths([12, 8], DEVICE)
+        output, states = gated_delta(
+            query, key, value, *leaves[1:], packing, scale=0.7, chunk=16, last_states=True, backend=backend
+        )
+        assert states is not None
+        return torch.autograd.grad((output.sum(), states.sum()), leaves)
+
+    for name, one, other in zip(("channels", *NAMES[3:]), gradients("triton"), gradients("torch"), strict=True):
+        assert_equal(one, other, f"gradient of {name}", FP32)

@@ -1,0 +1,126 @@
+"""The gated delta rule's Triton kernels: their checks through the interpreter where there is no GPU, and bf16, at the
+sizes that models have, where there is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.ops.gated_delta import CHUNK, _unwise, gated_delta
+from postlude.ops.packing import Packing
+from tests.ops.test_gated_delta import NAMES, inputs
+
+triton = pytest.importorskip("triton")
+VERSIONS = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
+
+
+def run_checks(**environment: str) -> None:
+    checks = Path(__file__).with_name("gated_delta_checks.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4), reason="Triton's interpreter before 3.7 needs numpy before 2.4"
+)
+def test_kernels_in_the_interpreter() -> None:
+    run_checks(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
+    given = [each.detach().to(dtype) for each in inputs(5, 2, 1, 4, 4, seed=0)]
+    packing = Packing.from_lengths([3, 2])
+    assert torch.equal(gated_delta(*given, packing)[0], gated_delta(*given, packing, backend="torch")[0])
+    with pytest.raises(RuntimeError, match="the tensors are on cpu"):
+        gated_delta(*given, packing, backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnTheGpu:
+    """bf16 against torch in float64 on the same values: [outputs, last states, gradients].
+
+    Weights of pairs, what tokens write, states and results are rounded on their way, each by 2^-9 of its size at most
+    and by a third of 2^-8 in the mean square. Five or so such errors that know nothing of each other are 2^-8 together
+    in the norm (3.5e-3 is seen); the limit is twice 2^-8.
+    """
+
+    LIMIT = 2**-7
+
+    def made(
+        self, lengths: list[int], heads: int = 8, key_heads: int = 4, dk: int = 128, dv: int = 128
+    ) -> list[Tensor]:
+        given = [
+            each.detach() for each in inputs(sum(lengths), heads, key_heads, dk, dv, seed=0, decay=0.1, device="cuda")
+        ]
+        return [each.bfloat16() if index < 3 else each for index, each in enumerate(given)]
+
+    def results(self, given: list[Tensor], lengths: list[int], backend: str, normalise: bool = True) -> list[Tensor]:
+        given = [each.clone().requires_grad_() for each in given]
+        packing = Packing.from_lengths(lengths, "cuda")
+        found = gated_delta(*given, packing, normalise=normalise, last_states=True, backend=backend)
+        generator = torch.Generator().manual_seed(1)
+        upstream = [torch.randn(each.shape, generator=generator).to(each) for each in found]
+        return [each.detach() for each in (*found, *torch.autograd.grad(found, given, upstream))]
+
+    def compare(self, given: list[Tensor], lengths: list[int], names: tuple[str, ...], normalise: bool = True) -> None:
+        found = self.results(given, lengths, "triton", normalise)
+        exact = self.results([each.double() for each in given], lengths, "torch", normalise)
+        for name, got, want in zip(("outputs", "states", *NAMES), found, exact, strict=True):
+            off = float((got.double() - want).norm() / want.norm())
+            assert name not in names or off <= self.LIMIT, f"{name}: off by {off:.1e}"
+
+    def test_kernels(self) -> None:
+        run_checks()
+
+    @pytest.mark.parametrize(("heads", "widths"), [((8, 4), (128, 128)), ((6, 2), (72, 96)), ((3, 3), (64, 256))])
+    def test_accuracy(self, heads: tuple[int, int], widths: tuple[int, int]) -> None:
+        lengths = [700, 65, 1, 64, 130, 2]
+        self.compare(self.made(lengths, *heads, *widths), lengths, ("outputs", "states", *NAMES))
+
+    def test_vectors_as_they_are(self) -> None:
+        given = self.made([300, 20])
+        given[1] /= 16
+        self.compare(given, [300, 20], ("outputs", "states", *NAMES), normalise=False)
+
+    def test_sequences_of_one_token(self) -> None:
+        """Nothing was there to decay: that gradient is zero."""
+        given = self.made([1, 1, 1])
+        self.compare(given, [1, 1, 1], tuple(name for name in ("outputs", "states", *NAMES) if name != "log_decay"))
+        assert not self.results(given, [1, 1, 1], "triton")[5].any()
+
+    def test_states_that_are_forgotten_at_once(self) -> None:
+        given = self.made([300, 65])
+        given[3][20::40] = -500.0
+        self.compare(given, [300, 65], ("outputs", "states", *NAMES))
+
+    def test_auto_takes_the_kernels_where_they_were_checked(self) -> None:
+        given = self.made([70])
+        taken = all(map(torch.equal, self.results(given, [70], "auto"), self.results(given, [70], "triton")))
+        assert taken == (_unwise(given[0].device, torch.bfloat16, CHUNK, (128, 128)) is None)
+
+    def test_the_result_is_the_same_to_the_bit_and_the_host_never_waits(self) -> None:
+        lengths = [2000, 1, 129, 5000]
+        given = self.made(lengths)
+        first = self.results(given, lengths, "triton")
+        for _ in range(5):
+            assert all(map(torch.equal, self.results(given, lengths, "triton"), first))
+        given = [each.requires_grad_() for each in given]
+        packing = Packing.from_lengths(lengths, "cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            output, _ = gated_delta(*given, packing, normalise=True, backend="triton")
+            torch.autograd.grad(output, given, torch.ones_like(output))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
