@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from postlude import export_hf, load_model, load_tokenizer, pack
 from postlude.cli import main
 from postlude.commands import verify
-from postlude.hf.load import read_config
+from postlude.hf.load import read_config, read_model
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
 from postlude.verify.compare import Report
@@ -90,6 +91,95 @@ def test_convert_overwrites_another_model_only_if_told(tmp_path: Path, capsys) -
     assert main(arguments) == 2
     assert "holds a model already (config.json)" in capsys.readouterr().err
     assert main([*arguments, "--overwrite"]) == 0
+
+
+def test_convert_to_another_pattern_and_back_is_the_model_it_was(tmp_path: Path, capsys) -> None:
+    first, own, back = (str(tmp_path / name) for name in ("first", "own", "back"))
+    assert main(["convert", "tiny-dense", first]) == 0
+    assert main(["convert", first, own, "--pattern", "*-*-*-*-"]) == 0
+    assert "Freshly" not in capsys.readouterr().out
+    assert main(["info", own]) == 0
+    assert "(*-){4}" in capsys.readouterr().out
+    assert main(["logprobs", first, "--text", "hello"]) == 0
+    scores = capsys.readouterr().out
+    assert main(["logprobs", own, "--text", "hello"]) == 0
+    assert capsys.readouterr().out == scores
+    assert main(["convert", own, back, "--pattern", "[*-]{4}"]) == 0
+    one, other = (load_file(Path(each) / "model.safetensors") for each in (first, back))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_convert_lists_what_is_fresh_and_what_is_left_out(tmp_path: Path, capsys) -> None:
+    arguments = ["convert", "tiny-dense", str(tmp_path / "own"), "--pattern", "[*-][ME][S-][G-]/[*-]"]
+    assert main([*arguments, "--dtype", "bfloat16", "--seed", "3"]) == 0
+    told = capsys.readouterr().out
+    for line in ("M is MambaConfig(", "E is MoEConfig(", "S is SlidingAttentionConfig(", "G is GatedDeltaConfig("):
+        assert line in told
+    fresh = "Freshly initialised, and to be trained: layers.1.mamba, layers.1.moe, layers.3.gated_delta, mtp.0."
+    assert fresh in told
+    assert "Left out: layers.1.attention, layers.1.mlp, layers.3.attention." in told
+    assert fresh in (tmp_path / "own" / "README.md").read_text()
+    written, source = load_model(tmp_path / "own").state_dict(), load_model("tiny-dense", seed=3).state_dict()
+    kept = "layers.2.attention.q_proj.weight"  # a window changes none of them
+    assert torch.equal(written[kept], source[kept].bfloat16())
+    assert main(arguments) == 2
+    assert "holds a model already (model.safetensors)" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite"]) == 0
+    other = load_model(tmp_path / "own").state_dict()
+    assert not torch.equal(other["layers.1.moe.router.weight"], written["layers.1.moe.router.weight"].float())
+
+
+def test_a_model_of_no_family_is_scored_and_trained_and_comes_back(tmp_path: Path, capsys) -> None:
+    assert main(["info", "tiny-hybrid"]) == 0
+    told = capsys.readouterr().out
+    assert "tiny-hybrid  of no family" in told
+    assert str(read_model("tiny-hybrid")[1].pattern) in told
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 4)
+    settings = ["--model=tiny-hybrid", f"--data.path={tmp_path}/rows.jsonl", "--held_out.rows=0"]
+    assert main(["sft", f"--run={tmp_path}/run", "--steps=2", "--batch=2", "--optimizer.lr=1e-3", *settings]) == 0
+    exported, checkpoint = (
+        load_model(tmp_path / "run" / "model"),
+        load_model(tmp_path / "run" / "checkpoints" / "step-000002"),
+    )
+    before, after = load_model("tiny-hybrid").state_dict(), exported.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in checkpoint.state_dict().items())
+    assert not torch.equal(after["head.weight"], before["head.weight"])
+    capsys.readouterr()
+    assert main(["logprobs", str(tmp_path / "run" / "model"), "--text", "one"]) == 0
+    assert "'e'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["convert", "tiny-dense", "DST", "--pattern", "[*-"], "'[' is never closed (column 1)"),
+        (["convert", "tiny-dense", "DST", "--pattern", "[*-]{3}"], "the trunk has 8 blocks in [*-]{4}, but 6 in"),
+        (["convert", "tiny-dense", "DST", "--pattern", "[*-]{3}[Q-]"], "'Q' is not a block symbol"),
+        (["convert", "no/such/model", "DST", "--pattern", "[*-]"], "'no/such/model' is neither a model directory"),
+        (["convert", "EMPTY", "DST", "--pattern", "*-*-"], "holds neither model.safetensors nor"),
+        (["convert", "NOTHING", "DST", "--pattern", "[*-]{4}"], "has no config.json and no postlude.json"),
+        (["info", "BROKEN"], "postlude.json describes no model: its format is 7"),
+        (["verify", "BROKEN", "--layout", "tp=2"], "postlude.json describes no model: its format is 7"),
+        (["logprobs", "BROKEN", "--text", "hi"], "postlude.json describes no model: its format is 7"),
+    ],
+)
+def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys
+) -> None:
+    from transformers import LlamaConfig
+
+    for name in ("NOTHING", "EMPTY", "BROKEN"):
+        (tmp_path / name).mkdir()
+    LlamaConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "EMPTY")
+    load_tokenizer("tiny-dense").save_pretrained(tmp_path / "BROKEN")
+    (tmp_path / "BROKEN" / "postlude.json").write_text('{"format": 7}')
+    code = main([str(tmp_path / word) if word.isalpha() and word.isupper() else word for word in arguments])
+    told = capsys.readouterr().err
+    assert code == 2
+    assert sentence in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "DST").exists()
 
 
 @pytest.mark.parametrize(

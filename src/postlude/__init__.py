@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from postlude.data import Batch, Microbatch, pack, unpack
     from postlude.engine import SGD, AdamW, Engine, Schedule
-    from postlude.hf.export import export_hf
+    from postlude.hf.export import export_hf, export_model
     from postlude.hf.load import load_model, load_tokenizer
+    from postlude.hf.source import Recast
     from postlude.layout import Layout, Stage
     from postlude.model import LanguageModel, ModelConfig, OutputHead, OutputInputs, OutputProcessor, Pattern
     from postlude.objectives import Loss
@@ -38,10 +39,12 @@ __all__ = [
     "OutputProcessor",
     "Pattern",
     "RankError",
+    "Recast",
     "Schedule",
     "Stage",
     "TokenStats",
     "export_hf",
+    "export_model",
     "launch",
     "linear_logprobs",
     "linear_objective",
@@ -55,8 +58,9 @@ __all__ = [
 _HOMES = {
     "postlude.data": ("Batch", "Microbatch", "pack", "unpack"),
     "postlude.engine": ("SGD", "AdamW", "Engine", "Schedule"),
-    "postlude.hf.export": ("export_hf",),
+    "postlude.hf.export": ("export_hf", "export_model"),
     "postlude.hf.load": ("load_model", "load_tokenizer"),
+    "postlude.hf.source": ("Recast",),
     "postlude.world.last_words": ("RankError",),
     "postlude.world.launcher": ("launch", "ranks"),
     "postlude.layout": ("Layout", "Stage"),

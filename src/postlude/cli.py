@@ -27,7 +27,9 @@ from postlude.verify.choices import OBJECTIVES, RECOMPUTE, TOLERANCES
 from postlude.version import __version__
 
 DTYPES = tuple(TOLERANCES)
-MODEL_HELP = f"a Hugging Face model directory, a .gguf file, or a built-in model: {', '.join([*BUILTIN, *PACKAGED])}"
+MODEL_HELP = "a model directory (Hugging Face's or Postlude's own), a .gguf file, or a built-in model: " + ", ".join(
+    [*BUILTIN, *PACKAGED]
+)
 DEVICE_HELP = "default: cuda where there is a GPU, else cpu"
 Command = Callable[[argparse.Namespace, Console], int | None]
 
@@ -97,12 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     command.set_defaults(module="info", parser=command)
 
-    command = commands.add_parser("convert", help="write any source as a Hugging Face directory", allow_abbrev=False)
-    command.add_argument("source", metavar="SRC", help=MODEL_HELP)
-    command.add_argument("target", metavar="DST", help="directory to write")
-    command.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the source's)")
-    command.add_argument("--overwrite", action="store_true", help="replace a model that is in DST already")
-    command.set_defaults(module="convert", parser=command)
+    _add_convert(commands.add_parser("convert", help="write any source as a model directory", allow_abbrev=False))
 
     command = commands.add_parser("logprobs", help="score a text token by token", allow_abbrev=False)
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
@@ -170,6 +167,21 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", metavar="FILE", type=Path, help="where to (default: report.html in the first one)")
     command.set_defaults(module="report", parser=command)
     return parser
+
+
+def _add_convert(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", metavar="SRC", help=MODEL_HELP)
+    command.add_argument("target", metavar="DST", help="directory to write")
+    command.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the source's)")
+    command.add_argument(
+        "--pattern",
+        metavar="'[*-]{4}'",
+        help="give the model another pattern; blocks that are the same at the same place keep their weights, "
+        "and a model that no Hugging Face family describes is written as Postlude's own (docs/models.md)",
+    )
+    command.add_argument("--seed", type=int, default=0, help="of weights that are fresh")
+    command.add_argument("--overwrite", action="store_true", help="replace a model that is in DST already")
+    command.set_defaults(module="convert", parser=command)
 
 
 if __name__ == "__main__":

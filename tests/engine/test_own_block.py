@@ -62,7 +62,7 @@ def test_a_model_of_ones_own_is_saved_loaded_and_streamed_or_says_why_not(ranks:
     for unmoved, alike, exported, generated, cut, unknown in ranks(2, living, str(tmp_path / "checkpoint")):
         assert not unmoved
         assert alike
-        assert exported.startswith("ValueError: this model's config did not come from a Hugging Face config")
+        assert exported.startswith("ValueError: no Hugging Face family describes this model, [C-]{2}[*-]{2}, so it has")
         assert generated.startswith("ValueError: layers.0.convolution (Convolution) does not say how it goes on from")
         assert cut == "ValueError: layers.0.convolution looks at neighbours, which cp=2 cuts apart. Use cp=1."
         assert unknown.startswith("ValueError: pattern [C-]{2}[*-]{2} uses 'C' (convolution), which has no block yet")

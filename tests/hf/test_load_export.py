@@ -189,7 +189,7 @@ def test_a_config_changed_behind_the_familys_back_is_not_exported(tmp_path: Path
     with pytest.raises(ValueError, match="changed after it was read"):
         export_hf(changed, tmp_path / "model")
     homeless = LanguageModel(dataclasses.replace(config, family=None))
-    with pytest.raises(ValueError, match="did not come from a Hugging Face config"):
+    with pytest.raises(ValueError, match="no Hugging Face family describes this model"):
         export_hf(homeless, tmp_path / "model")
     assert not list(tmp_path.iterdir())
 

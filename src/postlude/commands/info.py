@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from postlude.hf.builtin import FIELDS
+from postlude.hf.builtin import BUILTIN, FIELDS
 from postlude.hf.families import FAMILIES
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.stack import LogicalLayer
 from postlude.recipes.numbers import in_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,7 +36,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
     tied = "tied to the embedding" if config.tied_head else "its own"
     for line in (
-        f"{options.model}  {config.family}, {total:,} parameters",
+        f"{options.model}  {config.family or 'of no family'}, {total:,} parameters",
         f"pattern  {config.pattern}",
         f"layers   {len(config.pattern)}, hidden {config.hidden_size}, vocabulary {config.vocab_size}, head {tied}",
     ):
@@ -55,8 +58,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
 def _config(model: str) -> ModelConfig:
     """The config of any source. That of a built-in model is known without transformers, which is slow to import."""
     if model in FIELDS:
-        fields: Any = FIELDS[model]
+        fields = cast("PretrainedConfig", FIELDS[model])
         return FAMILIES[fields.model_type].to_model(fields)
-    from postlude.hf.load import adapt, read_config
+    if model in BUILTIN:
+        return cast(ModelConfig, BUILTIN[model]())
+    from postlude.hf.load import read_model
 
-    return adapt(read_config(model))[1]
+    return read_model(model)[1]

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from postlude.hf.load import adapt, read_config
+from postlude.hf.load import read_model
 from postlude.layout import Layout
 from postlude.verify.cases import Case, fitting, source_of
 from postlude.verify.choices import TOLERANCES
@@ -22,7 +22,7 @@ from postlude.world.launcher import on_ranks
 def run(options: argparse.Namespace, console: Console) -> int:
     """Compare layouts with one rank, print how far apart they are, and return 1 where one is too far."""
     source, width = source_of(options.model)
-    _, config = adapt(read_config(source))
+    _, config = read_model(source)
     device = options.device or default_device()
     check_device(device)
     layouts = fitting(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]

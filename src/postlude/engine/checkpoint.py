@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,13 +22,16 @@ from torch import Tensor, nn
 
 from postlude.engine.condition import Condition
 from postlude.engine.streaming import speaks_for
+from postlude.hf.tensors import MODEL
 from postlude.model.parallel import held, region
+from postlude.model.recast import Moves
 from postlude.parts import FORMAT, STATE, Catalogue, Part, Reader, Staging, damaged, joined, read_state
 from postlude.world.agreement import RankFailure, agreed, first_rank_says
 from postlude.world.mesh import Mesh
 
 ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files", "tensors")
-CRITIC = "model/value_head.weight"
+OPTIMIZER = "optimizer/"  # before the names of moments, as MODEL is before those of tensors
+CRITIC = f"{MODEL}value_head.weight"
 RANDOM = "rng/cpu"
 UNWRITTEN = "What was written is not a checkpoint; mend the cause and save again."
 
@@ -39,6 +42,8 @@ class Trained(Protocol):
     step: int
     skipped: int
     optimizer_start: int
+    began_later: dict[str, int]
+    """Parameters that the optimizer has known for less long: the step that each began at."""
 
     @property
     def mesh(self) -> Mesh:
@@ -143,6 +148,7 @@ def save(
         "skipped": trained.skipped,
         "optimizer_start": trained.optimizer_start,
         "optimizer": type(trained.optimizer_config).__name__,
+        "began_later": trained.began_later,
         "layout": str(trained.mesh.layout),
         "extra": extra,
     }
@@ -160,11 +166,12 @@ def save(
     return Saving(write)
 
 
-def load(trained: Trained, directory: str | os.PathLike[str]) -> dict[str, Any]:
+def load(trained: Trained, directory: str | os.PathLike[str], moved: Moves | None = None) -> dict[str, Any]:
     """Restore everything from a checkpoint of any layout. Returns the caller's `extra`.
 
     What can be refused is refused before anything is touched, on every rank alike. The first rank reads what the
-    checkpoint holds and tells the others; each opens only the files that have parts it needs.
+    checkpoint holds and tells the others; each opens only the files that have parts it needs. `moved` says where
+    tensors are in one of another pattern; those that are not there keep their values, and moments start from zero.
     """
     source = Path(directory).expanduser().resolve()
     state = first_rank_says(lambda: read_state(source, ENTRIES))
@@ -174,23 +181,70 @@ def load(trained: Trained, directory: str | os.PathLike[str]) -> dict[str, Any]:
             f"{source} was saved with {state['optimizer']}, but this engine has "
             f"{type(trained.optimizer_config).__name__}. Give the engine the same optimizer."
         )
+    there = _There(state, moved)
     with _optimizer_at(trained, state["step"] - state["optimizer_start"]):
-        wanted = {name: _part(tensor) for name, tensor in _named(trained).items()}
-        _check_tensors(source, wanted, state["tensors"])
+        named = _named(trained)
+        wanted = {there.name(name): _part(tensor) for name, tensor in named.items() if there.has(name)}
+        _check_tensors(source, wanted, state["tensors"], there.spare)
     reader = Reader(source, state)
     telling = _telling(f"{source} could not be read", "The engine may hold parts of it; load again.")
     with trained.condition.writing("load"), telling:
         agreed(lambda: reader.fill(wanted), lambda _: None)
+    for name, tensor in named.items():
+        if name.startswith(OPTIMIZER) and not there.has(name):
+            held(tensor).zero_()
     trained.condition.mended(weights=True)
     trained.zero_grad()
     trained.step, trained.skipped = state["step"], state["skipped"]
-    trained.optimizer_start = state["optimizer_start"]
+    trained.optimizer_start, trained.began_later = state["optimizer_start"], there.began_later()
     torch.set_rng_state(wanted[RANDOM].values)
-    for parameter in trained.parameters.values():
+    for name, parameter in trained.parameters.items():
         if "step" in trained.optimizer.state.get(parameter, {}):
-            trained.optimizer.state[parameter]["step"].fill_(trained.step - trained.optimizer_start)
+            began = trained.began_later.get(name, trained.optimizer_start)
+            trained.optimizer.state[parameter]["step"].fill_(trained.step - began)
     extra: dict[str, Any] = state["extra"]
     return extra
+
+
+class _There:
+    """What a checkpoint holds, by the names that an engine of another pattern has for it."""
+
+    def __init__(self, state: Mapping[str, Any], moved: Moves | None) -> None:
+        self.state, self.moved = state, moved
+        self.fresh = frozenset(() if moved is None else moved.fresh)
+
+    def name(self, ours: str) -> str:
+        """What a tensor is called there."""
+        room, _, tensor = ours.rpartition("/")
+        return ours if self.moved is None else f"{room}/{self.moved.kept.get(tensor, tensor)}"
+
+    def has(self, ours: str) -> bool:
+        """Whether a tensor is to be read. Moments may be missing: those of what was not trained there."""
+        if self.moved is None:
+            return True
+        if ours.rpartition("/")[2] in self.fresh:
+            return False
+        return not ours.startswith(OPTIMIZER) or self.name(ours) in self.state["tensors"]
+
+    @property
+    def spare(self) -> frozenset[str]:
+        """What may be left over there: what has no place here, and moments of what is not trained here."""
+        if self.moved is None:
+            return frozenset()
+        dropped = {f"{MODEL}{name}" for name in self.moved.dropped}
+        return frozenset(name for name in self.state["tensors"] if name.startswith(OPTIMIZER) or name in dropped)
+
+    def began_later(self) -> dict[str, int]:
+        """The parameters whose moments began later than the others': as it says there, and now those without any."""
+        earlier: Mapping[str, int] = self.state.get("began_later", {})
+        if self.moved is None:
+            return dict(earlier)
+        moments = {name.rpartition("/")[2] for name in self.state["tensors"] if name.startswith(OPTIMIZER)}
+        if not moments:  # nothing has begun
+            return {}
+        now = {ours: earlier[then] for ours, then in self.moved.kept.items() if then in earlier}
+        lacking = [ours for ours, then in self.moved.kept.items() if then not in moments]
+        return now | dict.fromkeys((*self.moved.fresh, *lacking), self.state["step"])
 
 
 def check(directory: str | os.PathLike[str]) -> None:
@@ -222,11 +276,11 @@ def parts_to_save(trained: Trained) -> dict[str, Part]:
 
 def _named(trained: Trained) -> dict[str, Tensor]:
     """Weights, optimizer state and random state, by names that are the same in every layout."""
-    found: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in trained.tensors.items()}
+    found: dict[str, Tensor] = {f"{MODEL}{name}": tensor for name, tensor in trained.tensors.items()}
     for name, parameter in trained.parameters.items():
         for key, value in trained.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and key != "step":
-                found[f"optimizer/{key}/{name}"] = value
+                found[f"{OPTIMIZER}{key}/{name}"] = value
     found[RANDOM] = torch.get_rng_state()
     return found
 
@@ -296,8 +350,11 @@ def _refuse_damaged(source: Path, names: list[str]) -> None:
         )
 
 
-def _check_tensors(source: Path, wanted: Mapping[str, Part], saved: Mapping[str, Any]) -> None:
-    """What all ranks together want is what was saved, no less and no more. Each says briefly how its own compares."""
+def _check_tensors(source: Path, wanted: Mapping[str, Part], saved: Mapping[str, Any], spare: Container[str]) -> None:
+    """What all ranks together want is what was saved, no less and, but for what is `spare`, no more.
+
+    Each says briefly how its own compares.
+    """
     numbers = {name: number for number, name in enumerate(saved)}
 
     def compare() -> tuple[int, list[str], list[str]]:
@@ -315,7 +372,7 @@ def _check_tensors(source: Path, wanted: Mapping[str, Part], saved: Mapping[str,
         for has, _, _ in found:
             used |= has
         missing = list(dict.fromkeys(name for _, lacks, _ in found for name in lacks))
-        beyond = [name for name, number in numbers.items() if not used >> number & 1]
+        beyond = [name for name, number in numbers.items() if not used >> number & 1 and name not in spare]
         _refuse_other_model(source, missing, beyond, [sentence for _, _, other in found for sentence in other])
 
     try:

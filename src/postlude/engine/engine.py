@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from postlude.data import Batch, Microbatch
-from postlude.engine import checkpoint, streaming
+from postlude.engine import checkpoint, exporting, streaming
 from postlude.engine.condition import Condition
 from postlude.engine.dealing import Dealt, deal
 from postlude.engine.gradients import clip, squared_norm, sum_counted
@@ -25,21 +24,23 @@ from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.scale import Ledger, Scale, Tally
 from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_shared
 from postlude.hf.card import ModelCard
-from postlude.hf.export import Description, describe, is_described, write_hf
+from postlude.hf.export import describe
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family, into_ours
-from postlude.hf.load import Source, fresh_or_filled, read_generation, read_model
+from postlude.hf.load import fresh_or_filled, read_generation, read_model, read_moves
+from postlude.hf.source import Recast, Source
 from postlude.layout import Layout, Stage
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.output import NO_VALUE_HEAD
 from postlude.model.parallel import region
+from postlude.model.recast import moves
 from postlude.model.recompute import Recompute
 from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.parts import Staging
 from postlude.pipeline import Executor
-from postlude.world.agreement import RankFailure, agreed
+from postlude.world.agreement import first_rank_says
 from postlude.world.devices import group_device
 from postlude.world.mesh import Mesh
 
@@ -75,7 +76,8 @@ class Engine:
     without, they stay as they are.
 
     `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
-    its tensors are streamed under our own names. `blocks` and `families` are the tables of each, with yours added.
+    its tensors are streamed under our own names. Of a `Recast`, `fresh` names the tensors that the source had not.
+    `blocks` and `families` are the tables of each, with yours added.
     """
 
     def __init__(
@@ -107,8 +109,9 @@ class Engine:
         self.mtp = mtp
         self.block_types = blocks
         self.families = families
-        self.family, self.config = read_model(source, families)
-        self.generation = read_generation(source)
+        self.family, self.config = read_model(source, families, blocks)
+        self.fresh = read_moves(source, families, blocks).fresh if isinstance(source, Recast) else ()
+        self.generation = read_generation(source, blocks)
         on_gpu = self.device.type == "cuda"
         self.compute_dtype = compute_dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.recompute = recompute
@@ -128,7 +131,7 @@ class Engine:
         for index in range(self.mesh.pp.rank, layout.stages, layout.pp):
             stage = self._without_tensors(index)
             stage.to_empty(device=self.device)
-            fresh_or_filled(stage, source, self.family, seed)
+            fresh_or_filled(stage, source, self.family, seed, self.families)
             stages[index] = stage
         return stages
 
@@ -254,6 +257,7 @@ class Engine:
         self.optimizer_config = optimizer
         self.optimizer = optimizer.build(self.parameters)
         self.optimizer_start = self.step
+        self.began_later: dict[str, int] = {}
 
     def zero_grad(self) -> None:
         """Forget the gradients, and what blocks have counted for the same step."""
@@ -383,34 +387,26 @@ class Engine:
         It gets a model `card`, and the source's generation_config.json. A directory that holds a model is only written
         to if `overwrite` says so. Where the first rank cannot write, every rank hears of it before the next bucket.
         """
+        describe(self.config, dtype or self.compute_dtype, self.families)  # or a sentence
+        return self.export_model(directory, tokenizer=tokenizer, dtype=dtype, card=card, overwrite=overwrite)
+
+    def export_model(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | None = None,
+        card: ModelCard | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """As `export_hf` where a Hugging Face family describes the model; any other is written as Postlude's own.
+
+        What that is, `postlude.export_model` says.
+        """
         self.condition.check()
-        dtype = dtype or self.compute_dtype
-        family, hf = describe(self.config, dtype, self.families)
-        # A model that was read out of a larger one is written as itself.
-        alike = family is self.family
-        pieces = self._pieces if alike else streaming.plan_pieces(self.config, family, self.block_types)
-        buckets = streaming.plan_buckets(pieces, 1 << 30, dtype)
-        stream = streaming.Interruptible(buckets, self.tensors, self.mesh, dtype, shared=self.shared)
-
-        def write() -> None:
-            description = Description(hf, tokenizer, self.generation)
-            sizes = {piece.theirs: piece.bytes(dtype) for piece in pieces}
-            write_hf(directory, description, sizes, iter(stream), card=card or ModelCard(), overwrite=overwrite)
-
-        def take() -> None:
-            try:
-                if dist.get_rank() == 0:
-                    write()
-                else:
-                    deque(stream, maxlen=0)
-            finally:
-                stream.end()
-
-        try:
-            agreed(take, lambda _: None)
-        except RankFailure as failure:
-            raise failure.cause from None
-        return Path(directory)
+        return exporting.export(
+            self, directory, tokenizer, dtype or self.compute_dtype, card=card or ModelCard(), overwrite=overwrite
+        )
 
     def save(
         self,
@@ -422,17 +418,14 @@ class Engine:
     ) -> None:
         """Write the training state to a new directory: weights, optimizer, schedule, random state and `extra` (JSON).
 
-        With the config of a Hugging Face model, and the `tokenizer` if given, beside it, it can be loaded as a model,
-        too. It is copied to host memory at once; without `wait` it is written in the background, and `finish_saving`
-        tells how that went.
+        With the model's config, and the `tokenizer` if given, beside it, it can be loaded as a model, too. It is copied
+        to host memory at once; without `wait` it is written in the background, and `finish_saving` tells how that went.
         """
         self.condition.check()
         self.finish_saving()
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        known = is_described(self.config, self.families)
-        hf = describe(self.config, self.compute_dtype, self.families)[1] if known else None
-        description = Description(hf, tokenizer, self.generation)
+        description = exporting.description(self, self.compute_dtype, tokenizer)
         self._saving = checkpoint.save(self, directory, extra, self._saving_group, self._staging, description.write)
         if wait:
             self.finish_saving()
@@ -443,10 +436,21 @@ class Engine:
         if saving is not None:
             saving.wait()
 
-    def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Restore the training state that an engine in any layout saved. Returns its `extra`."""
+    def load(self, directory: str | os.PathLike[str], *, recast: bool = False) -> dict[str, Any]:
+        """Restore the training state that an engine in any layout saved. Returns its `extra`.
+
+        With `recast` it may have been saved under another pattern, which blocks are matched with as `Recast` says. What
+        stays is restored with its optimizer state; so are the schedule, the step and the random state. What is new
+        keeps the weights that this engine has, and starts from no moments, as at a first step; `fresh` then names it.
+        """
         self.condition.check(load=True)
-        return checkpoint.load(self, directory)
+        if not recast:
+            return checkpoint.load(self, directory)
+        before = first_rank_says(lambda: read_model(Path(directory), self.families, self.block_types)[1])
+        moved = moves(before, self.config, self.block_types)
+        extra = checkpoint.load(self, directory, moved)
+        self.fresh = moved.fresh
+        return extra
 
     def _forward(self, own: list[Microbatch], processor: Callable[[OutputInputs], Any]) -> list[Any]:
         """Run this rank's microbatches without gradients."""

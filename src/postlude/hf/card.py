@@ -25,9 +25,9 @@ class ModelCard:
     scores: Mapping[str, Any] = field(default_factory=dict)
     """What it was measured to do, by what was measured."""
 
-    def text(self, title: str, facts: Mapping[str, Any]) -> str:
-        """The card as Markdown. `facts` are what the model knows of itself."""
-        front = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- postlude"]
+    def text(self, title: str, facts: Mapping[str, Any], *, library: str = "transformers") -> str:
+        """The card as Markdown. `facts` are what the model knows of itself, `library` is what loads it."""
+        front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- postlude"]
         if HUB.fullmatch(self.base):
             front.append(f"base_model: {self.base}")
         parts = ["---", *front, "---", MARK, "", f"# {title}", ""]

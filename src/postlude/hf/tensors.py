@@ -98,13 +98,11 @@ class CheckpointSource:
         return self._theirs[name].shape
 
 
-class ModuleSource:
-    """The tensors of a transformers model in memory, let go of one by one as they are taken."""
+class MemorySource:
+    """Tensors in memory, let go of one by one as they are taken."""
 
-    def __init__(self, module: nn.Module, family: Family, wanted: Container[str]) -> None:
-        """`wanted` are the names of the family's tensors, as its files have them."""
-        self._tensors = as_stored(module.state_dict(), family, wanted)
-        module.to("meta")  # the tensors above are now the only hold on the memory
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
 
     def names(self) -> Iterable[str]:
         """Every tensor not yet taken."""
@@ -113,6 +111,15 @@ class ModuleSource:
     def take(self, name: str) -> Tensor:
         """One tensor, forgotten here."""
         return self._tensors.pop(name)
+
+
+class ModuleSource(MemorySource):
+    """The tensors of a transformers model in memory."""
+
+    def __init__(self, module: nn.Module, family: Family, wanted: Container[str]) -> None:
+        """`wanted` are the names of the family's tensors, as its files have them."""
+        super().__init__(as_stored(module.state_dict(), family, wanted))
+        module.to("meta")  # the tensors above are now the only hold on the memory
 
 
 def names_in_order(config: ModelConfig, family: Family, wanted: Container[str]) -> list[str]:
@@ -126,8 +133,8 @@ def hf_config(config: ModelConfig) -> PretrainedConfig:
     """The transformers config a model was read from."""
     if config.family is None or not config.hf_config:
         raise ValueError(
-            "this model's config did not come from a Hugging Face config, so there is none to export; load the model "
-            "from a transformers config to give it a family."
+            f"no Hugging Face family describes this model, {config.pattern}, so it has no config.json. Write it as "
+            "Postlude's own (export_model), or load it from a transformers config."
         )
     settings = {
         key: value for key, value in config.hf_config.items() if key not in ("model_type", "transformers_version")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Self
 
 from postlude.layout import Layout
 
 NOMINAL_LENGTH = 4096  # sequence length at which costs are estimated for pipeline balance
+
+
+def usual_heads(width: int, size: int) -> tuple[int, int]:
+    """How many heads, and how wide each: of `size`, together as wide as `width`; or narrower, so that they are four."""
+    while size > 1 and (width % size or width // size < 4):
+        size //= 2
+    return width // size, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +39,16 @@ class BlockConfig:
 
     def fits(self, layout: Layout, name: str) -> None:
         """Refuse a layout that cannot divide this block, in a sentence with the nearest that can; `name` is said."""
+
+    @classmethod
+    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+        """A config of usual sizes for a model of this width whose `others` are given, where nobody says which."""
+        raise ValueError(
+            f"{cls.__name__} does not say which sizes go with hidden_size={hidden_size}. Give one yourself: "
+            "Recast(source, pattern, blocks={symbol: config})."
+        )
+
+    @staticmethod
+    def as_in(others: Sequence[BlockConfig]) -> dict[str, Any]:
+        """What every block chooses, as the first of these has it."""
+        return {each.name: getattr(others[0], each.name) for each in fields(BlockConfig)} if others else {}

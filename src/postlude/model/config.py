@@ -16,8 +16,9 @@ class ModelConfig:
     """Everything that decides a model's function and its parameters' names and shapes.
 
     `blocks` holds one config for each symbol of the pattern. A norm multiplies by `norm_offset` + its weight, where the
-    offset is 1 if weights are stored around zero. `family` names the Hugging Face family the model is exported as;
-    `hf_config` keeps all that family's config.json said, token ids and lengths included.
+    offset is 1 if weights are stored around zero. `family` names the Hugging Face family the model is exported as; a
+    model without one is written as Postlude's own. `hf_config` keeps all that the config.json it was read from said,
+    token ids and lengths included; a model that was given another pattern keeps it, too.
     """
 
     pattern: Pattern
@@ -50,8 +51,13 @@ class ModelConfig:
     @property
     def symbols(self) -> tuple[str, ...]:
         """The kinds of blocks it is made of, those of multi-token prediction included."""
-        ahead = (symbol for depth in self.pattern.mtp for layer in depth for symbol in layer)
-        return tuple(dict.fromkeys((*self.pattern.blocks, *ahead)))
+        return self.pattern.kinds
+
+    @property
+    def own_depths(self) -> int:
+        """How many multi-token-prediction depths have parameters of their own."""
+        depths = len(self.pattern.mtp)
+        return min(1, depths) if self.mtp_repeated else depths
 
     @property
     def shared(self) -> frozenset[str]:

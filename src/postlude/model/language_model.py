@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -164,14 +164,16 @@ class LanguageModel(nn.Module):
         return (*found, *([] if self.value_head is None else [Part(self.value_head, fp32=True)]))
 
     @torch.no_grad()
-    def reset(self, seed: int = 0) -> None:
+    def reset(self, seed: int = 0, *, only: Container[str] | None = None) -> None:
         """First values for every parameter, by the seed and its name: the same in every layout and in every dtype.
 
-        The CPU and a GPU draw different numbers.
+        The CPU and a GPU draw different numbers. With `only` other parameters than these are left as they are.
         """
         std = self.config.initializer_range
         owners = {f"{block.name}.": block for block in self.blocks}
         for name, parameter in self.named_parameters():
+            if only is not None and name not in only:
+                continue
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             owner = next((prefix for prefix in owners if name.startswith(prefix)), None)
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

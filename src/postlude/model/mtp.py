@@ -55,8 +55,7 @@ class MTP(nn.ModuleList):
 
     def __init__(self, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
         self.depths = len(config.pattern.mtp)
-        made = min(1, self.depths) if config.mtp_repeated else self.depths
-        super().__init__(MTPDepth(depth, config, mesh, blocks) for depth in range(made))
+        super().__init__(MTPDepth(depth, config, mesh, blocks) for depth in range(config.own_depths))
 
     @property
     def layers(self) -> tuple[LogicalLayer, ...]:

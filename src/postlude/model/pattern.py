@@ -109,6 +109,11 @@ class Pattern:
         """Every block's symbol in physical order, without MTP."""
         return "".join(self.layers)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The symbols it is made of, those of MTP included, each once."""
+        return tuple(dict.fromkeys(chain(self.blocks, *chain.from_iterable(self.mtp))))
+
     def layer(self, index: int) -> Layer:
         """The logical layer `index`, counted over the whole model."""
         layers = self.layers

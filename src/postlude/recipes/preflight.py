@@ -25,7 +25,7 @@ from postlude.checks import MISTAKES
 from postlude.data.chat import Encoder
 from postlude.engine import AdamW
 from postlude.hf.family import Family
-from postlude.hf.load import adapt, check_weights, load_tokenizer, read_config
+from postlude.hf.load import check_weights, load_tokenizer, read_model
 from postlude.model import ModelConfig
 from postlude.recipes.config.schema import plain
 from postlude.recipes.config.settings import (
@@ -97,9 +97,9 @@ class Subject:
     """What was found and is worth keeping in the run's directory, once nothing is amiss and it may be touched."""
 
     @cached_property
-    def model(self) -> tuple[Family, ModelConfig]:
-        """The model's family and config."""
-        return adapt(read_config(self.config.model))
+    def model(self) -> tuple[Family | None, ModelConfig]:
+        """The model's family, if it has one, and its config."""
+        return read_model(self.config.model)
 
     @cached_property
     def size(self) -> int:
@@ -126,7 +126,7 @@ class Subject:
             compute_bytes=dtype.itemsize,
             moments=moments,
             recompute=config.recompute,
-            frozen=sum(parameters_in(adapt(read_config(name))[1]) for name in self.others),
+            frozen=sum(parameters_in(read_model(name)[1]) for name in self.others),
             device=self.start.device,
         )
 
@@ -196,7 +196,7 @@ def of_teacher(subject: Subject, teacher: str, top_k: int) -> Iterator[Check]:
     """A teacher that can be read and knows the student's tokens."""
 
     def look() -> str:
-        _, theirs = adapt(read_config(teacher))
+        _, theirs = read_model(teacher)
         check_teacher(subject.config.model, subject.model[1], teacher, theirs, top_k)
         theirs.fits(subject.config.layout)
         return f"{teacher}, {parameters_in(theirs):,} parameters"

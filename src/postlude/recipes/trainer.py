@@ -215,12 +215,12 @@ class Trainer(ABC):
         return found | {SKIPPED: float(moved.skipped), "tokens": result.tokens}
 
     def finish(self) -> Ending:
-        """Write the report, and the model as a Hugging Face directory."""
+        """Write the report, and the model as a directory: Hugging Face's, or Postlude's own where no family fits."""
         self.engine.finish_saving()
         if self.settings.export:
             card = self._card() if is_first_rank() else None
             # The directory is the run's own: what an earlier end of it wrote is replaced.
-            self.engine.export_hf(self.run.path / MODEL, tokenizer=self.tokenizer, card=card, overwrite=True)
+            self.engine.export_model(self.run.path / MODEL, tokenizer=self.tokenizer, card=card, overwrite=True)
         return self._end(Ending("finished", self.step))
 
     def interrupt(self) -> Ending:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from postlude.data import Batch
 from postlude.hf.builtin import BUILTIN
-from postlude.hf.load import Source, read_config
+from postlude.hf.load import CONFIG, read_description
+from postlude.hf.own import OWN
+from postlude.hf.source import Source
 from postlude.layout import Layout
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
@@ -44,15 +46,16 @@ class Case:
 def source_of(model: str) -> tuple[Source, float | None]:
     """What to load for a model named on the command line, and how wide to draw weights where it has none.
 
-    A built-in name, a directory, a GGUF file; or a directory or config.json without weights, which get fresh ones.
+    A built-in name, a directory, a GGUF file; or a directory, a config.json or a postlude.json without weights, which
+    get fresh ones.
     """
     path = Path(model).expanduser()
     if model in BUILTIN:
         return model, FRESH_RANGE
-    if path.name == "config.json" and path.is_file():
+    if path.name in (CONFIG, OWN) and path.is_file():
         path = path.parent
     if path.is_dir() and not any(path.glob("*.safetensors*")):
-        return read_config(path), FRESH_RANGE
+        return read_description(path), FRESH_RANGE
     return str(path), None
 
 

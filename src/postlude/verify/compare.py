@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from postlude.data import pack, unpack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
 from postlude.hf.family import their_tensors
-from postlude.hf.load import Source, load_model, read_config, read_model
+from postlude.hf.load import load_model, read_description, read_model
+from postlude.hf.source import Recast, Source
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, OutputInputs
 from postlude.model.blocks import BLOCKS
@@ -82,15 +82,19 @@ def _source(case: Case) -> Source:
     """The source, with the case's changes to its config; a fresh model's weights then follow them."""
     if case.tied is None and case.initializer_range is None:
         return case.source
-    if isinstance(case.source, ModelConfig):
+    if isinstance(case.source, Recast):
+        raise TypeError(
+            "a case changes the config of a source, which a Recast has not of its own; change its source's."
+        )
+    found = read_description(case.source, case.blocks or BLOCKS)
+    if isinstance(found, ModelConfig):
         changes = {"tied_head": case.tied, "initializer_range": case.initializer_range}
-        return replace(case.source, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
-    hf: PretrainedConfig = read_config(case.source)
+        return replace(found, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
     if case.tied is not None:
-        hf.tie_word_embeddings = case.tied
+        found.tie_word_embeddings = case.tied
     if case.initializer_range is not None:
-        hf.initializer_range = case.initializer_range
-    return hf
+        found.initializer_range = case.initializer_range
+    return found
 
 
 def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, Answer]:
@@ -163,7 +167,7 @@ def _score(inputs: OutputInputs, context: None) -> TokenStats:
 
 def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     """By the names that weights are streamed under; zero where nothing depends on a parameter."""
-    family, config = read_model(source)
+    family, config = read_model(source, blocks=model.block_types)
     own = dict(model.named_parameters())
     found = {}
     for theirs in their_tensors(family, config, ((name, parameter.shape) for name, parameter in own.items())).values():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from postlude.layout import Layout, nearest
-from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig
+from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, usual_heads
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
@@ -65,6 +66,21 @@ class AttentionConfig(BlockConfig):
                 f"features; use an even number from 2 to {self.head_dim}."
             )
 
+    @classmethod
+    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+        """As the model's other attention has it, be it full or within a window; else heads of 64 over its width."""
+        for other in others:
+            if isinstance(other, AttentionConfig):
+                same = {each.name: getattr(other, each.name) for each in fields(AttentionConfig)}
+                return cls(**same, **cls._of_its_own())
+        heads, size = usual_heads(hidden_size, 64)
+        return cls(heads=heads, kv_heads=heads, head_dim=max(2, size), **cls._of_its_own(), **cls.as_in(others))
+
+    @classmethod
+    def _of_its_own(cls) -> dict[str, Any]:
+        """Usual values of what a kind of attention has beside what all have."""
+        return {}
+
     def flops(self, hidden_size: int) -> float:
         """Projections, and scores over half of a nominal sequence."""
         seen = min(NOMINAL_LENGTH / 2, self.window or NOMINAL_LENGTH)
@@ -100,6 +116,10 @@ class SlidingAttentionConfig(AttentionConfig):
     """Attention that sees the last `sliding_window` keys, the query's own included."""
 
     sliding_window: int
+
+    @classmethod
+    def _of_its_own(cls) -> dict[str, Any]:
+        return {"sliding_window": NOMINAL_LENGTH}
 
     @property
     def window(self) -> int | None:

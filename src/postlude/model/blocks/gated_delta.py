@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from postlude.data.microbatch import ByHeads
 from postlude.layout import Layout
-from postlude.model.block_config import BlockConfig
+from postlude.model.block_config import BlockConfig, usual_heads
 from postlude.model.blocks.block import Block, Part
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
@@ -50,6 +50,12 @@ class GatedDeltaConfig(BlockConfig):
                 f"key_dim={self.key_dim}, value_dim={self.value_dim}, conv_kernel={self.conv_kernel}, "
                 f"chunk={self.chunk}: every size is at least 1 and key_heads divide value_heads."
             )
+
+    @classmethod
+    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+        """As in Qwen3-Next: key heads of 128 over the width, and two value heads of that size to each."""
+        heads, size = usual_heads(hidden_size, 128)
+        return cls(key_heads=heads, value_heads=2 * heads, key_dim=size, value_dim=size, **cls.as_in(others))
 
     @property
     def group(self) -> int:

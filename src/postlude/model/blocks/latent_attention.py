@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from postlude.layout import Layout, nearest
-from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig
+from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, usual_heads
+from postlude.model.blocks.attention import AttentionConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import AttendStores, ForwardContext, Inputs, Stores
@@ -54,6 +56,25 @@ class LatentAttentionConfig(BlockConfig):
             raise ValueError(
                 f"rope_dim={self.rope_dim} is odd, but rotary embedding turns pairs; use an even rope_dim."
             )
+
+    @classmethod
+    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+        """Heads as the model's attention has them, else of 128 over its width; a latent as wide as four of them.
+
+        To each head come half as many features that carry the position, as in DeepSeek-V3.
+        """
+        found = next((other for other in others if isinstance(other, AttentionConfig)), None)
+        heads, size = usual_heads(hidden_size, 128) if found is None else (found.heads, found.head_dim)
+        rotary = RotaryConfig() if found is None or found.rotary is None else found.rotary
+        return cls(
+            heads=heads,
+            nope_dim=size,
+            rope_dim=max(2, size // 4 * 2),
+            value_dim=size,
+            latent_size=4 * size,
+            rotary=rotary,
+            **cls.as_in(others),
+        )
 
     @property
     def query_dim(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from postlude.data.microbatch import ByHeads
 from postlude.layout import Layout
-from postlude.model.block_config import BlockConfig
+from postlude.model.block_config import BlockConfig, usual_heads
 from postlude.model.blocks.block import Block, Part
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
@@ -69,6 +69,14 @@ class MambaConfig(BlockConfig):
         low, high = self.time_step_limit
         if not 0 <= low < high:
             raise ValueError(f"time_step_limit={self.time_step_limit}: give a least and a greatest step, neither < 0.")
+
+    @classmethod
+    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+        """As in Nemotron-H: heads of 64 over twice the width, states of 128, and eight groups where those divide."""
+        heads, size = usual_heads(2 * hidden_size, 64)
+        groups = 8 if heads % 8 == 0 else 1
+        common = cls.as_in(others)
+        return cls(heads=heads, head_dim=size, state_size=128, groups=groups, norm_groups=groups, **common)
 
     @property
     def inner(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +44,16 @@ class GatedConfig(BlockConfig):
                 f"limit={self.limit} and up_offset={self.up_offset} belong to a gated MLP; leave them out, or gate it."
             )
 
+    @classmethod
+    def made_as_in(cls, others: Sequence[BlockConfig]) -> dict[str, Any]:
+        """How features are made and what every block chooses, as the first of these has it that makes any."""
+        found = next((other for other in others if isinstance(other, GatedConfig)), None)
+        return (
+            cls.as_in(others)
+            if found is None
+            else {each.name: getattr(found, each.name) for each in fields(GatedConfig)}
+        )
+
     def features(self, gate: Tensor | None, up: Tensor) -> Tensor:
         """Of both projections, [..., intermediate_size] each; without a gate, of one."""
         if gate is None:
@@ -69,6 +81,11 @@ class MLPConfig(GatedConfig):
     """An MLP that every token passes."""
 
     bias: bool = False
+
+    @classmethod
+    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+        """SwiGLU, or what the model's experts do, over the usual 8/3 of the width, in multiples of 64."""
+        return cls(**cls.made_as_in(others) | {"intermediate_size": 64 * math.ceil(hidden_size * 8 / 3 / 64)})
 
     def flops(self, hidden_size: int) -> float:
         """Two or three products."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from postlude.layout import Layout, nearest
+from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block, Part
-from postlude.model.blocks.mlp import GatedConfig
+from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import Linear, WideLinear, local, stored
@@ -90,6 +91,13 @@ class MoEConfig(GatedConfig):
             )
         if self.shared_gate and not self.shared_intermediate_size:
             raise ValueError("shared_gate needs a shared expert; set shared_intermediate_size.")
+
+    @classmethod
+    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+        """Eight experts, of which a token sees two that together are as wide as the model's MLP."""
+        mlp = next((each for each in others if isinstance(each, MLPConfig)), MLPConfig.like(hidden_size, others))
+        made = cls.made_as_in([mlp]) | {"intermediate_size": max(1, mlp.intermediate_size // 2)}
+        return cls(experts=8, top_k=2, **made)
 
     def flops(self, hidden_size: int) -> float:
         """Router, the chosen experts and the shared one."""

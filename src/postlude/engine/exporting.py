@@ -1,0 +1,91 @@
+"""A model that is spread over ranks as a directory: all ranks stream it, and the first one writes."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from postlude.engine.streaming import Interruptible, plan_buckets, plan_pieces
+from postlude.hf.card import ModelCard
+from postlude.hf.export import Description, describe_any, write_hf
+from postlude.hf.family import Family
+from postlude.model import ModelConfig
+from postlude.model.blocks import Block
+from postlude.world.agreement import RankFailure, agreed
+from postlude.world.mesh import Mesh
+
+BUCKET_BYTES = 1 << 30
+
+
+class Exported(Protocol):
+    """A model in parts, and what there is to say of it: an engine."""
+
+    config: ModelConfig
+    families: Mapping[str, Family]
+    block_types: Mapping[str, type[Block]]
+    generation: dict[str, Any]
+    mesh: Mesh
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's parameters and persistent buffers by their global names."""
+        ...
+
+    @property
+    def shared(self) -> Collection[str]:
+        """The names of what both ends of a pipeline hold."""
+        ...
+
+
+def description(model: Exported, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None) -> Description:
+    """What stands beside the weights, in a checkpoint. No config where one of your own blocks' is none for JSON."""
+    try:
+        _, config = describe_any(model.config, dtype, model.families, model.block_types)
+    except ValueError:
+        return Description(None, tokenizer, model.generation)
+    return Description(config, tokenizer, model.generation)
+
+
+def export(
+    model: Exported,
+    directory: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    *,
+    card: ModelCard,
+    overwrite: bool,
+) -> Path:
+    """Write the directory. Where the first rank cannot, every rank hears of it before the next bucket."""
+    family, config = describe_any(model.config, dtype, model.families, model.block_types)
+    # By the family that describes it: a model that was read out of a larger one is written as itself.
+    pieces = plan_pieces(model.config, family, model.block_types)
+    buckets = plan_buckets(pieces, BUCKET_BYTES, dtype)
+    stream = Interruptible(buckets, model.tensors, model.mesh, dtype, shared=model.shared)
+
+    def write() -> None:
+        sizes = {piece.theirs: piece.bytes(dtype) for piece in pieces}
+        found = Description(config, tokenizer, model.generation)
+        write_hf(directory, found, sizes, iter(stream), card=card, overwrite=overwrite)
+
+    def take() -> None:
+        try:
+            if dist.get_rank() == 0:
+                write()
+            else:
+                deque(stream, maxlen=0)
+        finally:
+            stream.end()
+
+    try:
+        agreed(take, lambda _: None)
+    except RankFailure as failure:
+        raise failure.cause from None
+    return Path(directory)

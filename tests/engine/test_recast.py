@@ -1,0 +1,186 @@
+"""Training under another pattern: the same curve to the bit, from the same weights and from the same checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from postlude import SGD, AdamW, Batch, Engine, Recast, export_hf, export_model, load_model
+from postlude.model.blocks import MoEConfig
+from postlude.objectives import MTP, SFT
+from tests.engine.training import build, optimizer_state, same, told, weights
+
+LLAMA = LlamaConfig(
+    vocab_size=41,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    initializer_range=0.2,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=2,
+)
+MOE = MoEConfig(experts=4, top_k=2, intermediate_size=12, selection_bias=True)
+FAST = AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+
+
+def batch(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return Batch([torch.randint(41, (length,), generator=generator) for length in (7, 3, 12)])
+
+
+def curve(engine: Engine, steps: range, objective: Any = None) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step, on batches that come again."""
+    found = []
+    for step in steps:
+        loss = engine.forward_backward(batch(step % 4), objective or SFT()).loss
+        found.append((loss, engine.optimizer_step().grad_norm))
+    return found
+
+
+def curves(group: Any, sources: list[Any], steps: int) -> list[list[tuple[float, float]]]:
+    return [curve(build("", source, optimizer=FAST), range(steps)) for source in sources]
+
+
+def test_curves_of_100_steps_are_one_however_blocks_are_grouped(ranks: Any, tmp_path: Path) -> None:
+    """A transformer, its checkpoint as a grouped hybrid and ungrouped, and what is ungrouped grouped again."""
+    llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
+    ungrouped = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "ungrouped")
+    sources = [llama, Recast(llama, "[*-]|[*-]"), ungrouped, Recast(ungrouped, "[*-]{2}")]
+    transformer, *others = ranks(1, curves, sources, 100)[0]
+    assert len(transformer) == 100
+    assert transformer[-1][0] < 0.5 * transformer[0][0]
+    assert all(other == transformer for other in others)
+
+
+def go_on(group: Any, directory: str, begun: str, pattern: str, layouts: tuple[str, str]) -> tuple[Any, ...]:
+    """Two steps, and two more: by the same engine, and by one of another pattern that loaded its checkpoint."""
+    first = build(layouts[0], Path(directory), optimizer=FAST)
+    curve(first, range(2))
+    first.save(begun, extra={"epoch": 1})
+    other = build(layouts[1], Recast(Path(directory), pattern), optimizer=FAST, seed=5)
+    curve(other, range(7, 8))  # moments of its own, to be forgotten
+    extra = other.load(begun, recast=True)
+    scores = [engine.logprobs(batch(9)).logprob for engine in (first, other)]
+    return extra, other.step, other.fresh, curve(first, range(2, 5)), curve(other, range(2, 5)), scores
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layouts", "exact"),
+    [
+        ("*-*-", ("", ""), True),
+        ("[*-]|[*-]", ("", ""), True),
+        ("*-[*-]", ("tp=2", "pp=2"), False),
+    ],
+)
+def test_a_checkpoint_goes_on_in_another_grouping_as_in_its_own(
+    ranks: Any, tmp_path: Path, pattern: str, layouts: tuple[str, str], exact: bool
+) -> None:
+    llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
+    arguments = (str(llama), str(tmp_path / "begun"), pattern, layouts)
+    for extra, step, fresh, expected, found, scores in ranks(1 if exact else 2, go_on, *arguments):
+        assert (extra, step, fresh) == ({"epoch": 1}, 2, ())
+        for one, other in zip(*scores, strict=True):
+            torch.testing.assert_close(other, one, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
+        if exact:
+            assert found == expected
+        else:
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def replaced(group: Any, directory: str, begun: str, later: str) -> tuple[Any, ...]:
+    """A checkpoint into a pattern with another block and a depth; it goes on, is saved, and resumed."""
+    first = build("", Path(directory), optimizer=FAST)
+    curve(first, range(3))
+    first.save(begun)
+    moments = optimizer_state(first)
+    source = Recast(Path(directory), "*-[*E]/[*-]", {"E": MOE})
+    other = build("", source, optimizer=FAST, mtp=True, seed=5)
+    before = other.fresh
+    drawn = weights(other)
+    other.load(begun, recast=True)
+    kept, loaded, state = weights(first), weights(other), optimizer_state(other)
+    objective = MTP(objective=SFT(), weight=0.5)
+    curve(other, range(3, 5), objective)
+    other.save(later)
+    resumed = build("", source, optimizer=FAST, mtp=True, seed=6)
+    resumed.load(later)
+    curves = [curve(engine, range(5, 8), objective) for engine in (other, resumed)]
+    again = [same(weights(other), weights(resumed)), same(optimizer_state(other), optimizer_state(resumed))]
+    return before, other.fresh, kept, drawn, loaded, moments, state, curves, again
+
+
+def test_what_is_new_starts_without_moments_and_goes_on_as_uninterrupted(ranks: Any, tmp_path: Path) -> None:
+    llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
+    arguments = (str(llama), str(tmp_path / "begun"), str(tmp_path / "later"))
+    before, fresh, kept, drawn, loaded, moments, state, curves, again = ranks(1, replaced, *arguments)[0]
+    assert before == fresh
+    assert {name.rpartition(".")[0].partition(".")[0] for name in fresh} == {"layers", "mtp"}
+    for name in fresh:
+        assert torch.equal(loaded[name], drawn[name])
+    theirs = {"layers.0.attention": "model.layers.0.self_attn", "layers.2.attention": "model.layers.1.self_attn"}
+    for ours, name in theirs.items():
+        assert torch.equal(loaded[f"{ours}.q_proj.weight"], kept[f"{name}.q_proj.weight"])
+    assert torch.equal(loaded["layers.1.mlp.up_proj.weight"], kept["model.layers.0.mlp.up_proj.weight"])
+    assert torch.equal(state["layers.1.mlp.up_proj.weight.exp_avg"], moments["layers.0.mlp.up_proj.weight.exp_avg"])
+    steps: dict[str, float] = {name: float(tensor) for name, tensor in state.items() if name.endswith(".step")}
+    parameters = {name.removesuffix(".step") for name in steps}
+    assert set(fresh) & parameters
+    for name in parameters:
+        assert steps[f"{name}.step"] == (0.0 if name in fresh else 3.0)
+        if name in fresh:
+            assert not any(state[f"{name}.{moment}"].any() for moment in ("exp_avg", "exp_avg_sq"))
+    assert curves[0] == curves[1]
+    assert again == [True, True]
+
+
+def refused(group: Any, directory: str, begun: str) -> tuple[str, ...]:
+    engine = build("", Path(directory), optimizer=FAST)
+    curve(engine, range(1))
+    engine.save(begun)
+    other = build("", Recast(Path(directory), "*-*-"), optimizer=FAST)
+    wider = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 43})
+    state = Path(begun) / "state.json"
+    catalogue = json.loads(state.read_text())
+    found = (
+        told(lambda: other.load(begun)),
+        told(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=SGD()).load(begun, recast=True)),
+        told(lambda: build("", wider, optimizer=FAST).load(begun, recast=True)),
+        told(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=FAST, critic=True).load(begun, recast=True)),
+    )
+    del catalogue["tensors"]["model/norm.weight"]
+    state.write_text(json.dumps(catalogue))
+    return (*found, told(lambda: other.load(begun, recast=True)))
+
+
+def test_what_cannot_be_loaded_is_a_sentence(ranks: Any, tmp_path: Path) -> None:
+    llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
+    strict, optimizer, wider, critic, lacking = ranks(1, refused, str(llama), str(tmp_path / "begun"))[0]
+    assert "is of another model: it lacks" in strict
+    assert "was saved with AdamW, but this engine has SGD" in optimizer
+    assert "embedding.weight is (43, 16) in [*-]{2}, but (41, 16) in [*-]{2}: the two differ in more than" in wider
+    assert "was saved without a critic, but this engine has one" in critic
+    assert "lacks 1 tensor(s) of this model and optimizer, such as model/norm.weight" in lacking
+
+
+def in_parts(group: Any, layout: str, source: Any) -> dict[str, Tensor]:
+    engine = build(layout, source, seed=3)
+    return weights(engine)
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2,ep=2"])
+def test_ranks_load_their_parts_of_a_model_under_another_pattern(ranks: Any, tmp_path: Path, layout: str) -> None:
+    llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
+    source = Recast(llama, "[*E]*-/[*-]", {"E": MOE})
+    expected = load_model(source, seed=3).state_dict()
+    for found in ranks(2, in_parts, layout, source):
+        assert same(found, expected)

@@ -1,0 +1,369 @@
+"""One model under several patterns: what stays is the same to the bit, what is fresh is listed, and files come back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from postlude import LanguageModel, ModelConfig, Pattern, Recast, export_hf, export_model, load_model, load_tokenizer
+from postlude.hf.load import check_weights, read_generation, read_model, read_moves
+from postlude.hf.own import OwnConfig
+from postlude.model.blocks import (
+    BLOCKS,
+    BlockConfig,
+    GatedDeltaConfig,
+    MambaConfig,
+    MLPConfig,
+    MoEConfig,
+    SlidingAttentionConfig,
+)
+from postlude.model.config_json import config_from_json, config_to_json
+from postlude.model.pattern import TERMINAL
+from tests.hf.families import CONFIGS
+from tests.model.small import VOCABULARY, small_config, small_microbatch
+
+LLAMA = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+    initializer_range=0.3,
+    dtype="float32",
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=2,
+)
+MOE = MoEConfig(experts=5, top_k=2, intermediate_size=12, selection_bias=True)
+MAMBA = MambaConfig(heads=4, head_dim=3, state_size=6, groups=2)
+DELTA = GatedDeltaConfig(key_heads=2, value_heads=4, key_dim=6, value_dim=5)
+WINDOW = SlidingAttentionConfig(heads=4, kv_heads=2, head_dim=4, sliding_window=3)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return export_hf(load_model(LLAMA, seed=4), tmp_path / "llama")
+
+
+def by_place(model: LanguageModel) -> dict[str, Tensor]:
+    """A model's tensors, those in the trunk by their block's physical place: layers.3.q_proj.weight."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        room, *rest = name.split(".")
+        if room == "layers":
+            layer = model.config.pattern.layer(int(rest[0]))
+            rest = [str(layer.first_block + layer.names.index(rest[1])), *rest[2:]]
+        found[".".join((room, *rest))] = tensor
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names_stay"),
+    [("[*-]{2}", True), ("[*-]|[*-]", True), ("*-*-", False), ("[*-]*-", False), ("*-[*-]", False), ("*|-*-", False)],
+)
+def test_another_grouping_holds_the_same_tensors_by_their_places(llama: Path, pattern: str, names_stay: bool) -> None:
+    transformer, regrouped = load_model(llama), load_model(Recast(llama, pattern))
+    assert regrouped.config.pattern == Pattern.parse(pattern)
+    assert same(by_place(regrouped), by_place(transformer))
+    microbatch = small_microbatch()
+    assert torch.equal(regrouped(microbatch), transformer(microbatch))
+    moved = read_moves(Recast(llama, pattern))
+    assert (moved.fresh, moved.dropped) == ((), ())
+    assert all(now == before for now, before in moved.kept.items()) == names_stay
+
+
+@pytest.mark.parametrize("pattern", ["*-*-", "[*-]*-", "[S-][*E]/[*-]"])
+def test_a_model_of_our_own_comes_back_from_its_files_to_the_bit(llama: Path, tmp_path: Path, pattern: str) -> None:
+    blocks = {symbol: config for symbol, config in {"S": WINDOW, "E": MOE}.items() if symbol in pattern}
+    model = load_model(Recast(llama, pattern, blocks), dtype=torch.bfloat16)
+    directory = export_model(model, tmp_path / "own", max_shard_bytes=4000)
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    assert not (directory / "config.json").exists()
+    again = load_model(directory)
+    assert again.config == model.config
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
+    assert same(again.state_dict(), model.state_dict())
+    assert check_weights(directory) == len(model.state_dict())
+    assert read_generation(directory) == {"eos_token_id": 2}
+
+
+def test_there_and_back_is_the_directory_it_was(llama: Path, tmp_path: Path) -> None:
+    """Ungrouped, a Llama is none any more; grouped again, it is."""
+    own = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
+    assert read_model(own)[0] is None
+    source = Recast(own, "[*-]{2}")
+    family, config = read_model(source)
+    assert family is not None
+    assert family.model_type == "llama"
+    assert config == read_model(llama)[1]
+    back = export_hf(load_model(source), tmp_path / "back")
+    first, second = (load_file(each / "model.safetensors") for each in (llama, back))
+    assert same(second, first)
+    assert json.loads((back / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"no Hugging Face family describes this model, \*-\*-, so"):
+        export_hf(load_model(own), tmp_path / "none")
+
+
+def test_a_source_without_weights_draws_them_by_its_own_names() -> None:
+    assert same(by_place(load_model(Recast(LLAMA, "*-*-"), seed=3)), by_place(load_model(LLAMA, seed=3)))
+
+
+def regrouped(pattern: Pattern) -> Pattern:
+    """Every block a layer of its own; or, where they are, the first two that can be as one."""
+    apart = list(pattern.blocks)
+    if tuple(apart) == pattern.layers:
+        first = next(place for place, block in enumerate(apart) if block not in TERMINAL)
+        apart[first : first + 2] = ["".join(apart[first : first + 2])]
+    return Pattern(segments=(tuple(apart),))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_is_one_again_after_another_grouping(name: str, tmp_path: Path) -> None:
+    family, config = read_model(CONFIGS[name]())
+    other = regrouped(config.pattern)
+    assert other != config.pattern
+    own = export_model(load_model(Recast(CONFIGS[name](), other), seed=1), tmp_path / "own")
+    assert read_model(own) == (None, dataclasses.replace(config, pattern=other, family=None))
+    source = Recast(own, config.pattern)
+    assert read_model(source) == (family, config)
+    assert same(load_model(source).state_dict(), load_model(CONFIGS[name](), seed=1).state_dict())
+
+
+class TestReplaced:
+    @pytest.mark.parametrize(
+        ("pattern", "blocks", "fresh", "dropped"),
+        [
+            (
+                "[*E][S-]",
+                {"E": MOE, "S": dataclasses.replace(WINDOW, heads=2)},
+                ("layers.0.moe", "layers.1.attention"),
+                ("layers.0.mlp", "layers.1.attention"),
+            ),
+            (
+                "M[-][G-]",
+                {"M": MAMBA, "G": DELTA},
+                ("layers.0.mamba", "layers.2.gated_delta"),
+                ("layers.0.attention", "layers.1.attention"),
+            ),
+        ],
+    )
+    def test_blocks_that_stay_are_the_same_and_others_are_listed_and_drawn(
+        self, llama: Path, pattern: str, blocks: dict, fresh: tuple, dropped: tuple
+    ) -> None:
+        source = Recast(llama, pattern, blocks)
+        moved = read_moves(source)
+        assert (moved.fresh_parts, moved.dropped_parts) == (fresh, dropped)
+        one, same_seed, other = (load_model(source, seed=seed).state_dict() for seed in (1, 1, 2))
+        before = load_model(llama).state_dict()
+        assert set(one) == set(moved.kept) | set(moved.fresh)
+        assert set(before) == set(moved.kept.values()) | set(moved.dropped)
+        for name in moved.kept:
+            assert torch.equal(one[name], before[moved.kept[name]])
+            assert torch.equal(one[name], other[name])
+        assert same(one, same_seed)
+        drawn = [name for name in moved.fresh if name.endswith("_proj.weight")]
+        assert len(drawn) > 5
+        for name in drawn:
+            assert not torch.equal(one[name], other[name])
+            assert 0.2 < one[name].std() < 0.4
+        anew = load_model(read_model(source)[1], seed=1).state_dict()
+        assert all(torch.equal(one[name], anew[name]) for name in moved.fresh), "as a fresh model has them"
+
+    def test_a_window_changes_no_tensor(self, llama: Path) -> None:
+        source = Recast(llama, "[S-][*-]", {"S": WINDOW})
+        moved = read_moves(source)
+        assert (moved.fresh, moved.dropped) == ((), ())
+        assert same(load_model(source).state_dict(), load_model(llama).state_dict())
+
+    def test_depths_are_added_and_dropped(self, llama: Path, tmp_path: Path) -> None:
+        source = Recast(llama, "[*-]{2}/[*-]")
+        moved = read_moves(source)
+        assert (moved.fresh_parts, moved.dropped_parts) == (("mtp.0",), ())
+        ahead = load_model(source)
+        assert {name for name in ahead.state_dict() if name.startswith("mtp.")} == set(moved.fresh)
+        assert torch.equal(ahead(small_microbatch()), load_model(llama)(small_microbatch()))
+        own = export_model(ahead, tmp_path / "own")
+
+        more = read_moves(Recast(own, "*-[*-]/*-/*-"))
+        assert (more.fresh_parts, more.dropped_parts) == (("mtp.1",), ())
+        assert more.kept["mtp.0.layers.1.mlp.norm.weight"] == "mtp.0.layers.0.mlp.norm.weight"
+        two = load_model(Recast(own, "*-[*-]/*-/*-"))
+        assert torch.equal(two.state_dict()["mtp.0.proj.weight"], ahead.state_dict()["mtp.0.proj.weight"])
+
+        other = read_moves(Recast(own, "[*-]{2}/[*E]", {"E": MOE}))
+        assert (other.fresh_parts, other.dropped_parts) == (("mtp.0.layers.0.moe",), ("mtp.0.layers.0.mlp",))
+
+        none = read_moves(Recast(own, "[*-]{2}"))
+        assert (none.fresh_parts, none.dropped_parts) == ((), ("mtp.0",))
+        assert none.after.family == "llama"
+        assert same(load_model(Recast(own, "[*-]{2}")).state_dict(), load_model(llama).state_dict())
+
+    def test_repeated_depths_are_one(self) -> None:
+        config = small_config("[*-]{2}/[*-]/[*-]", mtp_repeated=True)
+        moved = read_moves(Recast(config, "*-*-/*-"))
+        assert (moved.fresh, moved.dropped) == ((), ())
+        assert read_moves(Recast(config, "[*-]{2}")).dropped_parts == ("mtp.0",)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "blocks", "sentence"),
+    [
+        ("[*-", {}, r"'\[' is never closed"),
+        ("[*-]{3}", {}, r"the trunk has 4 blocks in \[\*-\]\{2\}, but 6 in \[\*-\]\{3\}: blocks are matched by their"),
+        ("[*E][*-]", {}, "uses 'E', but `blocks` has configs for '\\*', '-' only"),
+        ("[*-]{2}", {"E": MOE}, "`blocks` has a config for 'E', but the pattern .* has no such block"),
+        ("[*-]{2}", {"-": MLPConfig(intermediate_size=24)}, "layers.0.mlp has other tensors than layers.0.mlp of the"),
+        ("[*E]*-", {"E": MLPConfig(intermediate_size=24)}, "blocks\\['E'\\] of the config is a MLPConfig"),
+    ],
+)
+def test_what_cannot_be_recast_is_a_sentence(llama: Path, pattern: str, blocks: dict, sentence: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        load_model(Recast(llama, pattern, blocks))
+
+
+def test_a_source_that_lacks_a_tensor_or_weights_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="a Recast of a Recast"):
+        Recast(Recast(llama, "*-*-"), "[*-]{2}")  # type: ignore[arg-type]
+    own = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
+    described = json.loads((own / "postlude.json").read_text())
+    described["config"]["pattern"] = "*-*"
+    (own / "postlude.json").write_text(json.dumps(described))
+    for source in (own, Recast(own, "[*-]*")):
+        with pytest.raises(ValueError, match=r"the source holds 4 tensor\(s\) \*-\* has no place for: layers.3.mlp"):
+            load_model(source)
+    (own / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor"):
+        load_model(Recast(own, "[*-]*"))
+
+
+class TestDirectory:
+    def test_one_kind_of_model_replaces_the_other_whole(self, llama: Path) -> None:
+        own = load_model(Recast(llama, "*-*-"))
+        with pytest.raises(FileExistsError, match=r"holds a model already \(config.json\)"):
+            export_model(own, llama)
+        export_model(own, llama, overwrite=True)
+        assert not (llama / "config.json").exists()
+        with pytest.raises(FileExistsError, match=r"holds a model already \(model.safetensors\)"):
+            export_model(own, llama)
+        export_model(load_model(LLAMA), llama, overwrite=True)
+        assert not (llama / "postlude.json").exists()
+        (llama / "postlude.json").touch()
+        with pytest.raises(ValueError, match=r"has both config\.json and postlude\.json; take away the one"):
+            load_model(llama)
+
+    def test_it_says_what_it_is(self, llama: Path, tmp_path: Path) -> None:
+        before = os.umask(0o027)
+        try:
+            tokenizer = load_tokenizer("tiny-hybrid")
+            own = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own", tokenizer=tokenizer)
+        finally:
+            os.umask(before)
+        assert {oct(path.stat().st_mode & 0o777) for path in own.iterdir()} == {"0o640"}
+        card = (own / "README.md").read_text().splitlines()
+        assert "library_name: postlude" in card
+        assert "| architecture | Postlude's own, `*-*-` |" in card
+        assert load_tokenizer(own).decode([72, 105]) == "Hi"
+
+    @pytest.mark.parametrize(
+        ("change", "sentence"),
+        [
+            ({"format": 2}, "its format is 2, but this version of postlude reads format 1"),
+            ({"dtype": "int8"}, "its dtype is 'int8', but it must be one of floating point"),
+            ({"extra": 1}, "it has 'extra', but its entries are format, dtype, config, hf_config"),
+            ({"hf_config": []}, "its hf_config is \\[\\]"),
+            (
+                {"config": {"hiden_size": 3}},
+                "the config has 'hiden_size', which is none of its fields; did you mean 'h",
+            ),
+            ({"config": {"tied_head": 1}}, "tied_head is 1, but it must be true or false"),
+            ({"config": {"hidden_size": True}}, "hidden_size is True, but it must be a whole number"),
+            ({"config": {"norm_eps": "small"}}, "norm_eps is 'small', but it must be a number"),
+            ({"config": {"pattern": "[*-"}}, "'\\[' is never closed"),
+            ({"config": {"pattern": 3}}, "pattern is 3, but it must be text"),
+            ({"config": {"pattern": "*Q"}}, "'Q' is not a block symbol"),
+            ({"config": {"family": "llama"}}, "the config has 'family', which is none of its fields"),
+            ({"config": {"blocks": {"Q": {}}}}, "blocks has 'Q', which is no block; there are '\\*', "),
+            ({"config": {"blocks": {"*": 3}}}, "blocks\\['\\*'\\] is 3, but it must be an object"),
+            ({"config": {"blocks": {"-": {}}}}, "blocks\\['-'\\] lacks 'intermediate_size'"),
+            (
+                {"config": {"blocks": {"-": {"intermediate_size": 2.0}}}},
+                "intermediate_size is 2.0, but it must be a wh",
+            ),
+            (
+                {"config": {"blocks": {"-": {"intermediate_size": 2, "activation": "tanh"}}}},
+                "blocks\\['-'\\].activation is 'tanh', but the choices are 'silu', ",
+            ),
+            (
+                {"config": {"blocks": {"*": {"heads": 3, "kv_heads": 2, "head_dim": 2}}}},
+                "blocks\\['\\*'\\]: attention with heads=3",
+            ),
+            ({"config": {"symbols": {"C": 3}}}, "symbols\\['C'\\] is 3, but it must be text"),
+        ],
+    )
+    def test_a_description_that_is_none_is_a_sentence(self, tmp_path: Path, change: dict, sentence: str) -> None:
+        described = OwnConfig(read_model(Recast(LLAMA, "*-*-"))[1], torch.float32, BLOCKS).to_json()
+        changed = {**described, **change, "config": {**described["config"], **change.get("config", {})}}
+        (tmp_path / "postlude.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=f"postlude.json describes no model: .*{sentence}"):
+            load_model(tmp_path)
+
+    @pytest.mark.parametrize("text", ["{", "NaN", '{"format": NaN}'])
+    def test_what_is_no_json_is_a_sentence(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "postlude.json").write_text(text)
+        with pytest.raises(ValueError, match=r"postlude\.json is not JSON that can be read"):
+            read_model(tmp_path)
+
+    def test_a_missing_field_is_a_sentence_or_its_default(self, llama: Path, tmp_path: Path) -> None:
+        own = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
+        described = json.loads((own / "postlude.json").read_text())
+        del described["config"]["logit_scale"]
+        (own / "postlude.json").write_text(json.dumps(described))
+        assert read_model(own)[1].logit_scale == 1.0
+        del described["config"]["vocab_size"]
+        (own / "postlude.json").write_text(json.dumps(described))
+        with pytest.raises(ValueError, match="the config lacks 'vocab_size'"):
+            read_model(own)
+
+
+@pytest.mark.parametrize("width", [6, 16, 48, 100, 128, 2048])
+def test_every_block_has_usual_sizes_for_a_model_of_any_width(width: int) -> None:
+    """Beside a transformer's blocks, and beside none but a state-space model's."""
+    for others in ([MLPConfig(intermediate_size=3 * width, norm="post")], [MambaConfig.like(width, ())]):
+        configs = {symbol: block.Config.like(width, others) for symbol, block in BLOCKS.items()}
+        assert {config.norm for config in configs.values()} == {others[0].norm}
+        pattern = Pattern.parse("".join(f"[{symbol}-]" for symbol in BLOCKS if symbol not in TERMINAL) + "E")
+        with torch.device("meta"):
+            LanguageModel(ModelConfig(pattern=pattern, hidden_size=width, vocab_size=9, blocks=configs))
+
+
+def test_a_block_that_knows_no_usual_sizes_says_so() -> None:
+    with pytest.raises(ValueError, match="BlockConfig does not say which sizes go with hidden_size=8"):
+        BlockConfig.like(8, ())
+
+
+def test_an_endless_number_comes_back() -> None:
+    config = small_config("[*-]", logit_softcap=float("inf"))
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == dataclasses.replace(
+        config, blocks={symbol: config.blocks[symbol] for symbol in "*-"}
+    )
+    assert config_to_json(config)["logit_softcap"] == "inf"
+
+
+def test_a_config_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a config holds nan, a float, which JSON has no word for"):
+        export_model(LanguageModel(small_config("[*-]", logit_scale=float("nan"))), tmp_path / "own")
+    assert not list(tmp_path.iterdir())
