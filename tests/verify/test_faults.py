@@ -127,7 +127,7 @@ FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
         Layout(dp_shard=2),
         "tiny-dense",
         "sft",
-        lambda: patch.object(Scale, "count", lambda self, over: 1.0),
+        lambda: patch.object(Scale, "count", lambda self, over, depth=0: 1.0),
     ),
 }
 
