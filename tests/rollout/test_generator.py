@@ -75,7 +75,7 @@ def test_greedy_equals_transformers(name: str, tmp_path) -> None:
         assert completion.sampled_logprobs == [0.0] * len(completion.tokens)
 
 
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "olmo3", "mistral-sliding"])
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "olmo3", "mistral-sliding", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_a_forward_of_the_whole_answer(name: str, temperature: float, tmp_path) -> None:
     if name in CONFIGS:

@@ -42,40 +42,35 @@ ACTIVATIONS: Mapping[str, Activation] = {
 def decoder_config(
     hf: PretrainedConfig,
     *,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: Literal["head", "full"] | None = None,
     norm: Literal["pre", "post", "both"] = "pre",
     sliding: Sequence[bool] | None = None,
-    sinks: bool = False,
     layers: Sequence[str] | None = None,
     blocks: Mapping[str, BlockConfig] | None = None,
+    **attention: Any,
 ) -> ModelConfig:
     """A ModelConfig from the fields these families share.
 
     `sliding` says which layers attend within the window (default: by `layer_types`, else none). `layers` gives the
     second block of each layer (default "-" everywhere), and `blocks` the configs of those that are no gated MLP.
+    `attention` is what else its config takes, such as biases.
     """
     count = hf.num_hidden_layers
     sliding = sliding if sliding is not None else sliding_layers(hf)
     second = layers if layers is not None else ["-"] * count
-    attention: dict[str, Any] = {
+    partial = "rotary_dim" in attention
+    attention |= {
         "heads": hf.num_attention_heads,
         "kv_heads": getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
-        "head_dim": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        "qkv_bias": qkv_bias,
-        "output_bias": output_bias,
-        "qk_norm": qk_norm,
+        "head_dim": head_dim(hf),
         "norm": norm,
-        "sinks": sinks,
     }
     configs: dict[str, BlockConfig] = dict(blocks or {})
     if not all(sliding):
-        configs["*"] = AttentionConfig(rotary=rotary(hf, "full_attention"), **attention)
+        configs["*"] = AttentionConfig(rotary=rotary(hf, "full_attention", partial=partial), **attention)
     if any(sliding):
         configs["S"] = SlidingAttentionConfig(
-            rotary=rotary(hf, "sliding_attention"), sliding_window=hf.sliding_window, **attention
+            rotary=rotary(hf, "sliding_attention", partial=partial), sliding_window=hf.sliding_window, **attention
         )
     if "-" in second and "-" not in configs:
         configs["-"] = MLPConfig(
@@ -106,6 +101,11 @@ def model_config(
     )
 
 
+def head_dim(hf: PretrainedConfig) -> int:
+    """The width of a head, where the config need not say it."""
+    return getattr(hf, "head_dim", None) or int(hf.hidden_size // hf.num_attention_heads)
+
+
 def sliding_layers(hf: PretrainedConfig) -> list[bool]:
     """Which layers attend within a window, by the config's `layer_types`."""
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
@@ -117,11 +117,12 @@ def sliding_layers(hf: PretrainedConfig) -> list[bool]:
     return [kind == "sliding_attention" for kind in kinds]
 
 
-def activation(hf: PretrainedConfig) -> Activation:
+def activation(hf: PretrainedConfig, field: str = "hidden_act") -> Activation:
     """The MLP's activation by our name."""
-    if hf.hidden_act not in ACTIVATIONS:
-        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported; there are {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[hf.hidden_act]
+    theirs = getattr(hf, field)
+    if theirs not in ACTIVATIONS:
+        raise ValueError(f"{field} {theirs!r} is not supported; there are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[theirs]
 
 
 def rotary_dim(hf: PretrainedConfig, head_dim: int, layer_type: str = "full_attention") -> int:

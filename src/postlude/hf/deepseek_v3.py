@@ -80,4 +80,11 @@ def dense_then_experts(hf: PretrainedConfig) -> tuple[list[str], dict[str, Block
     return second, blocks
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES)
+def layers_ahead(config: ModelConfig) -> dict[str, str]:
+    """Their files number the layers of multi-token prediction on from the last."""
+    count = len(config.pattern)
+    ahead = config.hf_config.get("num_nextn_predict_layers") or 0
+    return {f"model.layers.{layer}.": "multi-token prediction" for layer in range(count, count + ahead)}
+
+
+DEEPSEEK_V3 = Family("deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES, left_out=layers_ahead)

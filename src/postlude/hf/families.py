@@ -7,6 +7,8 @@ from types import MappingProxyType
 
 from postlude.hf.deepseek_v3 import DEEPSEEK_V3
 from postlude.hf.family import Family
+from postlude.hf.gemma3 import GEMMA3
+from postlude.hf.glm4_moe import GLM4_MOE
 from postlude.hf.gpt_oss import GPT_OSS
 from postlude.hf.granitemoehybrid import GRANITEMOEHYBRID
 from postlude.hf.llama import LLAMA
@@ -25,6 +27,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         family.model_type: family
         for family in (
             DEEPSEEK_V3,
+            GEMMA3,
+            GLM4_MOE,
             GPT_OSS,
             GRANITEMOEHYBRID,
             LLAMA,

@@ -18,6 +18,8 @@ from postlude.model import ModelConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from postlude.hf.tensors import SizedSource
+
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 OURS_ALONE = ("value_head.weight",)  # their models have no such tensor
 EXPERT = "{expert}"
@@ -100,7 +102,8 @@ class Family:
     their name stands for one tensor an expert, which we hold stacked. Names that hang on sizes are a function of the
     config. `outer` names what stands outside the layers, and `layer` what goes before names inside one. `modules` are
     parts of names that transformers' modules have where its files have others. `left_out` says what their files may
-    hold besides, which is not read: by what its names begin with, what it is.
+    hold besides, which is not read: by what its names begin with, what it is. `packed` has, by the method that a
+    config's `quantization_config` names, how weights that are packed so are read.
     """
 
     model_type: str
@@ -109,7 +112,12 @@ class Family:
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     layer: str = f"model.layers.{LAYER}"
     modules: Mapping[str, str] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] | Callable[[ModelConfig], Mapping[str, str]] = field(default_factory=dict)
+    packed: Mapping[str, Callable[[SizedSource], SizedSource]] = field(default_factory=dict)
+
+    def not_read(self, config: ModelConfig) -> Mapping[str, str]:
+        """What their files may hold besides: by what its names begin with, what it is."""
+        return self.left_out(config) if callable(self.left_out) else self.left_out
 
     def theirs(self, name: str, config: ModelConfig) -> Within:
         """Where our tensor is, by a name of theirs that is whole but for `{expert}`: layers.3.… -> model.layers.3.…."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ATTENTION_NAMES, decoder_config
 from postlude.hf.family import Family, Names, Within
+from postlude.hf.mxfp4 import Mxfp4Source
 from postlude.model import ModelConfig
 from postlude.model.blocks import MoEConfig
 
@@ -72,4 +73,4 @@ def names(config: ModelConfig) -> Names:
     }
 
 
-GPT_OSS = Family("gpt_oss", to_model, names)
+GPT_OSS = Family("gpt_oss", to_model, names, packed={"mxfp4": Mxfp4Source})

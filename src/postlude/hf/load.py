@@ -31,6 +31,7 @@ from postlude.hf.tensors import (
     MemorySource,
     ModuleSource,
     SafetensorsSource,
+    SizedSource,
     TensorSource,
     hf_config,
 )
@@ -187,9 +188,19 @@ def read_generation(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) 
 def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelConfig]:
     """The family of a transformers config, and our config of the same model."""
     family = _known(hf.model_type, families)
-    if getattr(hf, "quantization_config", None):
-        raise ValueError("the weights are quantised (quantization_config in config.json); load a bf16 or fp32 version.")
-    return family, family.to_model(hf)
+    quantised = getattr(hf, "quantization_config", None)
+    if not quantised:
+        return family, family.to_model(hf)
+    method = (quantised if isinstance(quantised, dict) else quantised.to_dict()).get("quant_method")
+    if method not in family.packed:
+        known = f" or {', '.join(family.packed)}" if family.packed else ""
+        raise ValueError(
+            f"the weights are quantised by {method!r} (quantization_config in config.json); load a version in bf16, "
+            f"fp32{known}."
+        )
+    config = family.to_model(hf)  # which holds the weights unpacked
+    settings = {name: value for name, value in config.hf_config.items() if name != "quantization_config"}
+    return family, replace(config, hf_config=settings)
 
 
 def fresh_or_filled(
@@ -294,7 +305,7 @@ def _account(wanted: set[str], available: set[str], family: Family | None, confi
     derived = {name for name in available if name.endswith("rotary_emb.inv_freq")}
     if config.tied_head:
         derived.add("lm_head.weight")
-    for start, what in {} if family is None else family.left_out.items():
+    for start, what in {} if family is None else family.not_read(config).items():
         found = {name for name in available - wanted if name.startswith(start)}
         if found:
             warnings.warn(
@@ -321,8 +332,13 @@ def _compare(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
         raise ValueError(f"{name} is {tuple(found)} in the source, but the config asks for {tuple(wanted)}.")
 
 
-def _directory(path: Path, family: Family | None, config: ModelConfig) -> SafetensorsSource | CheckpointSource:
-    return CheckpointSource(path, family, config) if (path / STATE).is_file() else SafetensorsSource(path)
+def _directory(path: Path, family: Family | None, config: ModelConfig) -> SizedSource:
+    if (path / STATE).is_file():
+        return CheckpointSource(path, family, config)
+    tensors: SizedSource = SafetensorsSource(path)
+    for unpack in () if family is None else family.packed.values():
+        tensors = unpack(tensors)  # which leaves alone what is not packed
+    return tensors
 
 
 def _tensors(source: Given, family: Family | None, config: ModelConfig) -> TensorSource | None:

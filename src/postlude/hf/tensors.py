@@ -34,6 +34,14 @@ class TensorSource(Protocol):
         ...
 
 
+class SizedSource(TensorSource, Protocol):
+    """Tensors whose sizes are known before they are read."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The sizes of one tensor."""
+        ...
+
+
 class SafetensorsSource:
     """The safetensors of a model directory, sharded or not, memory-mapped and read tensor by tensor."""
 

@@ -31,6 +31,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    embedding_scale_rounded: bool = False
+    """Whether the scale is rounded to the dtype of the embedding, as Gemma's was in training."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     initializer_range: float = 0.02

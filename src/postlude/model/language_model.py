@@ -218,7 +218,10 @@ class LanguageModel(nn.Module):
     def _embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T / tp, H]."""
         embedded: Tensor = self.embedding(tokens)
-        return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale
+        scale = self.config.embedding_scale
+        if self.config.embedding_scale_rounded:
+            scale = torch.tensor(scale, dtype=embedded.dtype).item()  # on the host
+        return embedded if scale == 1.0 else embedded * scale
 
     def _processor(
         self, targets: Tensor | bool | None, processor: OutputProcessor | None, context: Any

@@ -1,0 +1,48 @@
+"""Gemma 3's text models: a norm before and after everything, most layers within a window, embeddings scaled up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, activation, decoder_config
+from postlude.hf.family import Family
+from postlude.model import ModelConfig
+from postlude.model.blocks import MLPConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """Norms store their weights around zero; windowed layers have rotary frequencies of their own."""
+    if hf.use_bidirectional_attention:
+        raise ValueError(
+            "use_bidirectional_attention=true makes this an encoder, which sees what it is to predict; load a Gemma "
+            "that was trained to predict."
+        )
+    mlp = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf, "hidden_activation"), norm="both")
+    config = decoder_config(
+        hf,
+        qkv_bias=hf.attention_bias,
+        output_bias=hf.attention_bias,
+        qk_norm="head",
+        norm="both",
+        scale=hf.query_pre_attn_scalar**-0.5,
+        blocks={"-": mlp},
+    )
+    return replace(
+        config,
+        norm_offset=1.0,
+        embedding_scale=hf.hidden_size**0.5,
+        embedding_scale_rounded=True,
+        logit_softcap=hf.final_logit_softcapping,
+    )
+
+
+NORM_NAMES = {
+    "attention.post_norm": "post_attention_layernorm",
+    "mlp.norm": "pre_feedforward_layernorm",
+    "mlp.post_norm": "post_feedforward_layernorm",
+}
+GEMMA3 = Family("gemma3_text", to_model, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | NORM_NAMES)

@@ -1,0 +1,29 @@
+"""GLM-4.5 and what shares its code: attention that turns half of a head, and DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, decoder_config, head_dim, rotary_dim
+from postlude.hf.deepseek_v3 import MOE_NAMES, dense_then_experts, layers_ahead
+from postlude.hf.family import Family
+from postlude.model import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def to_model(hf: PretrainedConfig) -> ModelConfig:
+    """Its biases are those of queries, keys and values."""
+    second, blocks = dense_then_experts(hf)
+    return decoder_config(
+        hf,
+        qkv_bias=hf.attention_bias,
+        qk_norm="head" if hf.use_qk_norm else None,
+        rotary_dim=rotary_dim(hf, head_dim(hf)),
+        layers=second,
+        blocks=blocks,
+    )
+
+
+GLM4_MOE = Family("glm4_moe", to_model, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES, left_out=layers_ahead)

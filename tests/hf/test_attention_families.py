@@ -1,0 +1,40 @@
+"""What families with latent attention, sinks or scaled embeddings ask of loading, beside equalling transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from postlude import load_model
+from tests.hf.families import CONFIGS, saved
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_layers_of_multi_token_prediction_are_left_out_aloud(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]()
+    assert config.num_nextn_predict_layers == 1
+    saved(config, tmp_path)
+    expected = load_model(tmp_path).state_dict()
+    file = tmp_path / "model.safetensors"
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(2, 2), "model.layers.3.enorm.weight": torch.ones(2)}
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=r"2 tensor\(s\) .* named model\.layers\.3\.… \(multi-token prediction\)"):
+        found = load_model(tmp_path).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    save_file(load_file(file) | {"model.layers.4.enorm.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    with (
+        pytest.warns(UserWarning, match="multi-token prediction"),
+        pytest.raises(ValueError, match=r"no place for: model\.layers\.4\.enorm\.weight"),
+    ):
+        load_model(tmp_path)
+
+
+def test_gemmas_scale_is_rounded_with_its_embedding(tmp_path: Path) -> None:
+    theirs = saved(CONFIGS["gemma3"](), tmp_path).bfloat16()
+    ours = load_model(tmp_path, dtype=torch.bfloat16)
+    tokens = torch.arange(theirs.config.vocab_size)
+    assert torch.equal(ours._embed(tokens), theirs.model.embed_tokens(tokens))
+    assert ours.config.embedding_scale != torch.tensor(ours.config.embedding_scale).bfloat16().item()
