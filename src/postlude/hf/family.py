@@ -18,7 +18,7 @@ from postlude.model import ModelConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from postlude.hf.tensors import SizedSource
+    from postlude.hf.tensor_source import SizedSource
 
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 OURS_ALONE = ("value_head.weight",)  # their models have no such tensor

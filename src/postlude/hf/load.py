@@ -26,13 +26,12 @@ from postlude.hf.families import FAMILIES
 from postlude.hf.family import OURS_ALONE, Family, Theirs, into_ours, overlap, their_tensors
 from postlude.hf.own import OWN, read_own
 from postlude.hf.source import Given, Recast, Source
+from postlude.hf.tensor_source import SizedSource, TensorSource
 from postlude.hf.tensors import (
     CheckpointSource,
     MemorySource,
     ModuleSource,
     SafetensorsSource,
-    SizedSource,
-    TensorSource,
     hf_config,
 )
 from postlude.hf.tokenizer import byte_tokenizer

@@ -6,7 +6,6 @@ import json
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,26 +19,6 @@ from postlude.parts import Reader, read_state
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MODEL = "model/"  # before the names of a model's tensors in a checkpoint
-
-
-class TensorSource(Protocol):
-    """Tensors by name, read on demand."""
-
-    def names(self) -> Iterable[str]:
-        """Every tensor there is."""
-        ...
-
-    def take(self, name: str) -> Tensor:
-        """One tensor. It is taken once, so a source may let go of it."""
-        ...
-
-
-class SizedSource(TensorSource, Protocol):
-    """Tensors whose sizes are known before they are read."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The sizes of one tensor."""
-        ...
 
 
 class SafetensorsSource:
