@@ -34,9 +34,11 @@ def loop(inputs: Tensor, kernel: Tensor, bias: Tensor | None, packing: Packing, 
     return output * output.sigmoid() if silu else output
 
 
-def assert_alike(inputs: list[Tensor | None], packing: Packing, silu: bool, tolerance: float) -> None:
+def assert_alike(
+    inputs: list[Tensor | None], packing: Packing, silu: bool, tolerance: float, backend: str = "auto"
+) -> None:
     exact = [None if tensor is None else tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
-    actual, expected = convolve(*inputs, packing, silu=silu), loop(*exact, packing, silu)
+    actual, expected = convolve(*inputs, packing, silu=silu, backend=backend), loop(*exact, packing, silu)
     assert actual.dtype == inputs[0].dtype
     assert_equal(actual.cpu(), expected, "output", tolerance)
     upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1)).to(actual)

@@ -31,6 +31,7 @@ KEPT = (
     "aten._flash_attention_forward",
     "torch_attn._varlen_attn",
     "postlude.ssd",
+    "postlude.ssd_triton",
     "postlude.gated_delta",
 )
 

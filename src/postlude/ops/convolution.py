@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -9,16 +10,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from postlude.ops.backend import Backend, takes_triton
 from postlude.ops.packing import Packing
 
+WIDEST = 8  # taps for which the Triton kernels are written out
 
-def convolve(inputs: Tensor, kernel: Tensor, bias: Tensor | None, packing: Packing, *, silu: bool = False) -> Tensor:
+
+def convolve(
+    inputs: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    packing: Packing,
+    *,
+    silu: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
     """Each channel of `inputs` [T, channels] by its own `kernel` [channels, K]: [T, channels].
 
     A token sees itself, by the kernel's last tap, and the K - 1 tokens before it in its own sequence; before the first
-    there are zeros. With `silu` that activation follows. Sums are fp32, or float64 where the inputs are.
+    there are zeros. With `silu` that activation follows. Sums are fp32, or float64 where the inputs are. `backend`:
+    "torch" anywhere, "triton" on CUDA; "auto" takes Triton where it can.
     """
     _check(inputs.shape[-1], kernel)
+    refused = None
+    if kernel.shape[1] > WIDEST:
+        refused = f"its kernels have {WIDEST} taps at most, and this has {kernel.shape[1]}"
+    elif inputs.numel() == 0:
+        refused = "there are no tokens"
+    if takes_triton("convolve", backend, inputs.device, inputs.dtype, refused=refused):
+        convolved: Tensor = _TritonConvolution.apply(inputs, kernel, bias, packing.positions().int(), silu)
+        return convolved
     output: Tensor = _Convolution.apply(
         inputs, kernel, bias, _spread(packing, kernel.shape[1] - 1), packing.count, silu
     )
@@ -103,6 +124,26 @@ class _Convolution(Function):
         if needs[2]:
             for_bias = upstream.sum(0).to(bias.dtype)
         return for_inputs, for_kernel, for_bias, None, None, None
+
+
+class _TritonConvolution(Function):
+    """The same in two kernels. The module that has them needs triton, and everything else does not."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
+        ctx.save_for_backward(inputs, kernel, bias, positions)
+        ctx.silu = silu
+        kernels = importlib.import_module("postlude.ops.convolution_triton")
+        output: Tensor = kernels.forward(inputs, kernel, bias, positions, silu)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, kernel, bias, positions = ctx.saved_tensors
+        kernels = importlib.import_module("postlude.ops.convolution_triton")
+        found = kernels.backward(inputs, kernel, bias, positions, ctx.silu, gradients[0])
+        for_bias = None if bias is None else found[2].to(bias.dtype)
+        return found[0], found[1].to(kernel.dtype), for_bias, None, None
 
 
 def _lay_out(tokens: Tensor, places: Tensor, sequences: int, gap: int) -> Tensor:

@@ -7,6 +7,8 @@ For each head, with its state S [p, n] zero before the first token of a sequence
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from postlude.ops.backend import Backend, takes_triton
 from postlude.ops.packing import Packing
 
 WORKSPACE = 1 << 26  # decays between tokens held at once; heads for which there is no room wait their turn
 BLOCK = 16  # chunks whose states one product carries along
+
+# What the Triton kernels' tiles take of a multiprocessor's shared memory, in bytes, for p and n up to these.
+SHARED = {(64, 128): 110_000, (64, 256): 176_000, (128, 128): 176_000}
 
 
 def ssd(
@@ -33,6 +39,7 @@ def ssd(
     *,
     chunk: int = 128,
     last_states: bool = False,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """The outputs [T, heads, p] and, where asked for, the states after the last token of each sequence, else None.
 
@@ -40,8 +47,16 @@ def ssd(
     adjacent heads; `D` [heads]. States are [sequences, heads, p, n]. Computed in fp32, or float64 where `x` is; outputs
     have x's dtype. Chunks of `chunk` tokens lie wherever they fall: what is of another sequence is masked. Of all that
     is computed the backward keeps nothing but the inputs.
+
+    `backend`: "torch" anywhere; "triton" on CUDA, whose matrix products take operands of x's dtype, and which has no
+    last states; "auto" takes Triton for half-precision tensors on CUDA where it can.
     """
     _check(x, dt, A, B, C, chunk)
+    refused = _refused(x, B, C, last_states)
+    unwise = None if x.dtype in (torch.bfloat16, torch.float16) else "its products are faster for half precision alone"
+    if takes_triton("ssd", backend, x.device, x.dtype, refused=refused, unwise=unwise):
+        output: Tensor = _TritonScan.apply(x, dt, A, B, C, D, packing.sequence_index().int(), chunk)
+        return output, None
     chunk = max(1, min(chunk, packing.total))
     at_once = WORKSPACE // max(1, packing.total * chunk)
     outputs, states = [], []
@@ -85,6 +100,29 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -
         raise ValueError(f"{B.shape[1]} groups of B and C for {heads} heads: groups divide the heads.")
     if chunk < 1:
         raise ValueError(f"chunks of {chunk} tokens: a chunk has at least 1.")
+
+
+def _refused(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> str | None:
+    """Why the Triton kernels cannot do this, if so."""
+    (tokens, _, width), size = x.shape, B.shape[2]
+    if last_states:
+        return "its kernels give no last states"
+    if tokens == 0:
+        return "there are no tokens"
+    if not x.dtype == B.dtype == C.dtype:
+        return f"its kernels want x, B and C of one dtype, and these are {x.dtype}, {B.dtype} and {C.dtype}"
+    needed = min((room for (p, n), room in SHARED.items() if width <= p and size <= n), default=None)
+    if needed is None:
+        return f"its kernels are for p and n up to one of {[*SHARED]}, and these are {width} and {size}"
+    if x.is_cuda and needed > _shared_memory(x.device):
+        return f"its kernels need {needed} bytes of shared memory, more than {torch.cuda.get_device_name(x.device)} has"
+    return None
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block can have."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def _turns(heads: int, groups: int, at_once: int) -> Iterator[tuple[slice, slice]]:
@@ -209,6 +247,44 @@ _operator = torch.library.custom_op(
     schema="(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor cu_seqlens, int chunk, bool last_states)"
     " -> (Tensor, Tensor)",
 )
+
+
+class _TritonScan(Function):
+    """All of it, D included. Here, too, the backward makes the states again."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        ctx.save_for_backward(*arguments[:7])
+        ctx.chunk = arguments[7]
+        output: Tensor = _triton_operator(*arguments)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *scanned, D, sequence = ctx.saved_tensors
+        scan = _kernels().Scan.of(*scanned, sequence, ctx.chunk)
+        found = zip((*scanned, D), scan.gradients(D, gradients[0]), strict=True)
+        return *(None if like is None else gradient.to(like.dtype) for like, gradient in found), None, None
+
+
+def _triton_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, sequence: Tensor, chunk: int
+) -> Tensor:
+    output: Tensor = _kernels().Scan.of(x, dt, A, B, C, sequence, chunk).outputs(D)
+    return output
+
+
+_triton_operator = torch.library.custom_op(
+    "postlude::ssd_triton",
+    _triton_scan,
+    mutates_args=(),
+    schema="(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor sequence, int chunk) -> Tensor",
+)
+
+
+def _kernels() -> Any:
+    """Imported here: the module needs triton, and everything else does not."""
+    return importlib.import_module("postlude.ops.ssd_triton")
 
 
 def _carry(added: Tensor, through: Tensor) -> Tensor:
