@@ -8,8 +8,6 @@ timed in the same run. "Extra" is peak allocation above the inputs, the two grad
 can be imported; most compute less (see the `computes` column), and none of them skips ignored positions.
 """
 
-# ruff: noqa: PLC0415 (what may be missing is imported where it is used)
-
 from __future__ import annotations
 
 import argparse

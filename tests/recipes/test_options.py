@@ -24,6 +24,7 @@ Heard = dict[str, tuple[str, ...]]
 END = "<end>"
 
 DECAY = ("--optimizer.schedule.shape=linear", "--optimizer.schedule.steps=4")
+AHEAD = "--mtp.weight=0.3"
 TRAINING: Heard = {
     "seed": ("1",),
     "steps": ("1",),
@@ -38,6 +39,11 @@ TRAINING: Heard = {
     "optimizer.schedule.warmup": ("3",),
     "optimizer.schedule.steps": ("3", *DECAY),
     "optimizer.schedule.floor": ("0.5", *DECAY),
+    "mtp.weight": ("0.6", AHEAD),
+    "mtp.depths": ("2", AHEAD),
+    "mtp.layers": ("-", AHEAD),
+    "mtp.stop_trunk": ("true", AHEAD),
+    "mtp.stop_head": ("true", AHEAD),
 }
 SUPERVISED: Heard = {
     **TRAINING,

@@ -72,14 +72,14 @@ def estimate(
         if layout.pp > 1:  # between the microbatches of a pipeline weights and gradients stay whole
             gathered = whole // layout.tp * (compute_bytes + STORED)
         else:
-            gathered = (2 * max(sizes[0][1:]) + sizes[0][0]) // layout.tp * compute_bytes
+            gathered = (2 * max(sizes[0][1:], default=0) + sizes[0][0]) // layout.tp * compute_bytes
         kept = [config.blocks[symbol].kept(config.hidden_size) for stage in stages for symbol in _blocks(config, stage)]
         layers = sum(len(config.stage_layers(stage)) for stage in stages)
         a_token = sum(kept)
         if recompute == "selective":
             a_token *= SELECTIVE
         elif recompute == "full":
-            a_token = layers * config.hidden_size + max(kept)
+            a_token = layers * config.hidden_size + max(kept, default=0)
         in_flight = layout.pp - rank if layout.vpp == 1 else layout.pp
         head = _head(config, layout, tokens, device) if any(stage.last for stage in stages) else 0
         found.append(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -93,6 +94,23 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
             "log-probs), `reference`, `teacher`, `train`, `evaluation`",
             "≥ 0",
             "what to make faster first",
+        ),
+    },
+    "Multi-token prediction": {
+        "mtp_D/nll": Metric(
+            "Further ahead, nll",
+            "mean negative log-likelihood of the token D further ahead than the next, by depth D",
+            "≥ 0",
+            "falls; above the trunk's `nll`, as it looks further",
+        ),
+        "mtp_D/accepted": Metric(
+            "Drafted right",
+            "share of tokens that depth D ranks first: those that a draft of it would have got right",
+            "0 to 1",
+            "rises; it is what speculative decoding gains by",
+        ),
+        "mtp_D/loss": Metric(
+            "Further ahead, loss", "what a processor of yours returned for depth D, its mean", "any", "as you made it"
         ),
     },
     "Answers": {
@@ -199,7 +217,7 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
 METRICS: Mapping[str, Metric] = {name: metric for group in GROUPS.values() for name, metric in group.items()}
 
 
-def explain(name: str) -> Metric | None:
+def explain(name: str) -> Metric | None:  # noqa: PLR0911 - one for each form that names have
     """What a metric means; None for one that only its objective knows."""
     if name in METRICS:
         return METRICS[name]
@@ -209,6 +227,8 @@ def explain(name: str) -> Metric | None:
         return Metric(
             f"pass@{k}", pass_at.meaning.replace("of k answers", f"of {k} answers"), pass_at.range, pass_at.watch
         )
+    if found := re.fullmatch(r"mtp_(\d+)/(\w+)", name):
+        return _at_depth(found[1], METRICS.get(f"mtp_D/{found[2]}"))
     if name.startswith(PARTS):
         return _named(METRICS[f"{PARTS}NAME"], name.removeprefix(PARTS))
     if name.startswith(TIME):
@@ -242,6 +262,13 @@ def glossary() -> str:
         lines += ["", f"## {group}", "", "| name | what it is | range | what to look for |", "|---|---|---|---|"]
         lines += [f"| `{name}` | {each.meaning} | {each.range} | {each.watch} |" for name, each in metrics.items()]
     return "\n".join(lines) + "\n"
+
+
+def _at_depth(depth: str, metric: Metric | None) -> Metric | None:
+    if metric is None:
+        return None
+    meaning = metric.meaning.replace("depth D", f"depth {depth}").replace("token D", f"token {depth}")
+    return Metric(f"{metric.title} ({depth})", meaning, metric.range, metric.watch)
 
 
 def _named(metric: Metric, name: str) -> Metric:

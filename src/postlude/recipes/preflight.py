@@ -27,6 +27,7 @@ from postlude.engine import AdamW
 from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer, read_model
 from postlude.model import ModelConfig
+from postlude.recipes.ahead import source_of
 from postlude.recipes.config.schema import plain
 from postlude.recipes.config.settings import (
     Answers,
@@ -99,7 +100,8 @@ class Subject:
     @cached_property
     def model(self) -> tuple[Family | None, ModelConfig]:
         """The model's family, if it has one, and its config."""
-        return read_model(self.config.model)
+        config = self.config
+        return read_model(source_of(config.model, config.mtp if isinstance(config, Training) else None))
 
     @cached_property
     def size(self) -> int:

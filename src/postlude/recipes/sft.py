@@ -21,6 +21,7 @@ class SFTTrainer(SupervisedTrainer[Encoded]):
     """A run of SFT."""
 
     name = "sft"
+    learned = "loss_mask"
 
     def __init__(self, config: SFTConfig, device: str) -> None:
         self.config = config

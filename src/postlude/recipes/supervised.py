@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from postlude.data import Batch
 from postlude.objectives import Objective
+from postlude.recipes.ahead import beside
 from postlude.recipes.config.configs import Supervised
 from postlude.recipes.encodings import CACHE, Encodings
 from postlude.recipes.examples import Course, Examples, Indexed, Pairs
@@ -66,7 +67,9 @@ class SupervisedTrainer(Trainer, Generic[Row]):
     def evaluate(self) -> dict[str, float]:
         """The objective on rows that are never trained on."""
         batch, _ = self.batch_of(self.course.held_out, held_out=True)
-        result = self.engine.measure(batch, self.objective)
+        # Predictions further ahead are shown, and are no part of what is compared.
+        objective = beside(self.objective, self.settings.mtp, self.learned, counted=False)
+        result = self.engine.measure(batch, objective)
         return {f"{EVAL}{LOSS}": result.loss} | {f"{EVAL}{name}": value for name, value in result.metrics.items()}
 
     def state(self) -> dict[str, Any]:

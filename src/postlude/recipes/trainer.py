@@ -26,9 +26,11 @@ from postlude.hf.card import ModelCard
 from postlude.hf.load import load_tokenizer
 from postlude.objectives import Objective
 from postlude.optimizer import OptimizerConfig
+from postlude.recipes.ahead import beside, source_of
 from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
 from postlude.recipes.config import schema
+from postlude.recipes.config.configs import MASK
 from postlude.recipes.config.settings import Training
 from postlude.recipes.health import Health, Hopeless
 from postlude.recipes.live import LiveView
@@ -69,6 +71,8 @@ class Trainer(ABC):
     """Steps between evaluations, which are also made before the first step and after the last; 0 makes none."""
     warm: int = 0
     """Steps that come before those of the recipe itself."""
+    learned: str = MASK
+    """The column of its batches that marks the tokens to learn."""
 
     def __init__(self, config: Training, device: str, optimizer: OptimizerConfig | None = None) -> None:
         self.settings = config
@@ -79,7 +83,7 @@ class Trainer(ABC):
         torch.manual_seed(config.seed)  # nothing here draws from it, but an objective of the user's may
         self.tokenizer: Any = load_tokenizer(config.model)
         self.engine = Engine(
-            config.model,
+            source_of(config.model, config.mtp),
             layout=config.layout,
             optimizer=optimizer or config.optimizer,
             budget=config.budget,
@@ -87,6 +91,7 @@ class Trainer(ABC):
             device=device,
             recompute=config.recompute,
             seed=config.seed,
+            mtp=config.mtp is not None,
         )
         self.step = 0
         self.saved = 0  # the step of the last checkpoint
@@ -208,7 +213,7 @@ class Trainer(ABC):
     def learn(self, batch: Batch, objective: Objective) -> dict[str, Any]:
         """One optimizer step on a batch; returns its metrics."""
         with self.timed("train"):
-            result = self.engine.forward_backward(batch, objective)
+            result = self.engine.forward_backward(batch, beside(objective, self.settings.mtp, self.learned))
             moved = self.engine.optimizer_step()
         self.health.learned(result.loss, moved.skipped, self.step + 1)
         found = {LOSS: result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}

@@ -249,6 +249,21 @@ class Limits(Settings):
     """Steps in a row that failing rewards, low entropy, or groups without a difference are borne."""
 
 
+class Ahead(Settings):
+    """Multi-token prediction beside the objective. A model without depths for it gets fresh ones."""
+
+    weight: NonNegative = 0.1
+    """Of the mean loss of the depths, beside the objective."""
+    depths: PositiveInt = 1
+    """How many tokens further ahead than the next are predicted; a model that has depths has as many already."""
+    layers: str | None = None
+    """What each fresh depth is made of, as a pattern; none takes the model's last layer."""
+    stop_trunk: bool = False
+    """Whether the trunk and the embedding are left alone by it."""
+    stop_head: bool = False
+    """Whether the output head is left alone by it."""
+
+
 class Training(Model):
     """What is common to recipes that train."""
 
@@ -256,6 +271,8 @@ class Training(Model):
     """How the model is divided, such as pp=2,tp=2."""
     optimizer: OptimizerSettings = AdamW()
     """How weights are moved."""
+    mtp: Ahead | None = None
+    """Multi-token prediction of the tokens that are learned, beside the objective; none leaves it out."""
     recompute: Recompute = "none"
     """What is computed again in the backward instead of kept."""
     save_every: NonNegativeInt = 50
