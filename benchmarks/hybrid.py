@@ -1,0 +1,98 @@
+"""A hybrid and a transformer of equal size learn the same bytes: their loss curves, and their speed.
+
+    PYTHONPATH=src python benchmarks/hybrid.py --json benchmarks/results/hybrid_h200.json
+
+The text is the Python standard library of this machine, cut into packed sequences of uneven lengths. Both see the same
+batches in the same order; sizes are chosen so that parameters agree to a few per cent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from postlude import AdamW, Batch, Engine, ModelConfig, Pattern, ranks
+from postlude.model.blocks import AttentionConfig, BlockConfig, GatedDeltaConfig, MambaConfig, MLPConfig
+from postlude.objectives import SFT
+from postlude.optimizer import Schedule
+
+HIDDEN, VOCABULARY = 512, 256
+BLOCKS: dict[str, BlockConfig] = {
+    "*": AttentionConfig(heads=8, kv_heads=8, head_dim=64),
+    "M": MambaConfig(heads=10, head_dim=64, state_size=64, groups=2, norm_groups=2),
+    "G": GatedDeltaConfig(key_heads=3, value_heads=6, key_dim=96, value_dim=96),
+    "-": MLPConfig(intermediate_size=1536),
+}
+PATTERNS = {"transformer": "[*-]{8}", "hybrid": "([M-][G-][G-][*-]){2}"}
+
+
+def text() -> bytes:
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return b"\n".join(path.read_bytes() for path in files)
+
+
+def batches(steps: int, tokens: int) -> list[Batch]:
+    numbers, written, found = random.Random(0), text(), []
+    for _ in range(steps):
+        sequences: list[list[int]] = []
+        left = tokens
+        while left > 1:
+            length = min(left, numbers.randrange(64, 2048))
+            start = numbers.randrange(len(written) - length)
+            sequences.append(list(written[start : start + length]))
+            left -= length
+        found.append(Batch([torch.tensor(each) for each in sequences]))
+    return found
+
+
+def learn(pattern: str, given: list[Batch], tokens: int) -> dict[str, Any]:
+    config = ModelConfig(
+        pattern=Pattern.parse(pattern), hidden_size=HIDDEN, vocab_size=VOCABULARY, blocks=BLOCKS, tied_head=True
+    )
+    schedule = Schedule(shape="cosine", warmup=20, steps=len(given), floor=0.1)
+    engine = Engine(config, optimizer=AdamW(lr=1e-3, betas=(0.9, 0.95), schedule=schedule), budget=tokens)
+    losses, began = [], time.perf_counter()
+    for number, batch in enumerate(given):
+        if number == len(given) // 4:  # kernels are compiled by then
+            began = time.perf_counter()
+        losses.append(engine.forward_backward(batch, SFT()).loss)
+        engine.optimizer_step()
+    seconds = time.perf_counter() - began
+    timed = len(given) - len(given) // 4
+    size = sum(parameter.numel() for parameter in engine.parameters.values())
+    return {
+        "pattern": pattern,
+        "parameters": size,
+        "losses": [round(loss, 4) for loss in losses],
+        "tokens_per_second": round(timed * tokens / seconds),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with ranks():
+        given = batches(arguments.steps, arguments.tokens)
+        found = {name: learn(pattern, given, arguments.tokens) for name, pattern in PATTERNS.items()}
+    for name, each in found.items():
+        last = each["losses"][-20:]
+        print(
+            name, each["pattern"], f"{each['parameters']:,}", f"{sum(last) / len(last):.4f}", each["tokens_per_second"]
+        )
+    if arguments.json:
+        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        arguments.json.write_text(json.dumps({"machine": machine, "tokens": arguments.tokens, **found}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
