@@ -1,4 +1,4 @@
-"""DeepSeek-V3, and what shares its code (R1, Moonlight, Kimi-K2): latent attention, and experts chosen by groups."""
+"""DeepSeek-V3, and what shares its code (R1, Moonlight): latent attention, and experts chosen by groups."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
         latent_size=hf.kv_lora_rank,
         query_latent_size=hf.q_lora_rank,
         rotary=rotary(hf, "full_attention"),
-        interleaved=hf.rope_interleave,
+        interleaved=bool(hf.rope_interleave),
         bias=hf.attention_bias,
         scale=width**-0.5 * sharpness,
     )
