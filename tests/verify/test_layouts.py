@@ -18,6 +18,8 @@ from transformers import (
 )
 
 from postlude import Layout
+from postlude.hf.load import read_model
+from postlude.model.blocks import BLOCKS
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
 from postlude.verify.compare import Report, compare
@@ -56,6 +58,27 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("case", cases())
 def test_a_layout_equals_one_rank(ranks: Any, case: Case) -> None:
     report = check(ranks, case)
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+def hybrids() -> list[Any]:
+    """Every kind of block and a depth that predicts ahead in every kind of layout, the objectives in turn."""
+    layouts = ("tp=2", "cp=2", "pp=2", "dp_shard=2,ep=2", "dp_shard=2", "pp=2,vpp=2", "pp=2,cp=2", "tp=2,pp=2,cp=2")
+    found = []
+    for place, layout in enumerate(map(Layout.parse, layouts)):
+        for turn, objective in enumerate(("grpo", "dpo", "sft")):
+            mark = pytest.mark.slow if turn == place % 3 else pytest.mark.thorough
+            case = Case("tiny-hybrid", layout, objective, initializer_range=0.1)
+            found.append(pytest.param(case, id=f"{label(layout)}-{objective}", marks=mark))
+    return found
+
+
+@pytest.mark.parametrize("case", hybrids())
+def test_a_hybrid_of_all_blocks_equals_one_rank(ranks: Any, case: Case) -> None:
+    kinds, expected = set(read_model("tiny-hybrid")[1].symbols), set(BLOCKS)
+    assert kinds == expected
+    report = check(ranks, case)
+    assert any(name.startswith("mtp.0.") for name in report.gradients)
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
