@@ -75,12 +75,41 @@ def learn(pattern: str, given: list[Batch], tokens: int) -> dict[str, Any]:
     }
 
 
+def drawn(found: dict[str, Any]) -> str:
+    """Loss by step, each the mean of ten around it, as an SVG."""
+    width, height, left, top, colours = 640, 300, 46, 16, {"transformer": "#2f6fde", "hybrid": "#e0702d"}
+    steps = max(len(found[name]["losses"]) for name in PATTERNS)
+    x, y = (width - left - 12) / steps, (height - top - 34) / 5.0
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for value in range(6):
+        at = top + (5 - value) * y
+        lines.append(f'<line x1="{left}" x2="{width - 12}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e3e6ea"/>')
+        lines.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end" fill="#555555">{value}</text>')
+    for place, (name, colour) in enumerate(colours.items()):
+        losses = found[name]["losses"]
+        smooth = [sum(losses[max(0, i - 5) : i + 5]) / len(losses[max(0, i - 5) : i + 5]) for i in range(len(losses))]
+        points = " ".join(f"{left + i * x:.1f},{top + (5 - loss) * y:.1f}" for i, loss in enumerate(smooth))
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        label = f"{name} {found[name]['pattern']}, {found[name]['parameters'] / 1e6:.1f} M"
+        lines.append(f'<text x="{left + 250}" y="{top + 14 + 16 * place}" fill="{colour}">{label}</text>')
+    lines.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle" fill="#555555">step (of {steps})</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--draw", type=Path, nargs=2, metavar=("JSON", "SVG"), help="draw an earlier result instead")
     arguments = parser.parse_args()
+    if arguments.draw:
+        arguments.draw[1].write_text(drawn(json.loads(arguments.draw[0].read_text())))
+        return
     with ranks():
         given = batches(arguments.steps, arguments.tokens)
         found = {name: learn(pattern, given, arguments.tokens) for name, pattern in PATTERNS.items()}
