@@ -42,7 +42,9 @@ def families() -> dict[str, ModelConfig]:
 def drawing(models: dict[str, ModelConfig]) -> str:
     """The picture as text."""
     longest = max(len(model.pattern) for model in models.values())
-    width, height = LEFT + longest * (SQUARE + GAP) + 24, TOP + len(models) * ROW + 8
+    words = {symbol: f"{symbol} {WORDS.get(symbol, SYMBOLS[symbol].replace('_', ' '))}" for symbol in COLOURS}
+    legend = 24 + sum(34 + 7 * len(word) for word in words.values())
+    width, height = max(LEFT + longest * (SQUARE + GAP) + 24, legend), TOP + len(models) * ROW + 8
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="ui-monospace, Menlo, monospace" font-size="11">',
@@ -50,10 +52,9 @@ def drawing(models: dict[str, ModelConfig]) -> str:
     ]
     x = 12
     for symbol, colour in COLOURS.items():
-        word = WORDS.get(symbol, SYMBOLS[symbol].replace("_", " "))
         lines.append(f'<rect x="{x}" y="14" width="{SQUARE}" height="{SQUARE}" fill="{colour}"/>')
-        lines.append(f'<text x="{x + 14}" y="23" fill="#222222">{escape(symbol)} {escape(word)}</text>')
-        x += 34 + 7 * len(f"{symbol} {word}")
+        lines.append(f'<text x="{x + 14}" y="23" fill="#222222">{escape(words[symbol])}</text>')
+        x += 34 + 7 * len(words[symbol])
     for row, (name, model) in enumerate(models.items()):
         y = TOP + row * ROW
         text = str(model.pattern)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.hf.family import EXPERT, Family, Within, into_ours, into_theirs, places, rows, their_tensors
+from postlude.hf.family import EXPERT, Family, Inside, into_ours, into_theirs, places, rows, their_tensors
 from postlude.model import ModelConfig, Pattern
 from postlude.model.blocks import MLPConfig
 
@@ -27,14 +27,14 @@ SHAPES = {
 }
 NAMES = {
     # by head: two of the query, then the key, twice
-    "x.query.weight": Within("fused.weight", (10, 5), split=(2, 5, 5), index=(slice(None), slice(0, 3))),
-    "x.key.weight": Within("fused.weight", (10, 5), split=(2, 5, 5), index=(slice(None), slice(3, 5))),
-    "x.conv.weight": Within("conv1d.weight", (10, 1, 3), split=(10, 3)),
+    "x.query.weight": Inside("fused.weight", (10, 5), split=(2, 5, 5), index=(slice(None), slice(0, 3))),
+    "x.key.weight": Inside("fused.weight", (10, 5), split=(2, 5, 5), index=(slice(None), slice(3, 5))),
+    "x.conv.weight": Inside("conv1d.weight", (10, 1, 3), split=(10, 3)),
     # transposed, gate and up in turn
-    "x.gate.weight": Within(
+    "x.gate.weight": Inside(
         "experts.both", (2, 5, 8), index=(slice(None), slice(None), slice(0, 8, 2)), order=(0, 2, 1)
     ),
-    "x.up.weight": Within("experts.both", (2, 5, 8), index=(slice(None), slice(None), slice(1, 8, 2)), order=(0, 2, 1)),
+    "x.up.weight": Inside("experts.both", (2, 5, 8), index=(slice(None), slice(None), slice(1, 8, 2)), order=(0, 2, 1)),
     "x.one": f"experts.{EXPERT}.one",
     "x.bias": "bias",
     "x.apart.weight": rows("wide", 1, 4, (5, 2)),

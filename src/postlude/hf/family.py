@@ -71,7 +71,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Within:
+class Inside:
     """A tensor of ours inside one of theirs, which keeps others beside it: as a `Place` says, by a name in the layer.
 
     `{expert}` in the name is allowed: then ours is stacked, and this is said of each expert's tensor.
@@ -85,12 +85,12 @@ class Within:
     order: tuple[int, ...] = ()
 
 
-def rows(theirs: str, start: int, stop: int, shape: Sequence[int]) -> Within:
+def rows(theirs: str, start: int, stop: int, shape: Sequence[int]) -> Inside:
     """Rows `start` to `stop` of theirs, which has `shape`."""
-    return Within(theirs, tuple(shape), index=(slice(start, stop),))
+    return Inside(theirs, tuple(shape), index=(slice(start, stop),))
 
 
-Names: TypeAlias = Mapping[str, "str | Within"]
+Names: TypeAlias = Mapping[str, "str | Inside"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Family:
     """One `model_type`: its config -> ModelConfig, and where its tensors stand.
 
     `names` maps a module inside one of our layers ("attention.q_proj") to the module inside one of theirs
-    ("self_attn.q_proj"), or a whole tensor ("moe.selection_bias") to theirs, by name or `Within` another. `{expert}` in
+    ("self_attn.q_proj"), or a whole tensor ("moe.selection_bias") to theirs, by name or `Inside` another. `{expert}` in
     their name stands for one tensor an expert, which we hold stacked. Names that hang on sizes are a function of the
     config. `outer` names what stands outside the layers, and `layer` what goes before names inside one. `modules` are
     parts of names that transformers' modules have where its files have others. `left_out` says what their files may
@@ -119,11 +119,11 @@ class Family:
         """What their files may hold besides: by what its names begin with, what it is."""
         return self.left_out(config) if callable(self.left_out) else self.left_out
 
-    def theirs(self, name: str, config: ModelConfig) -> Within:
+    def theirs(self, name: str, config: ModelConfig) -> Inside:
         """Where our tensor is, by a name of theirs that is whole but for `{expert}`: layers.3.… -> model.layers.3.…."""
         module, _, leaf = name.rpartition(".")
         if module in self.outer:
-            return Within(f"{self.outer[module]}.{leaf}")
+            return Inside(f"{self.outer[module]}.{leaf}")
         names = self.names(config) if callable(self.names) else self.names
         _, layer, inner = module.split(".", 2) if module.count(".") > 1 else (*module.split("."), "")
         whole = names.get(f"{inner}.{leaf}".removeprefix("."))  # such as one that is no module's weight or bias
@@ -133,7 +133,7 @@ class Family:
                 f"{self.model_type} models have no tensor for {name}. Give a family of your own that names it, or a "
                 "ModelConfig with family=None to go by our names."
             )
-        within = found if isinstance(found, Within) else Within(found)
+        within = found if isinstance(found, Inside) else Inside(found)
         return replace(within, theirs=f"{self.layer.replace(LAYER, layer)}.{within.theirs}")
 
 
@@ -144,7 +144,7 @@ def places(family: Family | None, config: ModelConfig, name: str, shape: Sequenc
     """
     if name in OURS_ALONE:
         return
-    theirs = Within(name) if family is None else family.theirs(name, config)
+    theirs = Inside(name) if family is None else family.theirs(name, config)
     whole = tuple(slice(0, size) for size in shape)
     if EXPERT not in theirs.theirs:
         yield _place(theirs, theirs.theirs, tuple(shape), whole)
@@ -154,7 +154,7 @@ def places(family: Family | None, config: ModelConfig, name: str, shape: Sequenc
         yield _place(theirs, name_of_one, tuple(shape[1:]), (slice(expert, expert + 1), *whole[1:]))
 
 
-def _place(within: Within, theirs: str, shape: tuple[int, ...], ours: Region) -> Place:
+def _place(within: Inside, theirs: str, shape: tuple[int, ...], ours: Region) -> Place:
     return Place(theirs, within.shape or shape, within.split, within.index, within.order, ours)
 
 

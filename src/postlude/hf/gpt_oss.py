@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ATTENTION_NAMES, decoder_config
-from postlude.hf.family import Family, Names, Within
+from postlude.hf.family import Family, Inside, Names
 from postlude.hf.mxfp4 import Mxfp4Source
 from postlude.model import ModelConfig
 from postlude.model.blocks import MoEConfig
@@ -53,10 +53,10 @@ def names(config: ModelConfig) -> Names:
         "attention.sinks": "self_attn.sinks",
         "moe.norm": "post_attention_layernorm",
         "moe.router": "mlp.router",
-        "moe.experts.down_proj.weight": Within("mlp.experts.down_proj", (count, inner, outer), order=(0, 2, 1)),
+        "moe.experts.down_proj.weight": Inside("mlp.experts.down_proj", (count, inner, outer), order=(0, 2, 1)),
         "moe.experts.down_proj.bias": "mlp.experts.down_proj_bias",
         **{
-            f"moe.experts.{name}_proj.weight": Within(
+            f"moe.experts.{name}_proj.weight": Inside(
                 "mlp.experts.gate_up_proj",
                 (count, outer, 2 * inner),
                 index=(everything, everything, every_other(first)),
@@ -65,7 +65,7 @@ def names(config: ModelConfig) -> Names:
             for first, name in enumerate(("gate", "up"))
         },
         **{
-            f"moe.experts.{name}_proj.bias": Within(
+            f"moe.experts.{name}_proj.bias": Inside(
                 "mlp.experts.gate_up_proj_bias", (count, 2 * inner), index=(everything, every_other(first))
             )
             for first, name in enumerate(("gate", "up"))

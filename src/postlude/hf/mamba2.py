@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import model_config
-from postlude.hf.family import Family, Names, Within, rows
+from postlude.hf.family import Family, Inside, Names, rows
 from postlude.model import ModelConfig
 from postlude.model.blocks import MambaConfig
 
@@ -53,7 +53,7 @@ def mamba_names(mixer: str, config: ModelConfig) -> Names:
     """
     block = config.blocks["M"]
     assert isinstance(block, MambaConfig)
-    names: dict[str, str | Within] = {
+    names: dict[str, str | Inside] = {
         "mamba.gated_norm": f"{mixer}.norm",
         "mamba.out_proj": f"{mixer}.out_proj",
         **{f"mamba.vectors.{vector}": f"{mixer}.{vector}" for vector in ("A_log", "dt_bias", "D")},
@@ -69,7 +69,7 @@ def mamba_names(mixer: str, config: ModelConfig) -> Names:
     start, total = 0, inner + 2 * shared
     for name, size in {"x_conv": inner, "b_conv": shared, "c_conv": shared}.items():
         stop, taps = start + size, block.conv_kernel
-        names[f"mamba.{name}.weight"] = Within(
+        names[f"mamba.{name}.weight"] = Inside(
             f"{mixer}.conv1d.weight", (total, 1, taps), split=(total, taps), index=(slice(start, stop),)
         )
         names[f"mamba.{name}.bias"] = rows(f"{mixer}.conv1d.bias", start, stop, (total,))

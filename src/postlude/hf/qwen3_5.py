@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from postlude.hf.decoder import activation
-from postlude.hf.family import LAYER, Family, Names, Within, rows
+from postlude.hf.family import LAYER, Family, Inside, Names, rows
 from postlude.hf.qwen3_next import (
     LEFT_OUT,
     NAMES,
@@ -65,8 +65,8 @@ def stacked_names(config: ModelConfig) -> Names:
     shape = (moe.experts, 2 * inner, config.hidden_size)
     return {
         **names(config),
-        "moe.experts.gate_proj.weight": Within("mlp.experts.gate_up_proj", shape, index=(slice(None), slice(0, inner))),
-        "moe.experts.up_proj.weight": Within(
+        "moe.experts.gate_proj.weight": Inside("mlp.experts.gate_up_proj", shape, index=(slice(None), slice(0, inner))),
+        "moe.experts.up_proj.weight": Inside(
             "mlp.experts.gate_up_proj", shape, index=(slice(None), slice(inner, 2 * inner))
         ),
         "moe.experts.down_proj.weight": "mlp.experts.down_proj",

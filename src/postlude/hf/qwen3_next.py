@@ -15,7 +15,7 @@ from postlude.hf.decoder import (
     rotary,
     rotary_dim,
 )
-from postlude.hf.family import Family, Names, Within
+from postlude.hf.family import Family, Inside, Names
 from postlude.hf.qwen3_moe import MOE_NAMES
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, GatedDeltaConfig, MLPConfig, MoEConfig
@@ -125,7 +125,7 @@ def gated_attention_names(config: ModelConfig) -> Names:
     found = {}
     for leaf, shape in (("weight", (config.hidden_size,)), ("bias", ())):
         for place, name in enumerate(("q_proj", "gate_proj")):
-            found[f"attention.{name}.{leaf}"] = Within(
+            found[f"attention.{name}.{leaf}"] = Inside(
                 f"self_attn.q_proj.{leaf}",
                 (heads * 2 * width, *shape),
                 split=(heads, 2, width, *shape),
@@ -141,8 +141,8 @@ def gated_delta_names(config: ModelConfig) -> Names:
     delta = cast(GatedDeltaConfig, config.blocks["G"])
     channels, width = 2 * delta.keys + delta.values, delta.conv_kernel
     ends = (delta.keys, 2 * delta.keys, channels)
-    found: dict[str, str | Within] = {
-        f"gated_delta.{name}_conv.weight": Within(
+    found: dict[str, str | Inside] = {
+        f"gated_delta.{name}_conv.weight": Inside(
             "linear_attn.conv1d.weight", (channels, 1, width), split=(channels, width), index=(slice(start, stop),)
         )
         for name, start, stop in zip("qkv", (0, *ends), ends, strict=False)
@@ -156,12 +156,12 @@ def gated_delta_names(config: ModelConfig) -> Names:
     }
 
 
-def _by_head(theirs: str, heads: int, size: int, stretches: Sequence[int]) -> list[Within]:
+def _by_head(theirs: str, heads: int, size: int, stretches: Sequence[int]) -> list[Inside]:
     """Matrices that stand in theirs one after another, head by head, each with its stretch of rows of a head."""
     rows_of_head, found, start = sum(stretches), [], 0
     for stretch in stretches:
         index = (slice(None), slice(start, start + stretch))
-        found.append(Within(theirs, (heads * rows_of_head, size), split=(heads, rows_of_head, size), index=index))
+        found.append(Inside(theirs, (heads * rows_of_head, size), split=(heads, rows_of_head, size), index=index))
         start += stretch
     return found
 
