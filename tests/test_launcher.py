@@ -104,7 +104,8 @@ def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_pa
         ("raise", 1, "rank 1 of 3 failed: ValueError: no such column"),
         ("kill", 1, "rank 1 of 3 does not answer any more: it was killed or lost."),
         ("return", 1, "rank 1 of 3 finished without coming to this collective."),
-        ("sleep", 1, "rank 1 of 3 did not come: it is in misbehave "),
+        # A process that sleeps is waited for; what is said of it is the same with an agent, and shown there.
+        pytest.param("sleep", 1, "rank 1 of 3 did not come: it is in misbehave ", marks=pytest.mark.thorough),
         ("raise", 0, "rank 0 of 3 failed: ValueError: no such column"),  # rank 0 holds the store
         ("kill", 0, "rank 0 of 3 does not answer any more: it was killed or lost, and the last words with it."),
     ],

@@ -107,7 +107,7 @@ def load_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str
             ODD, "", "tp=2,dp_shard=2", id="odd vocabulary, one rank -> tp=2,dp_shard=2", marks=pytest.mark.thorough
         ),
         pytest.param(
-            ODD_MOE, "dp_shard=4", "tp=2,cp=2", id="odd experts, dp_shard=4 -> tp=2,cp=2", marks=pytest.mark.slow
+            ODD_MOE, "dp_shard=4", "tp=2,cp=2", id="odd experts, dp_shard=4 -> tp=2,cp=2", marks=pytest.mark.thorough
         ),
     ],
 )

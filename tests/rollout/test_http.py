@@ -337,7 +337,7 @@ def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
             process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # starts a real server; what it answers is shown here by one of our own
 def test_against_transformers_serve(tmp_path: Path) -> None:
     """Its greedy answers are the native generator's, on the same weights."""
     pytest.importorskip("fastapi", reason="transformers[serving] is not installed")
