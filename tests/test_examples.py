@@ -19,6 +19,7 @@ def run(name: str, told: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_example_runs_and_is_short(tmp_path: Path, name: str) -> None:
     source = (EXAMPLES / f"{name}.py").read_text()
     code = [line for line in source.splitlines() if line.strip() and not line.startswith(("import", "from", '"""'))]

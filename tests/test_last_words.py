@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from postlude.world.last_words import LastWords, Word
@@ -63,6 +64,7 @@ def test_the_first_failure_is_named_by_two_thousand_ranks_in_a_few_operations_ea
     assert store.store.check([f"bell/{rank}" for rank in range(SIZE)])
 
 
+@pytest.mark.slow
 def test_one_rank_asks_where_the_others_are_and_tells_all() -> None:
     store = Counting()
     ranks = everyone(store)
@@ -86,6 +88,7 @@ def test_one_rank_asks_where_the_others_are_and_tells_all() -> None:
     assert store.operations[asker] < 4 * SIZE + 400  # all bells twice, all words; and again and again until time is up
 
 
+@pytest.mark.slow
 def test_a_silent_asker_is_named() -> None:
     store = Counting()
     ranks = [LastWords(rank, 3, 600.0, store.of(rank)) for rank in range(3)]

@@ -45,6 +45,7 @@ def swapped(group: Any, size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_scans_over_whole_sequences_equal_one_rank(ranks: Any, size: int) -> None:
     (whole,) = pack(sequences(), budget=64)
     one = features(whole.tokens, whole.positions).requires_grad_()

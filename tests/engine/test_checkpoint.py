@@ -111,6 +111,7 @@ def load_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(
     ranks: Any, tmp_path: Path, hf: PretrainedConfig, before: str, after: str
 ) -> None:
@@ -384,6 +385,7 @@ DAMAGES = (
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=[damage.__name__ for damage in DAMAGES])
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_on_every_rank_and_changes_nothing(
     ranks: Any, saved: Path, tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:
@@ -468,6 +470,7 @@ def test_no_directory_at_all_is_refused(ranks: Any, tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_another_models_checkpoint_is_refused_on_every_rank(
     ranks: Any, saved: Path, hf: PretrainedConfig, layout: str, sentence: str
 ) -> None:

@@ -208,6 +208,7 @@ def load_what_the_other_saved(group: Any, critic: bool, directory: str) -> tuple
         (True, "was saved with a critic, but this engine has none. Give the engine critic=True."),
     ],
 )
+@pytest.mark.slow
 def test_a_checkpoint_with_a_critic_and_one_without_are_not_the_same(
     ranks: Any, tmp_path: Path, critic: bool, sentence: str
 ) -> None:

@@ -85,6 +85,7 @@ def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str) -> None
 
 
 @pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.slow
 def test_one_rank_is_whole_after_a_failure(ranks, failure: str) -> None:
     ranks(1, failed_and_fresh, "tiny-dense", failure)
 

@@ -59,6 +59,7 @@ def verify(group: Any, case: Case) -> Report | None:
         pytest.param("pp=2,tp=2,ep=2", CONFIG, "none", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, layout: str, config: ModelConfig, recompute: Any) -> None:
     case = Case(config, Layout.parse(layout), "gspo", recompute)
     report = ranks(case.layout.world_size, verify, case)[0]

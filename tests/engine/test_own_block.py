@@ -30,6 +30,7 @@ def verify(group: Any, case: Case) -> Report | None:
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2"])
+@pytest.mark.slow
 def test_a_block_of_ones_own_equals_one_rank_in_a_layout(ranks: Any, layout: str) -> None:
     case = Case(CONFIG, Layout.parse(layout), "sft", initializer_range=0.1, blocks=TABLE)
     report = ranks(2, verify, case)[0]
@@ -58,6 +59,7 @@ def living(group: Any, directory: str) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_is_saved_loaded_and_streamed_or_says_why_not(ranks: Any, tmp_path: Path) -> None:
     for unmoved, alike, exported, generated, cut, unknown in ranks(2, living, str(tmp_path / "checkpoint")):
         assert not unmoved
@@ -121,6 +123,7 @@ def counting(group: Any, layout: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2", "cp=2", ""])
+@pytest.mark.slow
 def test_what_a_block_counts_is_of_the_whole_step_in_every_layout(ranks: Any, layout: str) -> None:
     found = ranks(Layout.parse(layout).world_size, counting, layout)
     totals = [each for rank in found for each in rank]

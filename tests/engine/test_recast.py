@@ -86,6 +86,7 @@ def go_on(group: Any, directory: str, begun: str, pattern: str, layouts: tuple[s
         ("*-[*-]", ("tp=2", "pp=2"), False),
     ],
 )
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_grouping_as_in_its_own(
     ranks: Any, tmp_path: Path, pattern: str, layouts: tuple[str, str], exact: bool
 ) -> None:

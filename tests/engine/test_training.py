@@ -156,6 +156,7 @@ def in_parts(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
     ("layout", "model"),
     cases(LAYOUTS[1:4], [LAYOUTS[0], *SLOW[3:6]]),
 )
+@pytest.mark.slow
 def test_calls_with_the_counts_of_the_whole_accumulate_to_one_call(ranks: Any, layout: str, model: str) -> None:
     for (whole, expected, norm), (loss, found, norm_of_parts) in run(ranks, layout, in_parts, SOURCES[model]):
         assert_equal(torch.tensor(loss), torch.tensor(whole), "loss")
@@ -219,6 +220,7 @@ def skipping(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[1:3], [LAYOUTS[0], LAYOUTS[3], *SLOW[4:]]))
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_by_all_and_changes_nothing(ranks: Any, layout: str, model: str) -> None:
     for facts, unchanged, losses, expected, equal in run(ranks, layout, skipping, SOURCES[model]):
         assert facts == (True, False, 1, 1, 3)

@@ -82,6 +82,7 @@ def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list
         pytest.param("pp=2", "tiny-moe", "none", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.slow
 def test_forward_and_backward_wait_for_nothing(ranks: Any, layout: str, model: str, recompute: str) -> None:
     for found in ranks(Layout.parse(layout).world_size, waits, layout, model, recompute):
         assert found == {name: [] for name in OBJECTIVES}

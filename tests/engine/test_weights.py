@@ -107,6 +107,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("layout", "model"), cases())
+@pytest.mark.slow
 def test_streamed_weights_are_transformers_own_to_the_bit(
     ranks: Any, expected: dict[str, dict[str, Tensor]], layout: Layout, model: str
 ) -> None:

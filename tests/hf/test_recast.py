@@ -132,6 +132,7 @@ def regrouped(pattern: Pattern) -> Pattern:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow
 def test_every_family_is_one_again_after_another_grouping(name: str, tmp_path: Path) -> None:
     family, config = read_model(CONFIGS[name]())
     other = regrouped(config.pattern)

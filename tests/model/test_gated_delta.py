@@ -82,6 +82,7 @@ SLOW, MORE = pytest.mark.slow, pytest.mark.thorough
 
 
 @pytest.mark.parametrize(("kind", "layout"), layouts())
+@pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
     case = Case(config(kind), Layout.parse(layout), ("sft", "grpo")[len(layout) % 2])
     report = ranks(case.layout.world_size, verify, case)[0]
@@ -113,6 +114,7 @@ def test_a_model_made_in_bf16_keeps_its_decays_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_answers_agree_with_a_forward_of_the_whole(kind: str) -> None:
     """Several answers a prompt, so that states are copied; in little room, so that answers leave and come back."""
     model = LanguageModel(config(kind))

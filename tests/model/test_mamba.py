@@ -75,6 +75,7 @@ def layouts() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "layout"), layouts())
+@pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
     case = Case(config(kind), Layout.parse(layout), ("sft", "grpo")[len(layout) % 2])
     report = ranks(case.layout.world_size, verify, case)[0]
@@ -119,6 +120,7 @@ def model(request: Any) -> LanguageModel:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_token_by_token_equals_the_whole(model: LanguageModel, limits: dict[str, int]) -> None:
     asked = [each.tolist() for each in sequences(7, 1, 13, 2)]
     sampling = [Sampling(max_new_tokens=5 + 4 * place, seed=5) for place in range(4)]

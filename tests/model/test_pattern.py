@@ -205,6 +205,7 @@ def nearly_patterns(draw):
     | st.text(ALPHABET, max_size=30)
     | st.text(st.characters() | st.sampled_from("*[]{}"), max_size=12)
 )
+@pytest.mark.slow
 def test_any_text_parses_or_is_refused_within_itself(text):
     pattern, error = parsed(text)
     if error is None:
@@ -226,6 +227,7 @@ def test_printed_pattern_reads_back(pattern):
 
 @many
 @given(st.lists(texts, min_size=1, max_size=2), st.none() | texts, st.integers(1, 3))
+@pytest.mark.slow
 def test_text_means_what_it_spells_out(segments, depth, depths):
     text = "|".join(text for text, _ in segments)
     meaning = Pattern(tuple(meaning for _, meaning in segments), (depth[1],) * depths if depth else ())

@@ -92,6 +92,7 @@ def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_equals_the_plain_formula(ranks: Ranks, layout: str, kind: str, name: str) -> None:
     for off in ranks(2, compare, layout, kind, name):
         assert max(off.values()) <= TOLERANCE, {each: value for each, value in off.items() if value > TOLERANCE}
@@ -127,6 +128,7 @@ def test_values_equal_the_plain_ones_in_the_callers_order(ranks: Ranks, layout: 
     [("preference", "DPO"), ("policy", "GSPO with all"), ("ppo", "policy and critic"), ("distill", "mixed")],
 )
 @pytest.mark.parametrize("layout", ["tp=2,cp=2", "pp=2,cp=2"])
+@pytest.mark.slow
 def test_axes_together(ranks: Ranks, layout: str, kind: str, name: str) -> None:
     for off in ranks(4, compare, layout, kind, name):
         assert max(off.values()) <= TOLERANCE, {each: value for each, value in off.items() if value > TOLERANCE}

@@ -112,6 +112,7 @@ def assert_same(answers: list[tuple[list[Any], Gradients]], results: list[Any], 
         (4, 2, "[*-]{8}"),
     ],
 )
+@pytest.mark.slow
 def test_a_pipeline_equals_one_rank(ranks, pp: int, vpp: int, pattern: str, count: int, tied: bool) -> None:
     microbatches = batch(count)
     answers = ranks(pp, pipeline, vpp, pattern, tied, [microbatches])

@@ -397,6 +397,7 @@ def refused(command: tuple[str, ...], says: tuple[str, ...], capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+@pytest.mark.slow
 def test_a_mistake_is_a_sentence_and_leaves_nothing(bad: Bad, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad.arrange()
     refused(bad.command, bad.says, capsys)

@@ -62,6 +62,7 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp_path: Path) -> None:
     (rows,) = ranks(1, trained, str(tmp_path))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]

@@ -318,6 +318,7 @@ def test_the_machine_is_told_where_it_was_recorded(tmp_path: Path) -> None:
     assert "old" not in text.split("Machine")[1]
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_are_quick_and_small(tmp_path: Path) -> None:
     run = example_run(tmp_path / "run", steps=10_000, rollouts=8)
     began = time.process_time()  # of this process: a busy machine is not a slow report

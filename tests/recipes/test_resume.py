@@ -43,6 +43,7 @@ def from_step(group: Any, step: int, run: str, *overrides: str) -> list[dict[str
     return trained(group, run, *overrides, beginning=Beginning(step))
 
 
+@pytest.mark.slow
 def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, tmp_path: Path, rows: str) -> None:
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     (expected,) = ranks(1, trained, whole, rows, "--steps=4")
@@ -66,6 +67,7 @@ def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, t
         ranks(1, trained, parts, rows, "--steps=3")
 
 
+@pytest.mark.slow
 def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows: str) -> None:
     run = str(tmp_path / "run")
     (expected,) = ranks(1, trained, run, rows, "--steps=4")

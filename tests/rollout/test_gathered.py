@@ -38,6 +38,7 @@ def answers(group: Any, layout: Layout) -> tuple[list[Any], float]:
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), pytest.param(Layout(cp=2), marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_layout_gives_the_same_answers(ranks: Any, layout: Layout) -> None:
     (alone, off), *_ = ranks(1, answers, Layout())
     assert off < 1e-4

@@ -59,6 +59,7 @@ def dense() -> LanguageModel:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow
 def test_greedy_equals_transformers(name: str, tmp_path) -> None:
     theirs = saved(CONFIGS[name](), tmp_path)
     asked = prompts(theirs.config.vocab_size)
@@ -77,6 +78,7 @@ def test_greedy_equals_transformers(name: str, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "olmo3", "mistral-sliding", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.slow
 def test_logprobs_equal_a_forward_of_the_whole_answer(name: str, temperature: float, tmp_path) -> None:
     if name in CONFIGS:
         saved(CONFIGS[name](), tmp_path)

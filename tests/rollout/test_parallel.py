@@ -48,6 +48,7 @@ def test_tensor_parallel_ranks_agree_with_one_rank(ranks, name: str, size: int) 
         assert_same(actual, expected)
 
 
+@pytest.mark.slow
 def test_ranks_that_hold_each_others_experts_step_together(ranks) -> None:
     """One has much to do, the other little: it goes on stepping for the first."""
     prompts = [PROMPTS, PROMPTS[1:2]]

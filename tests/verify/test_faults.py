@@ -147,6 +147,7 @@ QUICK = ("cp: every rank counts a sequence's loss", "scale: the loss is a sum")
 @pytest.mark.parametrize(
     "fault", [pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow) for fault in FAULTS]
 )
+@pytest.mark.slow
 def test_a_fault_is_found(ranks: Any, fault: str) -> None:
     layout, model, objective, _ = FAULTS[fault]
     case = Case(model, layout, objective, initializer_range=0.1)

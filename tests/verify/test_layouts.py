@@ -57,6 +57,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases())
+@pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, case: Case) -> None:
     report = check(ranks, case)
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
