@@ -46,7 +46,6 @@ def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnTheGpu:
     """bf16 against torch in float64 on the same values: [outputs, last states, gradients].
 

@@ -58,7 +58,6 @@ def test_what_the_kernels_have_no_room_for_is_left_to_torch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnTheGpu:
     """Against torch in float64 on the same values.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from postlude.engine.condition import Condition
 from postlude.engine.dealing import Dealt, deal
 from postlude.engine.gradients import clip, squared_norm, sum_counted
 from postlude.engine.reference import Reference, TokenScores
+from postlude.engine.result import Result, StepResult
 from postlude.engine.scale import Ledger, Scale, Tally
 from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_shared
 from postlude.hf.card import ModelCard
@@ -43,26 +44,6 @@ from postlude.pipeline import Executor
 from postlude.world.agreement import first_rank_says
 from postlude.world.devices import group_device
 from postlude.world.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a `forward_backward` found, the same on every rank."""
-
-    loss: float
-    metrics: Mapping[str, float]
-    microbatches: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What an `optimizer_step` did. A step with a gradient that is not finite is skipped, and changes nothing."""
-
-    step: int
-    grad_norm: float
-    lr: float
-    skipped: bool
 
 
 class Engine:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +13,10 @@ from torch import Tensor
 from postlude.data.microbatch import ByHeads
 from postlude.layout import Layout
 from postlude.model.block_config import BlockConfig, usual_heads
-from postlude.model.blocks.block import Block, Part
+from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
 from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RMSNorm, RowLinear, local
-from postlude.model.steps import Step, compute
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
 from postlude.ops.gated_delta import CHUNK, gated_delta, gated_delta_step
@@ -96,11 +94,11 @@ class GatedDeltaConfig(BlockConfig):
             )
 
 
-class GatedDelta(Block):
+class GatedDelta(Recurrent):
     """Each tensor-parallel rank has heads of its own; under context parallelism each has whole sequences of some."""
 
     Config = GatedDeltaConfig
-    generates = True
+    decays = (0.01, 16.0)
 
     def __init__(self, config: GatedDeltaConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -119,22 +117,6 @@ class GatedDelta(Block):
         self.head_norm = RMSNorm(config.value_dim, model.norm_eps, tp=tp)  # of each value head by itself
         self.out_proj = RowLinear(config.values, size, tp=tp)
 
-    def steps(self) -> tuple[Step, ...]:
-        """The vectors are gathered by themselves, so that all else can be run again."""
-        return (compute("vectors", self.read_vectors, again=False), compute("work", self.run))
-
-    def apart(self) -> tuple[Part, ...]:
-        """What decays are made of stays in fp32."""
-        return (Part(self.vectors, fp32=True),)
-
-    def read_vectors(self, context: ForwardContext) -> Mapping[str, Any]:
-        """A_log and dt_bias of this rank's heads."""
-        return {"vectors": self.vectors()}
-
-    def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
-        """Everything else."""
-        return self.join(hidden, self.mix(self.norm(hidden), vectors, context))
-
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], after the pre-norm."""
         by_heads = context.microbatch.by_heads
@@ -143,11 +125,7 @@ class GatedDelta(Block):
         of_keys += [self.b_proj(hidden), self.a_proj(hidden)]
         # All that belongs to a key head together: where there are context-parallel ranks that is one exchange.
         together = by_heads.enter(torch.cat([each.unflatten(-1, (self.key_heads, -1)) for each in of_keys], -1))
-        recurrence = self._recurrence(vectors, by_heads)
-        if context.running is None:
-            heads = by_heads.leave(recurrence.outputs((together,), by_heads.packing))
-        else:
-            heads = context.running.recur(self.name, (together,), recurrence.step, recurrence.scan)
+        heads = self.recur((together,), self._recurrence(vectors, by_heads), by_heads, context)
         gate = self.z_proj(hidden).view(heads.shape)
         heads = (self.head_norm(heads) * F.silu(gate.float())).to(hidden.dtype)
         output: Tensor = self.out_proj(heads.flatten(-2))
@@ -159,30 +137,18 @@ class GatedDelta(Block):
         return self.config.key_heads // self.mesh.tp.size
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-        """Decays from slow to fast, kernels as convolutions have them; the heads' norm has no offset."""
-
-        def uniform(low: float, high: float) -> Tensor:
-            return torch.empty_like(parameter, dtype=torch.float32).uniform_(low, high, generator=generator)
-
+        """The norm of heads starts from one, since it has no offset; the rest as usual."""
         match name.split("."):
-            case ["vectors", "A_log"]:
-                parameter.copy_(uniform(0.01, 16.0).log())
-            case ["vectors", "dt_bias"]:
-                step = uniform(math.log(1e-3), math.log(1e-1)).exp()
-                parameter.copy_(step + (-torch.expm1(-step)).log())  # whose softplus is the step
-            case ["q_conv" | "k_conv" | "v_conv", "weight"]:
-                bound = self.config.conv_kernel**-0.5
-                parameter.copy_(uniform(-bound, bound))
             case ["head_norm", "weight"]:
                 parameter.fill_(1.0)
             case _:
                 super().reset(name, parameter, std, generator)
 
-    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads) -> Recurrence:
+    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads) -> DeltaRule:
         """Of the heads that this rank works on."""
         kernels = [local(each.weight) for each in (self.q_conv, self.k_conv, self.v_conv)]
         by_key_head = torch.cat([each.unflatten(0, (self.key_heads, -1)) for each in kernels], 1)
-        return Recurrence(
+        return DeltaRule(
             self.config,
             kernel=by_heads.own(by_key_head).flatten(0, 1),
             decay=-by_heads.own(vectors["A_log"]).exp(),
@@ -191,7 +157,7 @@ class GatedDelta(Block):
 
 
 @dataclass(frozen=True)
-class Recurrence:
+class DeltaRule:
     """Convolution and scan of some heads, of whole sequences or one token at a time.
 
     Its one input is all that belongs to each key head, [T, key_heads, 2 · key_dim + group · (value_dim + 2)]: query,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from postlude.data.microbatch import ByHeads
 from postlude.layout import Layout
 from postlude.model.block_config import BlockConfig, usual_heads
-from postlude.model.blocks.block import Block, Part
+from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
 from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RowLinear, local, stored
-from postlude.model.steps import Step, compute
 from postlude.ops.collectives import gather_from_sequence, sum_over_group
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
 from postlude.ops.packing import Packing
@@ -123,15 +122,16 @@ class MambaConfig(BlockConfig):
         return self.heads % (tp * cp) == 0 and (whole or shared) and norms and (left % cp == 0 or cp % left == 0)
 
 
-class Mamba(Block):
+class Mamba(Recurrent):
     """Each tensor-parallel rank has heads of its own; under context parallelism each has whole sequences of some."""
 
     Config = MambaConfig
-    generates = True
+    decays = (1.0, 16.0)
 
     def __init__(self, config: MambaConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
         self.config = config
+        self.time_steps = config.time_step_start
         size, inner, shared, tp = model.hidden_size, config.inner, config.shared, mesh.tp
         self.z_proj = ColumnLinear(size, inner, bias=config.bias, tp=tp)
         self.x_proj = ColumnLinear(size, inner, bias=config.bias, tp=tp)
@@ -145,22 +145,6 @@ class Mamba(Block):
         self.gated_norm = GatedRMSNorm(inner, config.norm_groups, model.norm_eps, config.norm_before_gate, tp=tp)
         self.out_proj = RowLinear(inner, size, bias=config.bias, tp=tp)
 
-    def steps(self) -> tuple[Step, ...]:
-        """The vectors are gathered by themselves, so that all else can be run again."""
-        return (compute("vectors", self.read_vectors, again=False), compute("work", self.run))
-
-    def apart(self) -> tuple[Part, ...]:
-        """What decays and time steps are made of stays in fp32."""
-        return (Part(self.vectors, fp32=True),)
-
-    def read_vectors(self, context: ForwardContext) -> Mapping[str, Any]:
-        """A_log, dt_bias and D of this rank's heads."""
-        return {"vectors": self.vectors()}
-
-    def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
-        """Everything else."""
-        return self.join(hidden, self.mix(self.norm(hidden), vectors, context))
-
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], after the pre-norm."""
         config, by_heads = self.config, context.microbatch.by_heads
@@ -171,40 +155,23 @@ class Mamba(Block):
         x, dt = by_heads.enter(torch.cat((x, self.dt_proj(hidden)[..., None]), -1)).split((config.head_dim, 1), -1)
         b, c = by_heads.enter(_for_each(by_heads, torch.cat(shared, -1), 1)).chunk(2, -1)  # [total, groups, n]
         inputs = torch.cat([each.flatten(1) for each in (x, b, c)], 1), dt.squeeze(-1)
-        recurrence = self._recurrence(vectors, by_heads)
-        if context.running is None:
-            y = by_heads.leave(recurrence.outputs(inputs, by_heads.packing))
-        else:
-            y = context.running.recur(self.name, inputs, recurrence.step, recurrence.scan)
+        y = self.recur(inputs, self._recurrence(vectors, by_heads), by_heads, context)
         output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), self.z_proj(hidden)))
         return output
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-        """Decays from slow to fast, time steps from short to long, kernels as convolutions have them."""
-
-        def uniform(low: float, high: float) -> Tensor:
-            return torch.empty_like(parameter, dtype=torch.float32).uniform_(low, high, generator=generator)
-
+        """What passes by the state, and the gated norm, start from one; the rest as usual."""
         match name.split("."):
-            case ["vectors", "A_log"]:
-                parameter.copy_(uniform(1.0, 16.0).log())
-            case ["vectors", "dt_bias"]:
-                low, high = self.config.time_step_start
-                step = uniform(math.log(low), math.log(high)).exp()
-                parameter.copy_(step + (-torch.expm1(-step)).log())  # whose softplus is the step
             case ["vectors", "D"] | ["gated_norm", "weight"]:
                 parameter.fill_(1.0)
-            case ["x_conv" | "b_conv" | "c_conv", "weight"]:
-                bound = self.config.conv_kernel**-0.5
-                parameter.copy_(uniform(-bound, bound))
             case _:
                 super().reset(name, parameter, std, generator)
 
-    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads) -> Recurrence:
+    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads) -> StateSpace:
         """Of the heads that this rank works on."""
         kernels = (self.x_conv, self.b_conv, self.c_conv)
         biases = [kernel.bias for kernel in kernels if kernel.bias is not None]
-        return Recurrence(
+        return StateSpace(
             self.config,
             kernel=self._channels([kernel.weight for kernel in kernels], by_heads),
             bias=self._channels(biases, by_heads) if biases else None,
@@ -240,7 +207,7 @@ def _for_each(by_heads: ByHeads, groups: Tensor, dimension: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Recurrence:
+class StateSpace:
     """Convolution and scan of some heads, of whole sequences or one token at a time.
 
     Its inputs are the channels [T, heads · p + 2 · groups · n] of x, B and C, and the projected time steps [T, heads].

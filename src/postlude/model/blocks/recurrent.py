@@ -1,0 +1,92 @@
+"""What blocks share whose heads keep a state that decays (`M`, `G`): a short convolution, then a scan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from postlude.data.microbatch import ByHeads
+from postlude.model.blocks.block import Block, Part
+from postlude.model.context import ForwardContext, Inputs, States
+from postlude.model.parallel import HeadVectors
+from postlude.model.steps import Step, compute
+from postlude.ops.packing import Packing
+
+
+class Recurrence(Protocol):
+    """Convolution and scan of some heads, of whole sequences or one token at a time."""
+
+    def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
+        """Of whole sequences: [T, heads, width]."""
+        ...
+
+    def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
+        """The same, and the states after each sequence."""
+        ...
+
+    def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
+        """One token of each sequence: [sequences, heads, width], and the states after it."""
+        ...
+
+
+class Recurrent(Block):
+    """A block writes `mix`, which gives `recur` what its heads need and projects what they say.
+
+    Its decays are made of `vectors`, A_log and dt_bias among them, which stay in fp32.
+    """
+
+    generates = True
+    vectors: HeadVectors
+    decays: tuple[float, float]
+    """Between which A is drawn."""
+    time_steps: tuple[float, float] = (1e-3, 1e-1)
+    """Between which the softplus of dt_bias is drawn, by its logarithm."""
+
+    def steps(self) -> tuple[Step, ...]:
+        """The vectors are gathered by themselves, so that all else can be run again."""
+        return (compute("vectors", self.read_vectors, again=False), compute("work", self.run))
+
+    def apart(self) -> tuple[Part, ...]:
+        """What decays are made of stays in fp32."""
+        return (Part(self.vectors, fp32=True),)
+
+    def read_vectors(self, context: ForwardContext) -> Mapping[str, Any]:
+        """The vectors of this rank's heads."""
+        return {"vectors": self.vectors()}
+
+    def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
+        """Everything else."""
+        return self.join(hidden, self.mix(self.norm(hidden), vectors, context))
+
+    def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
+        """[T / tp, H] -> [T / tp, H], after the pre-norm."""
+        raise NotImplementedError(f"{type(self).__name__} must define mix().")
+
+    def recur(self, inputs: Inputs, recurrence: Recurrence, by_heads: ByHeads, context: ForwardContext) -> Tensor:
+        """Whole sequences from their beginning, or on from what is kept of running ones: [T, heads, width]."""
+        if context.running is None:
+            return by_heads.leave(recurrence.outputs(inputs, by_heads.packing))
+        return context.running.recur(self.name, inputs, recurrence.step, recurrence.scan)
+
+    def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
+        """Decays from slow to fast, time steps from short to long, kernels as convolutions have them."""
+
+        def uniform(low: float, high: float) -> Tensor:
+            return torch.empty_like(parameter, dtype=torch.float32).uniform_(low, high, generator=generator)
+
+        match name.split("."):
+            case ["vectors", "A_log"]:
+                parameter.copy_(uniform(*self.decays).log())
+            case ["vectors", "dt_bias"]:
+                low, high = self.time_steps
+                step = uniform(math.log(low), math.log(high)).exp()
+                parameter.copy_(step + (-torch.expm1(-step)).log())  # whose softplus is the step
+            case [kernels, "weight"] if kernels.endswith("_conv"):
+                bound = parameter.shape[1] ** -0.5
+                parameter.copy_(uniform(-bound, bound))
+            case _:
+                super().reset(name, parameter, std, generator)
