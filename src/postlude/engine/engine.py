@@ -38,6 +38,7 @@ from postlude.model.parallel import region
 from postlude.model.recast import moves
 from postlude.model.recompute import Recompute
 from postlude.objectives import Objective
+from postlude.ops.backend import ScanBackend
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.parts import Staging
 from postlude.pipeline import Executor
@@ -54,7 +55,7 @@ class Engine:
     by default the rank's, as `ranks` chose it. With `critic` the model has a value head, from zero: it is trained,
     clipped, saved and loaded like every other parameter, and is no part of weights that are streamed or exported.
     With `mtp` the multi-token-prediction depths of the model are trained, by an objective that asks for them (`MTP`);
-    without, they stay as they are.
+    without, they stay as they are. `recompute` and `scans` are as `LanguageModel` takes them.
 
     `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
     its tensors are streamed under our own names. Of a `Recast`, `fresh` names the tensors that the source had not.
@@ -71,6 +72,7 @@ class Engine:
         compute_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         recompute: Recompute = "none",
+        scans: ScanBackend = "auto",
         critic: bool = False,
         mtp: bool = False,
         seed: int = 0,
@@ -96,6 +98,7 @@ class Engine:
         on_gpu = self.device.type == "cuda"
         self.compute_dtype = compute_dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.recompute = recompute
+        self.scans = scans
         self.stages = self._build(source, seed)
         self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype)
         self.condition = Condition()
@@ -124,6 +127,7 @@ class Engine:
                 mesh=self.mesh,
                 stage=Stage(index, self.layout.stages),
                 recompute=self.recompute,
+                scans=self.scans,
                 value_head=self.critic,
                 blocks=self.block_types,
             )

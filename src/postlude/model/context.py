@@ -12,6 +12,7 @@ from torch import Tensor
 from postlude.data import Microbatch
 from postlude.model.recompute import Recompute
 from postlude.ops.attention import Scores
+from postlude.ops.backend import ScanBackend
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, rotary_table
 from postlude.world.mesh import Mesh
@@ -77,11 +78,13 @@ class ForwardContext:
         *,
         running: Running | None = None,
         recompute: Recompute = "none",
+        scans: ScanBackend = "auto",
     ) -> None:
         self.microbatch = microbatch
         self.mesh = mesh or Mesh.alone()
         self.running = running
         self.recompute = recompute
+        self.scans = scans
         self.real = self._real()
         self.reports: dict[str, Tensor] = {}
         self._done: set[str] = set()

@@ -31,6 +31,7 @@ from postlude.model.parallel import (
 )
 from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.stack import HybridStack, LogicalLayer
+from postlude.ops.backend import ScanBackend
 from postlude.ops.linear_logprobs import Logits
 from postlude.world.mesh import Mesh
 
@@ -40,7 +41,8 @@ class LanguageModel(nn.Module):
 
     `mesh` says which part of every layer this rank holds; by default it is alone and holds all. `recompute` says what
     each logical layer makes again in its backward instead of keeping it: nothing, all but the expensive results
-    ("selective"), or everything ("full"). With `value_head` the last stage has a second head beside the first, of one
+    ("selective"), or everything ("full"). `scans` says whose kernels recurrent blocks take: the `backend`
+    of `postlude.ops.ssd.ssd`. With `value_head` the last stage has a second head beside the first, of one
     number a token, which starts from zero; Hugging Face's model has no place for it, so an export leaves it out.
     `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own.
 
@@ -54,6 +56,7 @@ class LanguageModel(nn.Module):
         mesh: Mesh | None = None,
         stage: Stage | None = None,
         recompute: Recompute = "none",
+        scans: ScanBackend = "auto",
         value_head: bool = False,
         dtype: torch.dtype | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
@@ -62,6 +65,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.mesh = mesh or Mesh.alone()
         self.recompute = recompute
+        self.scans = scans
         self.block_types = blocks
         check_recompute(recompute)
         self.stage = stage or Stage()
@@ -124,10 +128,11 @@ class LanguageModel(nn.Module):
         none. `running` is what blocks kept of the sequences' earlier tokens, where they are generated.
         """
         processor, context = self._processor(targets, output_processor, output_processor_context)
-        forward = ForwardContext(microbatch, self.mesh, running=running, recompute=self.recompute)
+        forward = ForwardContext(microbatch, self.mesh, running=running, recompute=self.recompute, scans=self.scans)
         hidden = self.layers(self._enter(microbatch, hidden), forward)
         if not self.stage.last:
             return hidden
+        ahead = Ahead(self.mtp, self.mesh, self.recompute, self.scans, self._embed) if self.predicts_ahead else None
         inputs = OutputInputs(
             hidden=self.norm(hidden),
             head=replace(self.output_head(), counted=(microbatch.targets, microbatch.target_count)),
@@ -135,7 +140,7 @@ class LanguageModel(nn.Module):
             layout=self.layout,
             config=self.config,
             reports=forward.reports,
-            ahead=Ahead(self.mtp, self.mesh, self.recompute, self._embed) if self.predicts_ahead else None,
+            ahead=ahead,
         )
         return processor(inputs, context)
 

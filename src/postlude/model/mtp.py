@@ -21,6 +21,7 @@ from postlude.model.output import OutputInputs
 from postlude.model.parallel import Linear, RMSNorm
 from postlude.model.recompute import Recompute
 from postlude.model.stack import LogicalLayer
+from postlude.ops.backend import ScanBackend
 from postlude.world.mesh import Mesh
 
 
@@ -70,6 +71,7 @@ class Ahead:
     mtp: MTP
     mesh: Mesh
     recompute: Recompute
+    scans: ScanBackend
     embed: Callable[[Tensor], Tensor]
     """Tokens [T] -> [T / tp, H]."""
 
@@ -86,7 +88,7 @@ class Ahead:
             )
         for depth, microbatch in enumerate(inputs.microbatch.ahead[: self.mtp.depths]):
             embedded = self.embed(microbatch.tokens)
-            context = ForwardContext(microbatch, self.mesh, recompute=self.recompute)
+            context = ForwardContext(microbatch, self.mesh, recompute=self.recompute, scans=self.scans)
             hidden = self.mtp[depth % len(self.mtp)](hidden, embedded.detach() if stop_trunk else embedded, context)
             yield replace(
                 inputs,

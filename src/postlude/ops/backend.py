@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 Backend = Literal["auto", "torch", "triton"]
+ScanBackend = Literal["auto", "torch", "triton", "fla"]
 
 OLDEST_TRITON = (3, 2)
 OLDEST_DEVICE = (8, 0)  # the first with bf16 tensor cores
@@ -38,23 +39,23 @@ def takes_triton(
         return False
     # Triton's interpreter runs kernels on any device, slowly: for tests that ask for it, never by itself.
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    obstacle = _obstacle(device, dtype, interpreted)
+    impossible = obstacle(device, dtype, interpreted)
     if backend == "triton":
-        if obstacle or refused:
+        if impossible or refused:
             raise RuntimeError(
-                f'backend="triton" cannot run: {obstacle or refused}. Use backend="auto" or backend="torch".'
+                f'backend="triton" cannot run: {impossible or refused}. Use backend="auto" or backend="torch".'
             )
         return True
-    if obstacle:
-        _say_once(logging.WARNING if device.type == "cuda" else logging.INFO, name, obstacle)
+    if impossible:
+        _say_once(logging.WARNING if device.type == "cuda" else logging.INFO, name, impossible)
     elif refused or unwise:
         _say_once(logging.INFO, name, refused or unwise)
-    return not (obstacle or refused or unwise)
+    return not (impossible or refused or unwise)
 
 
 @functools.cache
-def _obstacle(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str | None:
-    """Why Triton's kernels cannot be used, or None if they can."""
+def obstacle(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str | None:
+    """Why Triton's kernels cannot be used for tensors like these, or None if they can."""
     if dtype == torch.float64:
         return "its kernels compute in float32, and these tensors are float64"
     if device.type != "cuda" and not interpreted:
@@ -72,5 +73,5 @@ def _obstacle(device: torch.device, dtype: torch.dtype, interpreted: bool) -> st
 
 
 @functools.cache
-def _say_once(level: int, name: str, obstacle: str | None) -> None:
-    log.log(level, "%s uses the torch backend: %s", name, obstacle)
+def _say_once(level: int, name: str, why: str | None) -> None:
+    log.log(level, "%s uses the torch backend: %s", name, why)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.ops.backend import Backend, takes_triton
+from postlude.ops import fla
+from postlude.ops.backend import ScanBackend, takes_triton
 from postlude.ops.packing import Packing, to_device
 
 CHUNK = 64
@@ -42,7 +43,7 @@ def gated_delta(
     normalise: bool = False,
     chunk: int = CHUNK,
     last_states: bool = False,
-    backend: Backend = "auto",
+    backend: ScanBackend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Every token's output [T, heads, dv] in value's dtype, and each sequence's last state [n, heads, dk, dv] if asked.
 
@@ -55,6 +56,8 @@ def gated_delta(
     `backend`: "torch" anywhere; "triton" on CUDA, whose matrix products take operands of value's dtype and add up in
     fp32: in bf16 that rounds what tokens write, and the states where they are read, once each. "auto" takes Triton for
     bf16 and chunks of 64 where it was checked: on Hopper, dk and dv from 65 to 128, the releases in `CHECKED_TRITON`.
+    "fla" is flash-linear-attention's chunks of 64 in half precision, where it is installed and right (see
+    `postlude.ops.fla`); there "auto" takes it rather than torch.
     """
     _check(query, key, value, log_decay, beta)
     if packing.total != len(value):
@@ -67,13 +70,20 @@ def gated_delta(
             0, value.shape[1], key.shape[2], value.shape[2], dtype=_wide(query, key, value, log_decay, beta)
         )
         return value + nothing.to(value.dtype), empty if last_states else None
+    width, unwise = key.shape[2], _unwise(value.device, value.dtype, chunk, (key.shape[2], value.shape[2]))
+    if backend == "fla":
+        fla.check(query, key, value, width=width)
+    if backend == "fla" or (
+        backend == "auto" and unwise and fla.steps_in("gated_delta", unwise, query, key, value, width=width)
+    ):
+        return fla.gated_delta(query, key, value, log_decay, beta, packing, scale, normalise, last_states)
     triton = takes_triton(
         "gated_delta",
         backend,
         value.device,
         _wide(query, key, value, log_decay, beta),
         refused=_refused(query, key, value, chunk),
-        unwise=_unwise(value.device, value.dtype, chunk, (key.shape[2], value.shape[2])),
+        unwise=unwise,
     )
     output, states = _operator(
         query,

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.backend import Backend, takes_triton
+from postlude.ops import fla
+from postlude.ops.backend import ScanBackend, takes_triton
 from postlude.ops.packing import Packing
 
 WORKSPACE = 1 << 26  # decays between tokens held at once; heads for which there is no room wait their turn
@@ -39,7 +40,7 @@ def ssd(
     *,
     chunk: int = 128,
     last_states: bool = False,
-    backend: Backend = "auto",
+    backend: ScanBackend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """The outputs [T, heads, p] and, where asked for, the states after the last token of each sequence, else None.
 
@@ -49,9 +50,15 @@ def ssd(
     is computed the backward keeps nothing but the inputs.
 
     `backend`: "torch" anywhere; "triton" on CUDA, whose matrix products take operands of x's dtype, and which has no
-    last states; "auto" takes Triton for half-precision tensors on CUDA where it can.
+    last states; "auto" takes Triton for half-precision tensors on CUDA where it can. "fla" is flash-linear-attention's
+    chunks of 64 in half precision, where it is installed and right (see `postlude.ops.fla`).
     """
     _check(x, dt, A, B, C, chunk)
+    if backend == "fla":
+        fla.check(x, B, C, width=B.shape[2])
+        if packing.total:
+            return fla.ssd(x, dt, A, B, C, D, packing, last_states)
+        backend = "torch"
     refused = _refused(x, B, C, last_states)
     unwise = None if x.dtype in (torch.bfloat16, torch.float16) else "its products are faster for half precision alone"
     if takes_triton("ssd", backend, x.device, x.dtype, refused=refused, unwise=unwise):

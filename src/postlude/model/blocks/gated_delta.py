@@ -17,6 +17,7 @@ from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
 from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RMSNorm, RowLinear, local
+from postlude.ops.backend import ScanBackend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
 from postlude.ops.gated_delta import CHUNK, gated_delta, gated_delta_step
@@ -125,7 +126,7 @@ class GatedDelta(Recurrent):
         of_keys += [self.b_proj(hidden), self.a_proj(hidden)]
         # All that belongs to a key head together: where there are context-parallel ranks that is one exchange.
         together = by_heads.enter(torch.cat([each.unflatten(-1, (self.key_heads, -1)) for each in of_keys], -1))
-        heads = self.recur((together,), self._recurrence(vectors, by_heads), by_heads, context)
+        heads = self.recur((together,), self._recurrence(vectors, by_heads, context.scans), by_heads, context)
         gate = self.z_proj(hidden).view(heads.shape)
         heads = (self.head_norm(heads) * F.silu(gate.float())).to(hidden.dtype)
         output: Tensor = self.out_proj(heads.flatten(-2))
@@ -144,7 +145,7 @@ class GatedDelta(Recurrent):
             case _:
                 super().reset(name, parameter, std, generator)
 
-    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads) -> DeltaRule:
+    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads, backend: ScanBackend) -> DeltaRule:
         """Of the heads that this rank works on."""
         kernels = [local(each.weight) for each in (self.q_conv, self.k_conv, self.v_conv)]
         by_key_head = torch.cat([each.unflatten(0, (self.key_heads, -1)) for each in kernels], 1)
@@ -153,6 +154,7 @@ class GatedDelta(Recurrent):
             kernel=by_heads.own(by_key_head).flatten(0, 1),
             decay=-by_heads.own(vectors["A_log"]).exp(),
             dt_bias=by_heads.own(vectors["dt_bias"]),
+            backend=backend,
         )
 
 
@@ -169,6 +171,7 @@ class DeltaRule:
     kernel: Tensor
     decay: Tensor
     dt_bias: Tensor
+    backend: ScanBackend
 
     def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
         """[T, value_heads, value_dim]."""
@@ -194,7 +197,9 @@ class DeltaRule:
     ) -> tuple[Tensor, Tensor | None]:
         heads = self._heads(convolve(channels, self.kernel, None, packing, silu=True))
         chunk = self.config.chunk
-        return gated_delta(*heads, *writing, packing, normalise=True, chunk=chunk, last_states=last_states)
+        return gated_delta(
+            *heads, *writing, packing, normalise=True, chunk=chunk, last_states=last_states, backend=self.backend
+        )
 
     def _split(self, together: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What is convolved [T, channels]; log decay and beta [T, value_heads], fp32."""

@@ -18,6 +18,7 @@ from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
 from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RowLinear, local, stored
+from postlude.ops.backend import ScanBackend
 from postlude.ops.collectives import gather_from_sequence, sum_over_group
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
 from postlude.ops.packing import Packing
@@ -155,7 +156,7 @@ class Mamba(Recurrent):
         x, dt = by_heads.enter(torch.cat((x, self.dt_proj(hidden)[..., None]), -1)).split((config.head_dim, 1), -1)
         b, c = by_heads.enter(_for_each(by_heads, torch.cat(shared, -1), 1)).chunk(2, -1)  # [total, groups, n]
         inputs = torch.cat([each.flatten(1) for each in (x, b, c)], 1), dt.squeeze(-1)
-        y = self.recur(inputs, self._recurrence(vectors, by_heads), by_heads, context)
+        y = self.recur(inputs, self._recurrence(vectors, by_heads, context.scans), by_heads, context)
         output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), self.z_proj(hidden)))
         return output
 
@@ -167,7 +168,7 @@ class Mamba(Recurrent):
             case _:
                 super().reset(name, parameter, std, generator)
 
-    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads) -> StateSpace:
+    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads, backend: ScanBackend) -> StateSpace:
         """Of the heads that this rank works on."""
         kernels = (self.x_conv, self.b_conv, self.c_conv)
         biases = [kernel.bias for kernel in kernels if kernel.bias is not None]
@@ -178,6 +179,7 @@ class Mamba(Recurrent):
             A=-by_heads.own(vectors["A_log"]).exp(),
             dt_bias=by_heads.own(vectors["dt_bias"]),
             D=by_heads.own(vectors["D"]),
+            backend=backend,
         )
 
     def _channels(self, parameters: Sequence[Tensor], by_heads: ByHeads) -> Tensor:
@@ -221,6 +223,7 @@ class StateSpace:
     A: Tensor
     dt_bias: Tensor
     D: Tensor
+    backend: ScanBackend
 
     def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
         """[T, heads, p]."""
@@ -242,7 +245,7 @@ class StateSpace:
     def _scan(self, inputs: Inputs, packing: Packing, last_states: bool) -> tuple[Tensor, Tensor | None]:
         x, b, c = self._parts(convolve(inputs[0], self.kernel, self.bias, packing, silu=True))
         dt, chunk = self._time_steps(inputs[1]), self.config.chunk
-        return ssd(x, dt, self.A, b, c, self.D, packing, chunk=chunk, last_states=last_states)
+        return ssd(x, dt, self.A, b, c, self.D, packing, chunk=chunk, last_states=last_states, backend=self.backend)
 
     def _parts(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads, width = len(self.A), self.config.head_dim

@@ -1,0 +1,145 @@
+"""flash-linear-attention's kernels for both scans: an extra, `pip install 'postlude[fla]'`, that nothing needs.
+
+Postlude's own kernels are as fast, so "auto" keeps to them. Only where those of the gated delta rule were not checked,
+and "auto" would leave it to plain torch, does it take these, if they are installed and known to be right.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+
+import torch
+from torch import Tensor
+
+from postlude.ops.backend import obstacle
+from postlude.ops.packing import Packing
+
+CHECKED = "0.6"  # the releases whose results were compared with ours
+# Triton from the one to before the other compiles the gradients' kernel wrongly for Hopper (its issue 640): fla raises.
+WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
+HOPPER = 9
+WIDEST = 256  # key dimension
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether there is such a package."""
+    return importlib.util.find_spec("fla") is not None
+
+
+def refusal(*tensors: Tensor, width: int, gradient: bool) -> str | None:
+    """Why fla cannot scan these with keys of `width`, or None; `gradient` says whether a backward is to follow."""
+    if not installed():
+        return "flash-linear-attention is not installed (pip install 'postlude[fla]')"
+    device, dtypes = tensors[0].device, {each.dtype for each in tensors}
+    if len(dtypes) > 1 or dtypes.isdisjoint((torch.bfloat16, torch.float16)):
+        return f"flash-linear-attention is for one half precision, and these are {', '.join(map(str, dtypes))}"
+    if width > WIDEST:
+        return f"flash-linear-attention has room for keys {WIDEST} wide, and these are {width}"
+    why = obstacle(device, tensors[0].dtype, False)
+    return why or _refusal(_version("fla"), _version("triton"), torch.cuda.get_device_capability(device), gradient)
+
+
+def _refusal(fla: str, triton: str, capability: tuple[int, int], gradient: bool) -> str | None:
+    if not fla.startswith(f"{CHECKED}."):
+        return f"flash-linear-attention was checked in its releases {CHECKED}, and this is {fla}"
+    if not gradient or capability[0] != HOPPER or not WRONG_TRITON[0] <= _numbers(triton) < WRONG_TRITON[1]:
+        return None
+    return (
+        f"flash-linear-attention {fla} refuses a backward on Hopper with Triton 3.4.0 to 3.7.0, which compile it "
+        f"wrongly, and this is Triton {triton}"
+    )
+
+
+def steps_in(name: str, own: str, *tensors: Tensor, width: int) -> bool:
+    """Whether "auto" takes fla for `name`, whose `own` kernels it does not take for the reason given. Said once.
+
+    Where one pass has no gradient and another has, both shall give the same: so a backward is always asked for.
+    """
+    if not tensors[0].is_cuda or not installed():
+        return False
+    why = refusal(*tensors, width=width, gradient=True)
+    _say_once(name, own, why)
+    return why is None
+
+
+@functools.cache
+def _say_once(name: str, own: str, why: str | None) -> None:
+    if why is None:
+        log.info("%s uses flash-linear-attention %s: of its own kernels, %s", name, _version("fla"), own)
+    else:
+        log.warning("%s cannot use flash-linear-attention in place of its own kernels: %s", name, why)
+
+
+def check(*tensors: Tensor, width: int) -> None:
+    """Raise what `refusal` says of tensors for which fla was asked for by name."""
+    gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    if why := refusal(*tensors, width=width, gradient=gradient):
+        raise RuntimeError(f'backend="fla" cannot run: {why}. Use backend="auto", which takes what can run.')
+
+
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, packing: Packing, last_states: bool
+) -> tuple[Tensor, Tensor | None]:
+    """See `postlude.ops.ssd.ssd`. To fla it is linear attention with decay, each head with a B and a C of its own."""
+    kernels = importlib.import_module("fla.ops.simple_gla")
+    share = x.shape[1] // B.shape[1]
+    output, states = kernels.chunk_simple_gla(
+        C.repeat_interleave(share, 1)[None],
+        B.repeat_interleave(share, 1)[None],
+        (x * dt[..., None]).to(x.dtype)[None],
+        g=(dt.float() * A.float())[None],
+        scale=1.0,
+        output_final_state=last_states,
+        cu_seqlens=packing.cu_seqlens,
+        cu_seqlens_cpu=_on_the_host(packing.lengths),
+    )
+    y = output[0] if D is None else output[0] + D[:, None] * x
+    return y.to(x.dtype), states.mT if last_states else None
+
+
+def gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    packing: Packing,
+    scale: float | None,
+    normalise: bool,
+    last_states: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `postlude.ops.gated_delta.gated_delta`."""
+    kernels = importlib.import_module("fla.ops.gated_delta_rule")
+    output, states = kernels.chunk_gated_delta_rule(
+        *(each[None] for each in (query, key, value)),
+        g=log_decay.float()[None],
+        beta=beta.float()[None],
+        scale=scale,
+        output_final_state=last_states,
+        use_qk_l2norm_in_kernel=normalise,
+        cu_seqlens=packing.cu_seqlens,
+        cu_seqlens_cpu=_on_the_host(packing.lengths),
+    )
+    return output[0], states if last_states else None
+
+
+@functools.lru_cache(maxsize=8)
+def _on_the_host(lengths: tuple[int, ...]) -> Tensor:
+    """The boundaries that fla would otherwise wait for; the same tensor each time, by which it knows what it has."""
+    return Packing.from_lengths(lengths).cu_seqlens
+
+
+def _version(package: str) -> str:
+    version: str = importlib.import_module(package).__version__
+    return version
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """3.7.1+git123 -> (3, 7, 1)."""
+    return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdigit())
