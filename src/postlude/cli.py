@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
-from rich.console import Console
-
 from postlude.checks import MISTAKES
 from postlude.complaint import complain
 from postlude.hf.builtin import BUILTIN, PACKAGED
@@ -31,7 +29,7 @@ MODEL_HELP = "a model directory (Hugging Face's or Postlude's own), a .gguf file
     [*BUILTIN, *PACKAGED]
 )
 DEVICE_HELP = "default: cuda where there is a GPU, else cpu"
-Command = Callable[[argparse.Namespace, Console], int | None]
+Command = Callable[[argparse.Namespace], int | None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         run = cast(Command, importlib.import_module(f"postlude.commands.{options.module}").run)
-        return run(options, Console()) or DONE
+        return run(options) or DONE
     except MISTAKES as error:
         return _told(options, error, MISTAKE)
     except RunFailed as error:

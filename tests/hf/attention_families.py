@@ -43,6 +43,9 @@ SINKS = {
     "sliding_window": 5,
 }
 
+# Older transformers have constants in their place.
+BOUNDS = {"swiglu_alpha": 1.3, "swiglu_limit": 0.8} if hasattr(GptOssConfig(), "swiglu_alpha") else {}
+
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "deepseek_v3": lambda: DeepseekV3Config(**LATENT, q_lora_rank=20, rope_parameters={**YARN, "mscale": 0.7}),
     "deepseek_v3-whole-queries": lambda: DeepseekV3Config(
@@ -60,8 +63,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         num_key_value_heads=3,
         head_dim=8,
         attention_bias=False,
-        swiglu_alpha=1.3,
-        swiglu_limit=0.8,
+        **BOUNDS,
         layer_types=["full_attention", "sliding_attention", "full_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 5e3},
         tie_word_embeddings=True,

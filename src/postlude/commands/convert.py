@@ -18,8 +18,9 @@ from postlude.model.blocks import BLOCKS
 from postlude.model.recast import Moves
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
+def run(options: argparse.Namespace) -> None:
     """Read any source and write a model directory, tokenizer included."""
+    console = Console()
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

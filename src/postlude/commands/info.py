@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
+def run(options: argparse.Namespace) -> None:
     """Pattern, parameters by block and memory by dtype. Reads the config alone."""
+    console = Console()
     config = _config(options.model)
     with torch.device("meta"):
         model = LanguageModel(config)

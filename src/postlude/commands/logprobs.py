@@ -20,8 +20,9 @@ from postlude.world.devices import check_device, default_device
 ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
+def run(options: argparse.Namespace) -> None:
     """A table of every token's log-prob, the entropy where it was predicted, and its rank among all tokens."""
+    console = Console()
     check_device(options.device)
     device = torch.device(options.device or default_device())
     text = sys.stdin.read() if options.text == "-" else options.text

@@ -6,8 +6,6 @@ import argparse
 import os
 from typing import Any
 
-from rich.console import Console
-
 from postlude.complaint import complain
 from postlude.layout import Layout
 from postlude.recipes.commands import RECIPES
@@ -16,7 +14,7 @@ from postlude.recipes.run.beginning import Beginning, checkpoint_named, step_nam
 from postlude.recipes.run.ending import DONE
 
 
-def run(options: argparse.Namespace, console: Console) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run a recipe, or continue it where it stopped."""
     chosen = RECIPES[options.command]
     overrides = [part for part in options.overrides if part != "--"]
@@ -24,7 +22,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         overrides += ["--model", str(checkpoint_named(options.from_checkpoint))]
     config: Any = load(chosen.config, options.config, overrides)
     beginning = Beginning(None if options.resume_from is None else step_named(options.resume_from), options.again)
-    # torch: a mistake in the config is named before that
+    # Slow ones, torch above all: a mistake in the config is named before them.
+    from rich.console import Console
+
     from postlude.recipes.preflight import Start, Subject, preflight, print_findings
     from postlude.world.devices import default_device
     from postlude.world.launcher import on_ranks
@@ -36,6 +36,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         subject = Subject(config, Start(device, int(os.environ.get("WORLD_SIZE", size))))
         found = preflight(chosen.checks(subject))
         if options.dry_run:
+            console = Console()
             console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
             print_findings(subject, found, console)
         else:

@@ -9,8 +9,9 @@ from rich.console import Console
 from postlude.recipes.report.page import write_report
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
+def run(options: argparse.Namespace) -> None:
     """Write the report of a run, or of several to compare."""
+    console = Console()
     for run in options.runs:
         if not (run / "metrics.jsonl").is_file():
             raise FileNotFoundError(f"{run} has no metrics.jsonl, so it is not the directory of a run.")

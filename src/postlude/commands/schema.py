@@ -11,8 +11,9 @@ from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.schema import json_schema
 
 
-def run(options: argparse.Namespace, console: Console) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print it, or write it to a file."""
+    console = Console()
     text = json.dumps(json_schema(RECIPES[options.recipe].config), indent=1, ensure_ascii=False) + "\n"
     if options.to is None:
         print(text, end="")

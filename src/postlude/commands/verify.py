@@ -19,8 +19,9 @@ from postlude.world.devices import check_device, default_device
 from postlude.world.launcher import on_ranks
 
 
-def run(options: argparse.Namespace, console: Console) -> int:
+def run(options: argparse.Namespace) -> int:
     """Compare layouts with one rank, print how far apart they are, and return 1 where one is too far."""
+    console = Console()
     source, width = source_of(options.model)
     _, config = read_model(source)
     device = options.device or default_device()

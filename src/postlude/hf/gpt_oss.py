@@ -20,8 +20,8 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
         experts=hf.num_local_experts,
         top_k=hf.num_experts_per_tok,
         intermediate_size=hf.intermediate_size,
-        alpha=hf.swiglu_alpha,
-        limit=hf.swiglu_limit,
+        alpha=getattr(hf, "swiglu_alpha", 1.702),  # transformers before 5.22 has constants in their place
+        limit=getattr(hf, "swiglu_limit", 7.0),
         up_offset=1.0,
         expert_bias=True,
         router_bias=True,

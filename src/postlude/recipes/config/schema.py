@@ -12,8 +12,12 @@ its help, its type carries its bounds. Where a field may hold one of several, `K
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import itertools
 import json
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, is_dataclass
@@ -40,9 +44,7 @@ BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of 
 class Settings(BaseModel):
     """A config, or a section of one: frozen, with no other keys, described by the strings under its fields."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, defer_build=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, protected_namespaces=())
 
 
 class Kinds:
@@ -98,7 +100,13 @@ def _contents(cls: type, value: Any) -> Any:
 
 
 class _JsonSchema(GenerateJsonSchema):
-    """Defaults as a config would have them, and `none` wherever nothing may be given."""
+    """Defaults as a config would have them, `none` wherever nothing may be given, and the help of every field."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        return _with_help(super().model_schema(schema), schema["cls"])
+
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
+        return _with_help(super().dataclass_schema(schema), schema["cls"])
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         found = super().default_schema(schema)
@@ -116,6 +124,42 @@ class _JsonSchema(GenerateJsonSchema):
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
+
+
+def _with_help(found: JsonSchemaValue, cls: type) -> JsonSchemaValue:
+    """The schema of a section, with the strings under the fields of its class."""
+    helps = {name: text for base in reversed(cls.__mro__) for name, text in _helps(base).items()}
+    for name, field in found.get("properties", {}).items():
+        if name in helps:
+            field.setdefault("description", helps[name])
+    return found
+
+
+def _helps(cls: type) -> dict[str, str]:
+    """The strings under the fields that a class itself declares."""
+    return _read(cls.__module__).get(cls.__qualname__, {}) if cls.__module__ != "builtins" else {}
+
+
+@functools.cache
+def _read(module: str) -> dict[str, dict[str, str]]:
+    """The strings under fields, by class. A file is parsed once: pydantic's own reader finds each class anew."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None or not path.endswith(".py"):
+        return {}
+    found = {}
+    for each in ast.parse(Path(path).read_bytes()).body:
+        if isinstance(each, ast.ClassDef):
+            pairs = itertools.pairwise(each.body)
+            found[each.name] = {
+                field.target.id: inspect.cleandoc(text.value.value)
+                for field, text in pairs
+                if isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            }
+    return found
 
 
 def is_section(value: Any) -> bool:
