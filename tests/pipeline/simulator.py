@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Literal
 
-from postlude.pipeline.order import Action
+from postlude.pipeline.order import Action, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +116,33 @@ def _peak_in_flight(actions: Sequence[Action]) -> int:
     awaited = {(action.stage, action.microbatch) for action in actions if action.kind == "B"}
     changes = [1 if action.kind == "F" else -1 for action in actions if (action.stage, action.microbatch) in awaited]
     return max(accumulate(changes, initial=0))
+
+
+def simulate_turns(all_turns: Sequence[Sequence[Turn]], *, pp: int, vpp: int) -> tuple[float, tuple[int, ...]]:
+    """When the last turn ends, with a forward 1 and a backward 2, and the most forwards in flight on each rank.
+
+    All of a turn begins together and ends together.
+    """
+    finish: dict[Action, float] = {}
+    clocks, held, peaks = [0.0] * pp, [0] * pp, [0] * pp
+    queues = [deque(each) for each in all_turns]
+    progress = True
+    while progress:
+        progress = False
+        for rank, queue in enumerate(queues):
+            while queue and finish.keys() >= (needed := _needed(queue[0], pp * vpp)):
+                turn = queue.popleft()
+                begin = max([clocks[rank], *(finish[other] for other in needed)])
+                clocks[rank] = begin + sum({"F": 1.0, "B": 2.0}[action.kind] for action in turn)
+                finish |= dict.fromkeys(turn, clocks[rank])
+                held[rank] += sum(action.kind == "F" for action in turn)
+                peaks[rank] = max(peaks[rank], held[rank])
+                held[rank] -= sum(action.kind == "B" for action in turn)
+                progress = True
+    if any(queues):
+        raise DeadlockError(f"The pipeline is stuck at {[queue[0] for queue in queues if queue]}.")
+    return max(clocks), tuple(peaks)
+
+
+def _needed(turn: Turn, stages: int) -> set[Action]:
+    return {other for action in turn for other in dependencies(action, stages=stages)}

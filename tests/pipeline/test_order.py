@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from postlude.pipeline.executor import MOST_UNSENT
-from postlude.pipeline.order import Action, order
-from tests.pipeline.simulator import DeadlockError, Timeline, dependencies, simulate, transfers
+from postlude.pipeline.order import Action, Turn, order, turns
+from tests.pipeline.simulator import DeadlockError, Timeline, dependencies, simulate, simulate_turns, transfers
 
 Orders = tuple[tuple[Action, ...], ...]
 every_shape = pytest.mark.parametrize(("pp", "vpp"), tuple(product(range(1, 9), range(1, 5))))
@@ -334,3 +334,40 @@ def test_a_deadlock_names_what_waits_for_what() -> None:
         DeadlockError, match="stuck: on rank 0, B0@0 waits for F0@0 and B0@1; on rank 1, F0@1 waits for"
     ):
         simulate([(B00, F00), (F01,)], pp=2, vpp=1)
+
+
+def overlapped(pp: int, vpp: int, microbatches: int) -> tuple[tuple[Turn, ...], ...]:
+    return tuple(turns(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, overlap=True) for rank in range(pp))
+
+
+def test_overlapped_turns_of_one_rank_and_of_two() -> None:
+    def said(each: tuple[Turn, ...]) -> str:
+        return " ".join("+".join(map(str, turn)) for turn in each)
+
+    assert said(overlapped(1, 1, 3)[0]) == "F0@0 F1@0+B0@0 F2@0+B1@0 B2@0"
+    first, last = overlapped(2, 1, 5)
+    assert said(first) == "F0@0 F1@0 F2@0 F3@0+B0@0 F4@0+B1@0 B2@0 B3@0 B4@0"
+    assert said(last) == "F0@1 F1@1+B0@1 F2@1+B1@1 F3@1+B2@1 F4@1+B3@1 B4@1"
+
+
+@every_shape
+def test_overlapped_turns_take_as_long_and_hold_as_much_as_they_say(pp: int, vpp: int) -> None:
+    for microbatches in counts(pp):
+        each = overlapped(pp, vpp, microbatches)
+        for rank in range(pp):
+            assert sorted(map(str, chain.from_iterable(each[rank]))) == sorted(
+                map(str, orders(pp, vpp, microbatches)[rank])
+            )
+        makespan, peaks = simulate_turns(each, pp=pp, vpp=vpp)
+        assert makespan == 3 * slots(pp, vpp, microbatches)
+        for rank, peak in enumerate(peaks):
+            most = 2 * (pp - rank) + (vpp - 1) * largest_group(pp, microbatches)
+            assert peak == min(most, vpp * microbatches)
+
+
+@every_shape
+def test_without_overlap_a_turn_is_an_action(pp: int, vpp: int) -> None:
+    for forward_only in (False, True):
+        how = {"pp": pp, "vpp": vpp, "microbatches": 5, "rank": 0, "forward_only": forward_only}
+        assert tuple(chain.from_iterable(turns(**how))) == order(**how)
+        assert all(len(turn) == 1 for turn in turns(**how))

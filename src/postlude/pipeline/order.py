@@ -1,4 +1,4 @@
-"""Which action a pipeline rank runs when, as plain data: 1F1B, and interleaved 1F1B when vpp > 1.
+"""Which action a pipeline rank runs when, as plain data: 1F1B, and interleaved 1F1B when vpp > 1; overlapped or not.
 
 Stage s of the pp·vpp stages lives on rank s % pp, as its chunk s // pp. What an F makes goes to the next stage, what a
 B makes to the one before. Activations and gradients need a channel each, first in first out, in either direction
@@ -28,6 +28,10 @@ class Action:
         return f"{self.kind}{self.microbatch}@{self.stage}"
 
 
+Turn = tuple[Action, ...]
+"""One action, or a forward and a backward of another microbatch whose steps are run in turn."""
+
+
 def order(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool = False) -> tuple[Action, ...]:
     """The compute order of one rank: forwards to warm up, then one forward and one backward in turn, then the rest.
 
@@ -46,6 +50,38 @@ def order(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool
 
     `forward_only` is the same order without its backwards.
     """
+    forwards, backwards, first_group = _actions(pp, vpp, microbatches, rank)
+    if forward_only:
+        return tuple(forwards)
+    per_hop = 2 if vpp > 1 else 1
+    warm_up = per_hop * (pp - rank - 1) + (vpp - 1) * first_group
+    steady = forwards[warm_up:]
+    alternating = chain.from_iterable(zip(steady, backwards, strict=False))
+    return (*forwards[:warm_up], *alternating, *backwards[len(steady) :])
+
+
+def turns(
+    *, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool = False, overlap: bool = False
+) -> tuple[Turn, ...]:
+    """The order as turns of one action each; with `overlap` a forward and a backward share a turn wherever they can.
+
+    Both begin with the turn and end with it, so what they start from has to be there a turn earlier: a rank warms up
+    with one forward more than in interleaved order, and in plain 1F1B with one more a hop. It holds at most
+    min(vpp·microbatches, 2(pp - rank) + (vpp - 1)g) forwards that await their backward, one more than interleaved
+    order does, and the step is as long.
+    """
+    if not overlap or forward_only:
+        actions = order(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, forward_only=forward_only)
+        return tuple((action,) for action in actions)
+    forwards, backwards, first_group = _actions(pp, vpp, microbatches, rank)
+    warm_up = 2 * (pp - rank - 1) + (vpp - 1) * first_group + 1
+    shared = tuple(zip(forwards[warm_up:], backwards, strict=False))
+    rest = backwards[len(shared) :]
+    return (*((action,) for action in forwards[:warm_up]), *shared, *((action,) for action in rest))
+
+
+def _actions(pp: int, vpp: int, microbatches: int, rank: int) -> tuple[list[Action], list[Action], int]:
+    """All forwards and all backwards of one rank, each in order, and how many microbatches the first group has."""
     _check_shape(pp, vpp)
     if not 0 <= rank < pp:
         raise ValueError(f"rank {rank} does not exist; pp={pp} has pipeline ranks 0 to {pp - 1}.")
@@ -54,14 +90,8 @@ def order(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool
     groups = _groups(microbatches, pp)
     stages = range(rank, pp * vpp, pp)
     forwards = [Action("F", stage, microbatch) for group in groups for stage in stages for microbatch in group]
-    if forward_only:
-        return tuple(forwards)
     backwards = [Action("B", stage, microbatch) for group in groups for stage in stages[::-1] for microbatch in group]
-    per_hop = 2 if vpp > 1 else 1
-    warm_up = per_hop * (pp - rank - 1) + (vpp - 1) * len(groups[0])
-    steady = forwards[warm_up:]
-    alternating = chain.from_iterable(zip(steady, backwards, strict=False))
-    return (*forwards[:warm_up], *alternating, *backwards[len(steady) :])
+    return forwards, backwards, len(groups[0])
 
 
 def _groups(microbatches: int, pp: int) -> list[range]:
