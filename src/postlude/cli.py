@@ -177,6 +177,9 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         help="give the model another pattern; blocks that are the same at the same place keep their weights, "
         "and a model that no Hugging Face family describes is written as Postlude's own (docs/models.md)",
     )
+    command.add_argument(
+        "--mtp", action="store_true", help="keep the multi-token-prediction depths that the source's files hold"
+    )
     command.add_argument("--seed", type=int, default=0, help="of weights that are fresh")
     command.add_argument("--overwrite", action="store_true", help="replace a model that is in DST already")
     command.set_defaults(module="convert", parser=command)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Qwen3_5Config,
@@ -19,6 +20,7 @@ from transformers import (
 from postlude import Engine, export_hf, load_model, pack, ranks
 from tests.equality import assert_equal
 from tests.hf.families import HYBRID, SHARED, SMALL, randomise
+from tests.hf.published import publish, save
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
 VISION |= {"out_hidden_size": SMALL["hidden_size"], "num_position_embeddings": 16}
@@ -63,3 +65,48 @@ def test_the_text_model_inside_one_that_sees(kind: str, tied: bool, tmp_path: Pa
     # What a server of the model that sees is given goes by its names, bit by bit.
     assert streamed.keys() == {name for name in tensors if "visual" not in name}
     assert all(torch.equal(streamed[name], tensors[name]) for name in streamed)
+
+
+@pytest.mark.filterwarnings("ignore:.*what sees")
+@pytest.mark.parametrize(("kind", "stacked"), [("dense", True), ("moe", True), ("moe", False)])
+def test_what_predicts_further_beside_one_that_sees(kind: str, stacked: bool, tmp_path: Path) -> None:
+    """Experts of multi-token prediction are published stacked and one by one; a server is given them stacked."""
+    config, model, text = MODELS[kind]
+    text = {key: value for key, value in text.items() if kind == "dense" or key != "intermediate_size"}
+    theirs = model(config(text_config=text, vision_config=VISION)).eval()
+    randomise(theirs, seed=0)
+    published = publish("qwen3_5_text" if kind == "dense" else "qwen3_5_moe_text", tmp_path / "text")
+    ahead = dict(published.tensors) if not stacked else stacked_experts(published.tensors)
+    theirs.config.save_pretrained(tmp_path / "seeing")
+    save(tmp_path / "seeing", {**theirs.state_dict(), **ahead})
+    with ranks():
+        engine = Engine(tmp_path / "seeing", mtp=True)
+        streamed = {name: each.clone() for name, each in engine.stream_weights()}
+        engine.export_hf(tmp_path / "exported")
+    expected = {**theirs.state_dict(), **stacked_experts(published.tensors)}
+    assert streamed.keys() == {name for name in expected if "visual" not in name}
+    assert all(torch.equal(streamed[name], expected[name]) for name in streamed)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(exported[name], each) for name, each in published.tensors.items())
+    again = load_model(tmp_path / "exported", mtp=True)
+    assert again.config.family == f"{theirs.config.model_type}_text"
+    assert len(again.config.pattern.mtp) == 1
+    if not stacked:
+        del ahead["mtp.layers.0.mlp.experts.2.up_proj.weight"]
+        save(tmp_path / "seeing", {**theirs.state_dict(), **ahead})
+        with pytest.raises(ValueError, match=r"the source lacks mtp\.layers\.0\.mlp\.experts\.2\.up_proj\.weight, but"):
+            load_model(tmp_path / "seeing", mtp=True)
+
+
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, where experts of a layer are one, each one's gate before its up."""
+    found = {name: each for name, each in tensors.items() if ".experts." not in name}
+    stem = "mtp.layers.0.mlp.experts"
+    count = len(tensors) - len(found)
+    if count:
+        gate, up, down = (
+            torch.stack([tensors[f"{stem}.{expert}.{which}_proj.weight"] for expert in range(count // 3)])
+            for which in ("gate", "up", "down")
+        )
+        found |= {f"{stem}.gate_up_proj": torch.cat((gate, up), dim=1), f"{stem}.down_proj": down}
+    return found

@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from postlude import load_model
-from postlude.recipes.ahead import source_of
+from postlude import Recast, load_model
+from postlude.hf.load import read_whole
+from postlude.hf.tokenizer import byte_tokenizer
+from postlude.recipes.ahead import source_of, told
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.reading import load
 from postlude.recipes.config.settings import Ahead
 from tests.conftest import Ranks
+from tests.hf.families import CONFIGS, saved
+from tests.hf.published import FILE, publish
 
 SETTINGS = ("--budget=256", "--steps=2", "--save_every=0", "--optimizer.lr=1e-3", "--optimizer.max_grad_norm=null")
 
@@ -67,6 +73,32 @@ def test_a_policy_learns_to_predict_further_ahead_beside_its_rewards(ranks: Rank
     ):
         assert [row["step"] for row in found] == [1, 2]
         assert all(row["mtp_1/nll"] > 0 for row in found)
+
+
+def test_depths_of_a_published_model_go_on_learning_and_are_written_as_they_came(ranks: Ranks, tmp_path: Path) -> None:
+    published = publish("glm4_moe", tmp_path / "published", vocab_size=264)
+    byte_tokenizer().save_pretrained(published.directory)
+    write_rows(tmp_path)
+    plain = (*SETTINGS, f"--data.path={tmp_path}/rows.jsonl", "--batch=4", f"--model={published.directory}")
+    ranks(1, metrics, "sft", *plain, f"--run={tmp_path}/run", "--mtp.weight=1", "--mtp.stop_trunk=true")
+    before, after = (load_file(path / FILE) for path in (published.directory, tmp_path / "run" / "model"))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "model.layers.3.eh_proj.weight" in moved
+    assert torch.equal(after["model.layers.3.shared_head.head.weight"], after["lm_head.weight"])
+
+
+def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path: Path) -> None:
+    held, none = str(publish("qwen3_next", tmp_path / "held").directory), str(tmp_path / "none")
+    assert source_of(held, None) == held
+    assert source_of(held, Ahead()) == Recast(held, read_whole(held)[1].pattern)
+    assert told(held, Ahead()) == "1 depth(s) of [*E], the model's own"
+    with pytest.raises(ValueError, match="predicts 1 tokens further ahead by layers of its own, but mtp asks for 2"):
+        source_of(held, Ahead(depths=2))
+    saved(CONFIGS["nemotron_h"](), Path(none))
+    assert told(none, Ahead(depths=2)) == "2 depth(s) of *E, fresh: the model has none"
+    assert told(none, Ahead(layers="[M-]")) == "1 depth(s) of [M-], fresh: the model has none"
+    assert told("tiny-dense", Ahead()) == "1 depth(s) of [*-], fresh: the model has none"
 
 
 def test_depths_that_a_model_has_are_not_asked_for_otherwise() -> None:

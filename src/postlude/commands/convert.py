@@ -10,7 +10,7 @@ from rich.console import Console
 
 from postlude.hf.card import ModelCard
 from postlude.hf.export import export_model, refuse_overwriting
-from postlude.hf.load import load_model, load_tokenizer, read_generation, read_model, read_moves
+from postlude.hf.load import load_model, load_tokenizer, read_generation, read_model, read_moves, with_depths
 from postlude.hf.source import Recast, Source
 from postlude.model import ModelConfig, Pattern
 from postlude.model.block_config import BlockConfig
@@ -28,6 +28,8 @@ def run(options: argparse.Namespace) -> None:
     refuse_overwriting(options.target, options.overwrite)
     source: Source = options.source
     how = "Converted by `postlude convert`."
+    if options.mtp:
+        source = with_depths(options.source)
     if options.pattern is not None:
         config = read_model(options.source)[1]
         pattern = Pattern.parse(options.pattern)

@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> None:
     for line in (
         f"{options.model}  {config.family or 'of no family'}, {total:,} parameters",
         f"pattern  {config.pattern}",
+        *_besides(options.model, config),
         f"layers   {len(config.pattern)}, hidden {config.hidden_size}, vocabulary {config.vocab_size}, head {tied}",
     ):
         console.print(line, markup=False, highlight=False)  # a pattern's brackets are not markup
@@ -54,6 +55,16 @@ def run(options: argparse.Namespace) -> None:
         states = 8 + (4 if each < 4 else 0)
         memory.add_row(label, *(in_bytes(total * size) for size in (each, 2 * each, 2 * each + states)))
     console.print(memory)
+
+
+def _besides(model: str, config: ModelConfig) -> list[str]:
+    """A line of the multi-token-prediction depths that its files hold, and that are read where mtp is on."""
+    if config.family is None or FAMILIES[config.family].depths is None or model in BUILTIN:
+        return []
+    from postlude.hf.load import read_whole
+
+    pattern = read_whole(model)[1].pattern
+    return [f"mtp      {pattern}, where mtp is on"] if pattern.mtp and not config.pattern.mtp else []
 
 
 def _config(model: str) -> ModelConfig:

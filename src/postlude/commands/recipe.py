@@ -40,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
             console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
             print_findings(subject, found, console)
         else:
+            if "mtp" in found:  # what is fresh is nothing that a run should begin with unseen
+                console.print(f"mtp: {found['mtp']}", markup=False, highlight=False, soft_wrap=True)
             for keep in subject.keep:
                 keep()
     if options.dry_run:

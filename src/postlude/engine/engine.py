@@ -28,7 +28,7 @@ from postlude.hf.card import ModelCard
 from postlude.hf.export import describe
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family, into_ours
-from postlude.hf.load import fresh_or_filled, read_generation, read_model, read_moves
+from postlude.hf.load import fresh_or_filled, read_generation, read_model, read_moves, read_whole, with_depths
 from postlude.hf.source import Recast, Source
 from postlude.layout import Layout, Stage
 from postlude.model import LanguageModel, OutputInputs
@@ -54,8 +54,8 @@ class Engine:
     microbatches of at most `budget` tokens, each rank its own, and puts results back in the caller's order. `device` is
     by default the rank's, as `ranks` chose it. With `critic` the model has a value head, from zero: it is trained,
     clipped, saved and loaded like every other parameter, and is no part of weights that are streamed or exported.
-    With `mtp` the multi-token-prediction depths of the model are trained, by an objective that asks for them (`MTP`);
-    without, they stay as they are. `recompute` and `scans` are as `LanguageModel` takes them.
+    With `mtp` it has the multi-token-prediction depths of the source's files, too, and depths are trained, by an
+    objective that asks for them (`MTP`); without, they stay as they are. `recompute` and `scans` are `LanguageModel`'s.
 
     `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
     its tensors are streamed under our own names. Of a `Recast`, `fresh` names the tensors that the source had not.
@@ -92,6 +92,7 @@ class Engine:
         self.mtp = mtp
         self.block_types = blocks
         self.families = families
+        source = with_depths(source, families, blocks) if mtp else source
         self.family, self.config = read_model(source, families, blocks)
         self.fresh = read_moves(source, families, blocks).fresh if isinstance(source, Recast) else ()
         self.generation = read_generation(source, blocks)
@@ -431,7 +432,7 @@ class Engine:
         self.condition.check(load=True)
         if not recast:
             return checkpoint.load(self, directory)
-        before = first_rank_says(lambda: read_model(Path(directory), self.families, self.block_types)[1])
+        before = first_rank_says(lambda: read_whole(Path(directory), self.families, self.block_types)[1])
         moved = moves(before, self.config, self.block_types)
         extra = checkpoint.load(self, directory, moved)
         self.fresh = moved.fresh

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import MLP_NAMES, activation, model_config, rotary, yarn_magnitude
+from postlude.hf.depths import FIRST, LAST, Depths
 from postlude.hf.family import EXPERT, Family
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockConfig, LatentAttentionConfig, MLPConfig, MoEConfig
@@ -80,11 +81,16 @@ def dense_then_experts(hf: PretrainedConfig) -> tuple[list[str], dict[str, Block
     return second, blocks
 
 
-def layers_ahead(config: ModelConfig) -> dict[str, str]:
-    """Their files number the layers of multi-token prediction on from the last."""
-    count = len(config.pattern)
-    ahead = config.hf_config.get("num_nextn_predict_layers") or 0
-    return {f"model.layers.{layer}.": "multi-token prediction" for layer in range(count, count + ahead)}
-
-
-DEEPSEEK_V3 = Family("deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES, left_out=layers_ahead)
+DEPTHS = Depths(
+    layers=lambda config: config.pattern.layers[-1:],
+    layer="model.layers.{layer}",
+    start=lambda config: len(config.pattern),  # numbered on from the trunk's
+    names={
+        "embedding_norm": f"{FIRST}.enorm",
+        "hidden_norm": f"{FIRST}.hnorm",
+        "proj": f"{FIRST}.eh_proj",
+        "norm": f"{LAST}.shared_head.norm",
+    },
+    copies={"embedding": f"{FIRST}.embed_tokens", "head": f"{LAST}.shared_head.head"},
+)
+DEEPSEEK_V3 = Family("deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES, depths=DEPTHS)

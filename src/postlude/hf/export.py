@@ -189,7 +189,8 @@ def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[st
     for theirs in their_tensors(family, model.config, ((name, tensor.shape) for name, tensor in own.items())).values():
         (name, place), *others = theirs.parts
         if place.is_plain and not others:
-            yield theirs.name, own[name][place.ours].view(theirs.shape)
+            found = own[name][place.ours].view(theirs.shape)
+            yield theirs.name, found.clone() if theirs.is_copy else found
             continue
         whole = torch.empty(theirs.shape, dtype=own[name].dtype, device=own[name].device)
         for name, place in theirs.parts:
@@ -209,6 +210,9 @@ def describe(
             "different models; change the transformers config and load from that instead."
         )
     hf.dtype = dtype
+    depths = len(config.pattern.mtp)
+    if depths and family.depths is not None and getattr(hf, family.depths.count, family.depths.unsaid) != depths:
+        setattr(hf, family.depths.count, depths)
     if not hf.architectures:  # by which other tools pick the class
         hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.model_type]]
     return family, hf
@@ -231,7 +235,9 @@ def describe_any(
 def is_described(config: ModelConfig, families: Mapping[str, Family] = FAMILIES) -> bool:
     """Whether a transformers config still says all that this one does: it has a family, and nothing was changed."""
     family = families.get(config.family or "")
-    return family is not None and bool(config.hf_config) and family.to_model(hf_config(config)) == config
+    if family is None or not config.hf_config:
+        return False
+    return family.ahead(family.to_model(hf_config(config)), len(config.pattern.mtp)) == config
 
 
 def _write_tensors(

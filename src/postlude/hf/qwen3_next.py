@@ -15,6 +15,7 @@ from postlude.hf.decoder import (
     rotary,
     rotary_dim,
 )
+from postlude.hf.depths import Depths
 from postlude.hf.family import Family, Inside, Names
 from postlude.hf.qwen3_moe import MOE_NAMES
 from postlude.model import ModelConfig
@@ -30,7 +31,6 @@ SHARED_NAMES = {
     "moe.shared.down_proj": "mlp.shared_expert.down_proj",
     "moe.shared.token_gate": "mlp.shared_expert_gate",
 }
-LEFT_OUT = {"mtp.": "multi-token prediction"}
 NAMES = ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES | SHARED_NAMES
 
 
@@ -166,4 +166,17 @@ def _by_head(theirs: str, heads: int, size: int, stretches: Sequence[int]) -> li
     return found
 
 
-QWEN3_NEXT = Family("qwen3_next", to_model, names, left_out=LEFT_OUT)
+DEPTHS = Depths(
+    layers=lambda config: ("*E" if "E" in config.blocks else "*-",),
+    layer="mtp.layers.{layer}",
+    names={
+        "embedding_norm": "mtp.pre_fc_norm_embedding",
+        "hidden_norm": "mtp.pre_fc_norm_hidden",
+        "proj": "mtp.fc",
+        "norm": "mtp.norm",
+    },
+    most=1,  # more would share all but their layers
+    unsaid=1,
+    begin="mtp.",
+)
+QWEN3_NEXT = Family("qwen3_next", to_model, names, depths=DEPTHS)

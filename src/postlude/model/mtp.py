@@ -31,8 +31,8 @@ class MTPDepth(nn.Module):
     def __init__(self, depth: int, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
         super().__init__()
         size = config.hidden_size
-        self.hidden_norm = RMSNorm(size, config.norm_eps, tp=mesh.tp)
-        self.embedding_norm = RMSNorm(size, config.norm_eps, tp=mesh.tp)
+        self.hidden_norm = RMSNorm(size, config.norm_eps, tp=mesh.tp, offset=config.norm_offset)
+        self.embedding_norm = RMSNorm(size, config.norm_eps, tp=mesh.tp, offset=config.norm_offset)
         self.proj = Linear(2 * size, size, tp=mesh.tp)
         self.layers = nn.ModuleDict(
             {
@@ -40,7 +40,7 @@ class MTPDepth(nn.Module):
                 for layer in config.pattern.depth_layers(depth)
             }
         )
-        self.norm = RMSNorm(size, config.norm_eps, tp=mesh.tp)
+        self.norm = RMSNorm(size, config.norm_eps, tp=mesh.tp, offset=config.norm_offset)
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
         """Both [T / tp, H] -> [T / tp, H], which the head projects and the next depth goes on from."""

@@ -1,18 +1,20 @@
-"""Multi-token prediction in a recipe: depths for a model that has none, and their loss beside the objective."""
+"""Multi-token prediction in a recipe: the model's depths or, if it has none, fresh ones, and their loss."""
 
 from __future__ import annotations
 
-from postlude.hf.load import read_model
+from postlude.hf.family import Family
+from postlude.hf.load import read_model, read_whole, with_depths
 from postlude.hf.source import Recast, Source
+from postlude.model import ModelConfig, Pattern
 from postlude.objectives import MTP, Objective
 from postlude.recipes.config.settings import Ahead
 
 
 def source_of(model: str, ahead: Ahead | None) -> Source:
-    """What to load: the model, with fresh depths where it is to predict further ahead than it can."""
+    """What to load: the model, with the depths that its files hold, or fresh ones where they hold none."""
     if ahead is None:
         return model
-    _, config = read_model(model)
+    family, config = read_whole(model)
     pattern = config.pattern
     if pattern.mtp:
         if len(pattern.mtp) != ahead.depths or ahead.layers is not None:
@@ -21,9 +23,16 @@ def source_of(model: str, ahead: Ahead | None) -> Source:
                 f"{ahead.depths}{'' if ahead.layers is None else f' by {ahead.layers}'}. Set mtp.depths to "
                 f"{len(pattern.mtp)}, and leave out mtp.layers."
             )
-        return model
-    layers = ahead.layers or f"[{pattern.layers[-1]}]"
+        return with_depths(model)
+    layers = ahead.layers or _spelled(_usual_layers(family, config))
     return Recast(model, f"{pattern}{f'/{layers}' * ahead.depths}")
+
+
+def told(model: str, ahead: Ahead) -> str:
+    """What predicts further ahead, and where its weights come from, in a line."""
+    depths = read_model(source_of(model, ahead))[1].pattern.mtp
+    named = f"{len(depths)} depth(s) of {_spelled(depths[0])}"
+    return f"{named}, the model's own" if read_whole(model)[1].pattern.mtp else f"{named}, fresh: the model has none"
 
 
 def beside(objective: Objective, ahead: Ahead | None, over: str, *, counted: bool = True) -> Objective:
@@ -32,3 +41,16 @@ def beside(objective: Objective, ahead: Ahead | None, over: str, *, counted: boo
         return objective
     weight = ahead.weight if counted else 0.0
     return MTP(objective=objective, weight=weight, over=over, stop_trunk=ahead.stop_trunk, stop_head=ahead.stop_head)
+
+
+def _usual_layers(family: Family | None, config: ModelConfig) -> tuple[str, ...]:
+    """What a depth of such models is made of: as its family's files have it, else as the last layer is."""
+    if family is not None and family.depths is not None:
+        layers = family.depths.layers(config)
+        if config.blocks.keys() >= set("".join(layers)):
+            return layers
+    return config.pattern.layers[-1:]
+
+
+def _spelled(layers: tuple[str, ...]) -> str:
+    return str(Pattern((layers,)))

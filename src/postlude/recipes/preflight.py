@@ -26,8 +26,9 @@ from postlude.data.chat import Encoder
 from postlude.engine import AdamW
 from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer, read_model
+from postlude.hf.source import Source
 from postlude.model import ModelConfig
-from postlude.recipes.ahead import source_of
+from postlude.recipes.ahead import source_of, told
 from postlude.recipes.config.schema import plain
 from postlude.recipes.config.settings import (
     Answers,
@@ -98,10 +99,14 @@ class Subject:
     """What was found and is worth keeping in the run's directory, once nothing is amiss and it may be touched."""
 
     @cached_property
+    def source(self) -> Source:
+        """What the model is loaded from."""
+        return source_of(self.config.model, self.config.mtp if isinstance(self.config, Training) else None)
+
+    @cached_property
     def model(self) -> tuple[Family | None, ModelConfig]:
         """The model's family, if it has one, and its config."""
-        config = self.config
-        return read_model(source_of(config.model, config.mtp if isinstance(config, Training) else None))
+        return read_model(self.source)
 
     @cached_property
     def size(self) -> int:
@@ -138,13 +143,15 @@ def of_model(subject: Subject) -> Iterator[Check]:
     yield Check("device", lambda: _device(subject.start.device))
     yield Check("run", lambda: _run(subject))
     yield Check("model", lambda: _model(subject))
-    yield Check("weights", lambda: _weights(subject.config.model), after=("model",))
+    yield Check("weights", lambda: _weights(subject.source), after=("model",))
     yield Check("tokenizer", lambda: _tokenizer(subject), after=("model",))
 
 
 def of_training(subject: Subject) -> Iterator[Check]:
     """What every recipe that trains needs besides: a layout that divides the model, room in memory and on disk."""
     yield from of_model(subject)
+    if (ahead := subject.config.mtp) is not None:
+        yield Check("mtp", lambda: told(subject.config.model, ahead), after=("model",))
     yield Check("layout", lambda: _layout(subject), after=("model",))
     yield Check("memory", lambda: _memory(subject), after=("device", "layout"))
     yield Check("disk", lambda: _disk(subject), after=("model", "run"))
@@ -269,8 +276,8 @@ def _model(subject: Subject) -> str:
     return f"{subject.config.model}, {config.pattern}, {subject.size:,} parameters"
 
 
-def _weights(model: str) -> str:
-    count = check_weights(model)
+def _weights(source: Source) -> str:
+    count = check_weights(source)
     return "fresh" if count is None else f"{count} tensors"
 
 

@@ -16,7 +16,7 @@ from postlude.data import pack, unpack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
 from postlude.hf.family import their_tensors
-from postlude.hf.load import load_model, read_description, read_model
+from postlude.hf.load import load_model, read_description, read_model, with_depths
 from postlude.hf.source import Recast, Source
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, OutputInputs
@@ -124,7 +124,7 @@ def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, A
 
 def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Answer]:
     """What one rank finds: every microbatch in turn, by plain autograd."""
-    source = _source(case)
+    source = with_depths(_source(case), blocks=case.blocks or BLOCKS)  # as an engine with mtp
     model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=case.blocks or BLOCKS)
     objective = _objective(case, model.config)
     answers = {}

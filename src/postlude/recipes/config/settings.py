@@ -250,14 +250,14 @@ class Limits(Settings):
 
 
 class Ahead(Settings):
-    """Multi-token prediction beside the objective. A model without depths for it gets fresh ones."""
+    """Multi-token prediction beside the objective, by the depths that the model comes with, else by fresh ones."""
 
     weight: NonNegative = 0.1
     """Of the mean loss of the depths, beside the objective."""
     depths: PositiveInt = 1
     """How many tokens further ahead than the next are predicted; a model that has depths has as many already."""
     layers: str | None = None
-    """What each fresh depth is made of, as a pattern; none takes the model's last layer."""
+    """What each fresh depth is made of, as a pattern; none takes what the family's have, or the model's last layer."""
     stop_trunk: bool = False
     """Whether the trunk and the embedding are left alone by it."""
     stop_head: bool = False

@@ -1,0 +1,81 @@
+"""Multi-token prediction out of published files, in an engine: in layouts as on one rank, streamed, saved, resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from postlude import Engine, Layout, Recast, load_model
+from postlude.hf.load import read_whole
+from postlude.objectives import MTP, SFT
+from postlude.verify.cases import Case
+from postlude.verify.compare import Report, compare
+from tests.engine.training import batch, build
+from tests.hf.published import FILE, publish
+from tests.meshes import mesh
+
+AHEAD = MTP(objective=SFT(), weight=0.3)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def in_layout(group: Any, directory: Path, layout: str) -> tuple[Report | None, dict[str, Tensor]]:
+    engine = build(layout, directory, mtp=True)
+    streamed = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
+    case = Case(directory, Layout.parse(layout), "sft")
+    return compare(case, mesh=mesh(case.layout)), streamed
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("glm4_moe", "tp=2"),
+        ("deepseek_v3", "pp=2"),
+        pytest.param("qwen3_next", "tp=2", marks=pytest.mark.thorough),
+        pytest.param("nemotron_h", "pp=2", marks=pytest.mark.thorough),
+        pytest.param("nemotron_h", "ep=2,dp_shard=2", marks=pytest.mark.thorough),
+    ],
+)
+def test_depths_of_files_in_a_layout_are_those_of_one_rank(ranks: Any, name: str, layout: str, tmp_path: Path) -> None:
+    published = publish(name, tmp_path, depths=1 if name == "qwen3_next" else 2)
+    (report, streamed), (_, also) = ranks(2, in_layout, published.directory, layout)
+    assert report.passes(1e-5), report.worst
+    assert any(gradient.startswith(("mtp.", "model.layers.3.")) for gradient in report.gradients)
+    expected = load_file(published.directory / FILE)
+    assert same(streamed, expected)
+    assert same(also, expected)
+
+
+def go_on(group: Any, directory: Path, checkpoint: Path) -> None:
+    def step(engine: Engine) -> float:
+        loss = engine.forward_backward(batch(1, vocab_size=61), AHEAD).loss
+        engine.optimizer_step()
+        return loss
+
+    engine = build("", directory, mtp=True)
+    step(engine)
+    engine.save(checkpoint)
+    saved = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
+    again = build("", checkpoint, mtp=True)
+    assert same(saved, dict(again.stream_weights(dtype=torch.float32)))
+    again.load(checkpoint)
+    pattern = read_whole(directory)[1].pattern
+    other = build("", Recast(directory, f"{''.join(pattern.layers)}/{''.join(pattern.mtp[0])}"), mtp=True)
+    other.load(checkpoint, recast=True)
+    assert not other.fresh
+    assert step(engine) == step(again) == step(other)
+
+
+def test_a_checkpoint_keeps_them(ranks: Any, tmp_path: Path) -> None:
+    published = publish("glm4_moe", tmp_path / "published")
+    ranks(1, go_on, published.directory, tmp_path / "step-1")
+    with pytest.warns(UserWarning, match="multi-token prediction"):
+        assert not load_model(tmp_path / "step-1").config.pattern.mtp
+    assert len(load_model(tmp_path / "step-1", mtp=True).config.pattern.mtp) == 1
