@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from postlude import Recast, load_model
+from postlude.cli import main
 from postlude.hf.load import read_whole
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.ahead import source_of, told
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.reading import load
 from postlude.recipes.config.settings import Ahead
+from postlude.recipes.run.ending import Ending
 from tests.conftest import Ranks
 from tests.hf.families import CONFIGS, saved
 from tests.hf.published import FILE, publish
@@ -99,6 +101,17 @@ def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path:
     assert told(none, Ahead(depths=2)) == "2 depth(s) of *E, fresh: the model has none"
     assert told(none, Ahead(layers="[M-]")) == "1 depth(s) of [M-], fresh: the model has none"
     assert told("tiny-dense", Ahead()) == "1 depth(s) of [*-], fresh: the model has none"
+
+
+def test_a_run_begins_with_a_line_about_its_depths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path)
+    monkeypatch.setattr("postlude.world.launcher.on_ranks", lambda *_, **__: Ending("finished", 1))
+    plain = ["sft", "--data.path", f"{tmp_path}/rows.jsonl", "--run", f"{tmp_path}/run", "--held_out.rows=3"]
+    for more, line in (["--mtp.depths=2"], "mtp: 2 depth(s) of [*-], fresh: the model has none\n"), ([], ""):
+        assert main([*plain, *more]) == 0
+        assert capsys.readouterr().out == line
 
 
 def test_depths_that_a_model_has_are_not_asked_for_otherwise() -> None:

@@ -34,9 +34,8 @@ def run(options: argparse.Namespace) -> int:
     size = needed if options.nproc is None else options.nproc
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine speaks for its neighbours
         subject = Subject(config, Start(device, int(os.environ.get("WORLD_SIZE", size))))
-        found = preflight(chosen.checks(subject))
+        found, console = preflight(chosen.checks(subject)), Console()
         if options.dry_run:
-            console = Console()
             console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
             print_findings(subject, found, console)
         else:
