@@ -48,7 +48,9 @@ class Depth(nn.Module):
         states = (both @ self.proj.T)[None]
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
         positions = torch.arange(count)[None]
-        turned = {} if rotary is None else {"position_embeddings": rotary(states, position_ids=positions)}
+        # Qwen3.5's has places in time, height and width; those of text are the same in all three.
+        axes = positions.expand(3, 1, count) if "Qwen3_5" in type(rotary).__name__ else positions
+        turned = {} if rotary is None else {"position_embeddings": rotary(states, position_ids=axes)}
         for layer in self.layers:
             recurrent = getattr(layer, "block_type", None) == "linear_attention"
             states = layer(states, attention_mask=None if recurrent else mask, position_ids=positions, **turned)

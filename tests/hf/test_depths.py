@@ -188,13 +188,14 @@ def test_transformers_own_loader_finds_what_is_exported(name: str, tmp_path: Pat
     with torch.no_grad():
         hidden = trunk.model(tokens[None]).last_hidden_state
         for depth, expected in enumerate(published.logits(tokens), start=1):
-            left = len(tokens) - depth
-            hidden = ahead.forward_layer(
-                depth - 1,
+            left, positions = len(tokens) - depth, torch.arange(depth, len(tokens))[None]
+            hidden = ahead.layers[depth - 1](
+                trunk.model.embed_tokens(tokens[None, depth:]),
                 hidden[:, :left],
-                torch.arange(depth, len(tokens))[None],
-                None,
-                input_ids=tokens[None, depth:],
+                position_embeddings=trunk.model.rotary_emb(hidden, position_ids=positions),
+                attention_mask=torch.full((left, left), float("-inf")).triu(1)[None, None],
+                position_ids=positions,
+                past_key_values=None,
             )
             assert_equal(trunk.lm_head(hidden)[0], expected, "logits of a depth")
 
@@ -208,3 +209,6 @@ def test_the_commands_show_and_keep_them(tmp_path: Path, capsys: pytest.CaptureF
         target = tmp_path / f"converted{len(how)}"
         assert main(["convert", str(source.directory), str(target), *how]) == 0
         assert {name for name in load_file(target / FILE) if name.startswith("mtp.")} == names
+    (source.directory / FILE).unlink()
+    assert main(["info", str(source.directory)]) == 0  # the config is enough
+    assert "mtp " not in capsys.readouterr().out

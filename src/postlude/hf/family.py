@@ -122,7 +122,9 @@ class Family:
 
     def not_read(self, config: ModelConfig, names: Collection[str]) -> dict[str, tuple[str, ...]]:
         """What files that hold these have besides, and what its names begin with. Depths, if the model has none."""
-        found: dict[str, tuple[str, ...]] = {what: (start,) for start, what in self.left_out.items()}
+        found: dict[str, tuple[str, ...]] = {}
+        for start, what in self.left_out.items():
+            found[what] = (*found.get(what, ()), start)
         if self.depths is not None and not config.pattern.mtp:
             found["multi-token prediction, read where mtp is on"] = self.depths.beginnings(config, names)
         return found

@@ -159,7 +159,10 @@ def read_whole(
     path = _weights_at(source)
     if family is None or family.depths is None or config.pattern.mtp or path is None or not path.is_dir():
         return family, config
-    names = set(_directory(path, family, config).names())
+    try:
+        names = set(_directory(path, family, config).names())
+    except FileNotFoundError:  # a directory without weights can be described; who needs them will say so
+        return family, config
     return family, family.ahead(config, family.depths.held(config, names))
 
 
