@@ -61,6 +61,15 @@ def test_convolution_equals_a_loop(width: int, bias: bool, silu: bool) -> None:
     test_convolution.assert_alike(inputs, packing, silu, 1e-6, backend="triton")
 
 
+@pytest.mark.parametrize("run", [1, 2, 6, 24])
+@pytest.mark.parametrize("width", [1, 2, 4, 7])
+def test_convolution_in_runs_that_end_anywhere(monkeypatch: pytest.MonkeyPatch, width: int, run: int) -> None:
+    monkeypatch.setattr("postlude.ops.convolution_triton.RUN", run)
+    inputs = [each.detach().requires_grad_() for each in test_convolution.tensors(width, device=DEVICE)]
+    packing = Packing.from_lengths(test_convolution.LENGTHS, DEVICE)
+    test_convolution.assert_alike(inputs, packing, True, 1e-6, backend="triton")
+
+
 def test_convolution_of_parts_of_a_larger_tensor() -> None:
     wide = torch.randn(25, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     _, kernel, bias = (each.detach() for each in test_convolution.tensors(2, device=DEVICE))

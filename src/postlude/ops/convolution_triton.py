@@ -5,6 +5,7 @@ is at least `m`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# ruff: noqa: RUF005 (Triton joins tuples, but does not unpack them)
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from torch import Tensor
 
 # Of a tile, by measurement on an H200. One thread has all of its tokens, so that it sums over them alone.
 TOKENS, CHANNELS, WARPS = 4, 512, 2
-BACK_TOKENS, BACK_CHANNELS, BACK_WARPS = 1, 512, 4
-RUN = 256  # tokens that a program of the backward takes, tile after tile
+# Of the backward: tokens that a program takes one after the other, and its channels, four a thread. Two tokens in a
+# turn: fewer numbers are moved from register to register. Three need more registers than leave room for four programs.
+# Chosen by what Triton 3.6 makes of it for Hopper: 210 instructions for a token's four channels, and 128 registers.
+RUN, BACK_CHANNELS, BACK_WARPS, UNROLL = 128, 512, 4, 2
 
 
 def forward(inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
@@ -42,18 +45,16 @@ def backward(
     """The gradients of inputs [T, channels] and, fp32, of the kernel [channels, K] and of a bias [channels]."""
     (tokens, channels), width = inputs.shape, kernel.shape[1]
     of_inputs = torch.empty(tokens, channels, dtype=inputs.dtype, device=inputs.device)
-    turns = triton.cdiv(min(RUN, tokens), BACK_TOKENS)
-    programs = triton.cdiv(tokens, BACK_TOKENS * turns)
+    programs = triton.cdiv(tokens, RUN)
     partial = torch.empty(programs, width + 1, channels, dtype=torch.float32, device=inputs.device)
     _backward_kernel[(triton.cdiv(channels, BACK_CHANNELS), programs)](
         *(inputs, *inputs.stride(), kernel.T.contiguous(), bias, positions),
         *(gradient, *gradient.stride(), of_inputs, partial),
-        *(tokens, channels, turns),
+        *(tokens, channels, RUN),
         K=width,
         SILU=silu,
-        TOKENS=BACK_TOKENS,
         CHANNELS=BACK_CHANNELS,
-        TAPS=triton.next_power_of_2(width + 1),
+        UNROLL=UNROLL,
         num_warps=BACK_WARPS,
     )
     sums = partial.sum(0)
@@ -85,14 +86,12 @@ def _sums(
     tokens,
     channel,
     channels,
-    AHEAD: tl.constexpr,
     K: tl.constexpr,
 ):
-    # Before the activation, [TOKENS, CHANNELS], of the tokens AHEAD of `token`, whose places are `position`. Rows are
-    # named by their distance from `token`, so that the compiler sees which are the same and loads them once.
+    # Before the activation, [TOKENS, CHANNELS], of the tokens whose places are `position`.
     sums = tl.zeros((token.shape[0], channel.shape[0]), tl.float32) + _row(taps, tap, K)[None, :]
     for back in tl.static_range(K):
-        value = _rows(inputs, token_stride, channel_stride, token + (AHEAD - back), tokens, channel, channels)
+        value = _rows(inputs, token_stride, channel_stride, token - back, tokens, channel, channels)
         sums += tl.where((position >= back)[:, None], value, 0.0) * _row(taps, tap, K - 1 - back)[None, :]
     return sums
 
@@ -131,12 +130,20 @@ def _forward_kernel(
     position = tl.load(positions + token, mask=token < tokens, other=0)
     tap = tl.arange(0, TAPS)
     taps = _taps(kernel, bias, tap, channel, channels, K)
-    sums = _sums(inputs, token_stride, channel_stride, taps, tap, token, position, tokens, channel, channels, 0, K)
+    sums = _sums(inputs, token_stride, channel_stride, taps, tap, token, position, tokens, channel, channels, K)
     if SILU:
         sums *= tl.sigmoid(sums)
     at = output + token.to(tl.int64)[:, None] * channels + channel[None, :]
     held = (token < tokens)[:, None] & (channel < channels)[None, :]
     tl.store(at, sums.to(output.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _token_row(tensor, token_stride, channel_stride, token, tokens, channel, channels):
+    # One token's channels, as they are stored; zeros where there is no such token.
+    held = tl.where((token >= 0) & (token < tokens), channels, 0)
+    at = tensor + token.to(tl.int64) * token_stride + channel * channel_stride
+    return tl.load(at, mask=channel < held, other=0.0)
 
 
 @triton.jit
@@ -154,52 +161,74 @@ def _backward_kernel(
     partial,
     tokens,
     channels,
-    turns,
+    run,
     K: tl.constexpr,
     SILU: tl.constexpr,
-    TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    # A token's gradient comes from itself and the K - 1 after it, whose sums are made again here rather than kept. A
-    # tap's is the sum over tokens of their value times what arrives at the token that sees it by that tap.
+    # Token after token, each read once: the K - 1 before it are still there, and so is what they have got so far. A
+    # token gives to itself and to those, so the K - 1 behind the run are also read, for what they give to its last. A
+    # tap's gradient is the sum over tokens of what arrives at each times the value that it sees by that tap. Tuples go
+    # from the token itself, or the one before it, back.
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     program = tl.program_id(1)
-    tap = tl.arange(0, TAPS)
-    taps = _taps(kernel, bias, tap, channel, channels, K)
-    of_taps = tl.zeros((TAPS, CHANNELS), tl.float32)
-    for turn in range(turns):
-        token = (program * turns + turn) * TOKENS + tl.arange(0, TOKENS)
-        value = _rows(inputs, token_stride, channel_stride, token, tokens, channel, channels)
-        total = tl.zeros((TOKENS, CHANNELS), tl.float32)
-        for ahead in tl.static_range(K):
-            position = tl.load(positions + token + ahead, mask=token + ahead < tokens, other=-1)
-            upstream = _rows(gradient, gradient_token, gradient_channel, token + ahead, tokens, channel, channels)
-            if SILU:
-                sums = _sums(
-                    inputs,
-                    token_stride,
-                    channel_stride,
-                    taps,
-                    tap,
-                    token,
-                    position,
-                    tokens,
-                    channel,
-                    channels,
-                    ahead,
-                    K,
-                )
-                gate = tl.sigmoid(sums)
-                upstream *= gate * (1 + sums * (1 - gate))
-            seen = (position >= ahead)[:, None]
-            total += tl.where(seen, upstream, 0.0) * _row(taps, tap, K - 1 - ahead)[None, :]
-            product = tl.sum(tl.where(seen, upstream * value, 0.0), 0)
-            of_taps = tl.where((tap == K - 1 - ahead)[:, None], of_taps + product[None, :], of_taps)
-            if ahead == 0:
-                of_taps = tl.where((tap == K)[:, None], of_taps + tl.sum(upstream, 0)[None, :], of_taps)
-        at = of_inputs + token.to(tl.int64)[:, None] * channels + channel[None, :]
-        held = (token < tokens)[:, None] & (channel < channels)[None, :]
-        tl.store(at, total.to(of_inputs.dtype.element_ty), mask=held)
-    at = partial + (program * (K + 1) + tap).to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(at, of_taps, mask=(tap <= K)[:, None] & (channel < channels)[None, :])
+    first = program * run
+    count = tl.minimum(run, tokens - first)
+    own = channel < channels
+    offset = tl.zeros((CHANNELS,), tl.float32)
+    of_bias = tl.zeros((CHANNELS,), tl.float32)
+    if bias is not None:
+        offset += tl.load(bias + channel, mask=own, other=0.0).to(tl.float32)
+    taps, of_taps, before, got = (), (), (), ()
+    for back in tl.static_range(K):
+        taps = taps + (tl.load(kernel + (K - 1 - back) * channels + channel, mask=own, other=0.0).to(tl.float32),)
+        of_taps = of_taps + (of_bias,)
+    for back in tl.static_range(1, K):
+        value = _token_row(inputs, token_stride, channel_stride, first - back, tokens, channel, channels)
+        before = before + (value.to(tl.float32),)
+        got = got + (of_bias,)
+
+    # Two tokens are on their way while one is worked on.
+    now = _token_row(inputs, token_stride, channel_stride, first, tokens, channel, channels)
+    soon = _token_row(inputs, token_stride, channel_stride, first + 1, tokens, channel, channels)
+    arrived = _token_row(gradient, gradient_token, gradient_channel, first, tokens, channel, channels)
+    arriving = _token_row(gradient, gradient_token, gradient_channel, first + 1, tokens, channel, channels)
+    for step in tl.range(0, count + K - 1, loop_unroll_factor=UNROLL):
+        token = first + step
+        later = _token_row(inputs, token_stride, channel_stride, token + 2, tokens, channel, channels)
+        sent = _token_row(gradient, gradient_token, gradient_channel, token + 2, tokens, channel, channels)
+        position = tl.load(positions + token, mask=token < tokens, other=0)
+        upstream = arrived.to(tl.float32)
+        seen = (now.to(tl.float32),)
+        for back in tl.static_range(1, K):
+            seen = seen + (tl.where(position >= back, before[back - 1], 0.0),)
+        if SILU:
+            sums = offset
+            for back in tl.static_range(K):
+                sums += seen[back] * taps[back]
+            gate = tl.sigmoid(sums)
+            upstream *= gate * (1 + sums * (1 - gate))
+        counted = tl.where(step < count, upstream, 0.0)  # those behind the run are another program's
+        of_bias += counted
+        summed = ()
+        for back in tl.static_range(K):
+            summed = summed + (of_taps[back] + counted * seen[back],)
+        of_taps = summed
+        done = upstream * taps[0]  # what the token has got; then the one before; the last of them gets nothing more
+        left = ()
+        for back in tl.static_range(1, K):
+            left = left + (done,)
+            done = got[back - 1] + tl.where(position >= back, upstream, 0.0) * taps[back]
+        got = left
+        last = token - (K - 1)
+        at = of_inputs + last.to(tl.int64) * channels + channel
+        tl.store(at, done.to(of_inputs.dtype.element_ty), mask=channel < tl.where(last >= first, channels, 0))
+        before = seen[: K - 1]
+        now, soon = soon, later
+        arrived, arriving = arriving, sent
+
+    at = partial + program.to(tl.int64) * (K + 1) * channels + channel
+    for back in tl.static_range(K):
+        tl.store(at + (K - 1 - back) * channels, of_taps[back], mask=own)
+    tl.store(at + K * channels, of_bias, mask=own)
