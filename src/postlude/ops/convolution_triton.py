@@ -4,7 +4,7 @@ Tokens are masked by their place in their own sequence: of the token `m` before 
 is at least `m`.
 """
 
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
 # ruff: noqa: RUF005 (Triton joins tuples, but does not unpack them)
 
 from __future__ import annotations
