@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 from postlude import Layout, ModelConfig, Pattern
 from postlude.model.blocks import AttentionConfig, LatentAttentionConfig, MLPConfig, MoEConfig, SlidingAttentionConfig
 from postlude.verify.cases import Case
-from postlude.verify.compare import Report, compare
 from tests.engine.training import build, same, weights
 from tests.hf.families import CONFIGS, saved
-from tests.meshes import mesh
+from tests.meshes import verify
 
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 6, "sinks": True, "qkv_bias": True, "output_bias": True}
 LATENT = LatentAttentionConfig(
@@ -38,10 +37,6 @@ CONFIG = ModelConfig(
     },
 )  # fmt: skip
 WHOLE_QUERIES = replace(CONFIG, blocks={**CONFIG.blocks, "+": replace(LATENT, query_latent_size=None, bias=False)})
-
-
-def verify(group: Any, case: Case) -> Report | None:
-    return compare(case, mesh=mesh(case.layout))
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,8 @@ from postlude.model.context import ForwardContext
 from postlude.model.pattern import SYMBOLS, Pattern
 from postlude.rollout.gathered import GatheredGenerator
 from postlude.verify.cases import Case
-from postlude.verify.compare import Report, compare
 from tests.engine.training import LENGTHS, batch, build, policy, same, told, train, weights
-from tests.meshes import mesh
-
-
-def verify(group: Any, case: Case) -> Report | None:
-    return compare(case, mesh=mesh(case.layout))
+from tests.meshes import verify
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2"])

@@ -12,9 +12,8 @@ from postlude import Layout
 from postlude.engine import Engine
 from postlude.model.parallel import held
 from postlude.verify.cases import Case
-from postlude.verify.compare import Report, compare
 from tests.engine.training import build, config, optimizer_state, same, train, weights
-from tests.meshes import mesh
+from tests.meshes import verify
 
 
 def few(experts: int) -> Any:
@@ -59,10 +58,6 @@ def test_few_experts_are_spread_evenly_streamed_and_saved(
         assert same(streamed, first)
         assert same(stepped, answers[0][2])
         assert alike
-
-
-def verify(group: Any, case: Case) -> Report | None:
-    return compare(case, mesh=mesh(case.layout))
 
 
 @pytest.mark.parametrize(("layout", "other", "experts"), LAYOUTS)

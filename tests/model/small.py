@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude import LanguageModel, Microbatch, ModelConfig, Pattern, Stage, pack
+from postlude import LanguageModel, Microbatch, ModelConfig, Pattern, Stage, pack, unpack
 from postlude.model.blocks import (
     AttentionConfig,
     BlockConfig,
@@ -18,6 +18,7 @@ from postlude.model.blocks import (
     MoEConfig,
     SlidingAttentionConfig,
 )
+from tests.equality import assert_equal
 
 VOCABULARY = 37
 
@@ -52,3 +53,12 @@ def small_microbatch(*lengths: int, **columns: Any) -> Microbatch:
     batch = sequences(*(lengths or (5, 1, 8, 3)))
     (microbatch,) = pack(batch, budget=64, columns=columns or None)
     return microbatch
+
+
+def assert_packed_equals_alone(model: LanguageModel, *lengths: int) -> None:
+    batch = sequences(*lengths)
+    (together,) = pack(batch, budget=64)
+    packed = unpack([together], [model(together)], shifted=False)
+    for sequence, rows in zip(batch, packed, strict=True):
+        (alone,) = pack([sequence], budget=64)
+        assert_equal(rows, model(alone), "logits")

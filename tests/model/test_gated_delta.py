@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from postlude import LanguageModel, Layout, ModelConfig, pack, unpack
+from postlude import LanguageModel, Layout, ModelConfig, pack
 from postlude.model.blocks import GatedDeltaConfig
 from postlude.rollout.generator import Generator
 from postlude.rollout.sampling import Sampling
 from postlude.verify.cases import Case
-from postlude.verify.compare import Report, compare
 from tests.equality import assert_equal
-from tests.meshes import mesh
-from tests.model.small import sequences, small_config
+from tests.meshes import verify
+from tests.model.small import assert_packed_equals_alone, sequences, small_config
 from tests.rollout.test_generator import prompts, teacher_forced, tokens
 
 LENGTHS = (9, 1, 14, 2, 3, 30)
@@ -34,13 +33,7 @@ def config(kind: str, pattern: str = "[G-][*-]G[GE]", **changes: Any) -> ModelCo
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_sequences_equal_each_alone(kind: str) -> None:
-    model = LanguageModel(config(kind))
-    batch = sequences(*LENGTHS)
-    (together,) = pack(batch, budget=64)
-    packed = unpack([together], [model(together)], shifted=False)
-    for sequence, rows in zip(batch, packed, strict=True):
-        (alone,) = pack([sequence], budget=64)
-        assert_equal(rows, model(alone), "logits")
+    assert_packed_equals_alone(LanguageModel(config(kind)), *LENGTHS)
 
 
 def test_chunks_change_nothing() -> None:
@@ -59,10 +52,6 @@ def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
 
 
 # --- layouts
-
-
-def verify(group: Any, case: Case) -> Report | None:
-    return compare(case, mesh=mesh(case.layout))
 
 
 def layouts() -> list[Any]:

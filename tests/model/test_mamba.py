@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from postlude import LanguageModel, Layout, ModelConfig, load_model, pack, unpack
+from postlude import LanguageModel, Layout, ModelConfig, load_model, pack
 from postlude.model.blocks import MambaConfig
 from postlude.rollout.generator import Generator
 from postlude.rollout.sampling import Sampling
 from postlude.verify.cases import Case
-from postlude.verify.compare import Report, compare
 from tests.equality import assert_equal
-from tests.meshes import mesh
-from tests.model.small import sequences, small_config
+from tests.meshes import mesh, verify
+from tests.model.small import assert_packed_equals_alone, sequences, small_config
 from tests.rollout.test_generator import teacher_forced
 
 LENGTHS = (9, 1, 14, 2, 3, 30)
@@ -36,13 +35,7 @@ def config(kind: str, pattern: str = "[M-][*-]M[ME]", **changes: Any) -> ModelCo
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_sequences_equal_each_alone(kind: str) -> None:
-    model = LanguageModel(config(kind))
-    batch = sequences(*LENGTHS)
-    (together,) = pack(batch, budget=64)
-    packed = unpack([together], [model(together)], shifted=False)
-    for sequence, rows in zip(batch, packed, strict=True):
-        (alone,) = pack([sequence], budget=64)
-        assert_equal(rows, model(alone), "logits")
+    assert_packed_equals_alone(LanguageModel(config(kind)), *LENGTHS)
 
 
 def test_chunks_change_nothing() -> None:
@@ -56,10 +49,6 @@ def test_chunks_change_nothing() -> None:
 
 
 # --- layouts
-
-
-def verify(group: Any, case: Case) -> Report | None:
-    return compare(case, mesh=mesh(case.layout))
 
 
 def layouts() -> list[Any]:

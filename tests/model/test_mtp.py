@@ -17,9 +17,8 @@ from postlude.model.blocks import MoEConfig
 from postlude.model.context import ForwardContext
 from postlude.objectives import MTP, SFT
 from postlude.verify.cases import Case
-from postlude.verify.compare import Report, compare
 from tests.equality import assert_equal
-from tests.meshes import mesh
+from tests.meshes import verify
 from tests.model.small import sequences, small_config, small_model
 
 LENGTHS = (6, 1, 9, 2, 3, 4)
@@ -220,10 +219,6 @@ def test_a_stage_of_its_own_applies_the_final_norm() -> None:
     ]
     for one, other in zip(*ahead, strict=True):
         assert torch.equal(one, other)
-
-
-def verify(group: Any, case: Case) -> Report | None:
-    return compare(case, mesh=mesh(case.layout))
 
 
 LAYOUTS = ["pp=2", "cp=2", "tp=2", "dp_shard=2,ep=2", "own stage", "pp=2,vpp=2", "tp=2,pp=2,cp=2"]

@@ -3,37 +3,21 @@ sizes that models have, where there is."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import numpy
 import pytest
 import torch
 from torch import Tensor
 
 from postlude.ops.gated_delta import CHUNK, _unwise, gated_delta
 from postlude.ops.packing import Packing
+from tests.ops.kernel_checks import interpret_checks, run_checks
 from tests.ops.test_gated_delta import NAMES, inputs
 
-triton = pytest.importorskip("triton")
-VERSIONS = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
-
-
-def run_checks(**environment: str) -> None:
-    checks = Path(__file__).with_name("gated_delta_checks.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+CHECKS = "gated_delta_checks.py"
 
 
 @pytest.mark.thorough  # on a GPU the same kernels are held to float64 by what follows
-@pytest.mark.skipif(
-    VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4), reason="Triton's interpreter before 3.7 needs numpy before 2.4"
-)
 def test_kernels_in_the_interpreter() -> None:
-    run_checks(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    interpret_checks(CHECKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,7 +64,7 @@ class TestOnTheGpu:
             assert name not in names or off <= self.LIMIT, f"{name}: off by {off:.1e}"
 
     def test_kernels(self) -> None:
-        run_checks()
+        run_checks(CHECKS)
 
     @pytest.mark.parametrize(("heads", "widths"), [((8, 4), (128, 128)), ((6, 2), (72, 96)), ((3, 3), (64, 256))])
     def test_accuracy(self, heads: tuple[int, int], widths: tuple[int, int]) -> None:

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import numpy
 import pytest
 import torch
 
 from postlude.ops.linear_logprobs import linear_logprobs
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, dense
+from tests.ops.kernel_checks import interpret_checks, run_checks
 
-triton = pytest.importorskip("triton")
-VERSIONS = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
-
-
-def run_checks(**environment: str) -> None:
-    checks = Path(__file__).with_name("triton_checks.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+CHECKS = "triton_checks.py"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4), reason="Triton's interpreter before 3.7 needs numpy before 2.4"
-)
 def test_kernels_in_the_interpreter() -> None:
-    run_checks(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    interpret_checks(CHECKS)
 
 
 @pytest.mark.gpu
@@ -41,7 +25,7 @@ class TestOnTheGpu:
     TOKENS, FEATURES, VOCABULARY = 384, 512, 9000
 
     def test_kernels(self) -> None:
-        run_checks()
+        run_checks(CHECKS)
 
     def operands(self) -> Operands:
         made = Operands.random(self.TOKENS, self.FEATURES, self.VOCABULARY, device="cuda")

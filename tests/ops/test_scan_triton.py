@@ -4,12 +4,7 @@ sizes that models have, where there is."""
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -17,24 +12,14 @@ from torch import Tensor
 from postlude.ops.convolution import convolve
 from postlude.ops.packing import Packing
 from postlude.ops.ssd import _refused, ssd
+from tests.ops.kernel_checks import interpret_checks, run_checks
 
-triton = pytest.importorskip("triton")
-VERSIONS = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
-
-
-def run_checks(**environment: str) -> None:
-    checks = Path(__file__).with_name("scan_checks.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+CHECKS = "scan_checks.py"
 
 
 @pytest.mark.thorough  # on a GPU the same kernels are held to float64 by what follows
-@pytest.mark.skipif(
-    VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4), reason="Triton's interpreter before 3.7 needs numpy before 2.4"
-)
 def test_kernels_in_the_interpreter() -> None:
-    run_checks(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    interpret_checks(CHECKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,7 +53,7 @@ class TestOnTheGpu:
     LENGTHS = (700, 1, 130, 2, 900, 267)  # of 2000, so that the last chunk is not full
 
     def test_kernels(self) -> None:
-        run_checks()
+        run_checks(CHECKS)
 
     def operands(self, dtype: torch.dtype, heads: int, width: int, groups: int, states: int) -> list[Tensor]:
         generator = torch.Generator("cuda").manual_seed(0)

@@ -22,12 +22,8 @@ from postlude.hf.load import read_model
 from postlude.model.blocks import BLOCKS
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
-from postlude.verify.compare import Report, compare
-from tests.meshes import mesh
-
-
-def verify(group: Any, case: Case) -> Report | None:
-    return compare(case, mesh=mesh(case.layout))
+from postlude.verify.compare import Report
+from tests.meshes import verify
 
 
 def check(ranks: Any, case: Case) -> Report:

@@ -147,9 +147,9 @@ def gated_delta_forward(
 ) -> tuple[Tensor, Tensor]:
     """What the operator does. Without `last_states` the second result is empty."""
     if triton:
-        arguments = (query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk)
-        found: tuple[Tensor, Tensor] = _triton().forward(*arguments, last_states)
-        return found
+        kernels = _triton().Kernels(query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk)
+        last: Tensor = kernels.run(last_states)
+        return kernels.outputs(), last
     chunks = Chunks(lengths, chunk, cu_seqlens)
     scan = _Scan(query, key, value, log_decay, beta, chunks, scale, normalise)
     states = scan.last_states() if last_states else scan.value.new_empty(0)
@@ -161,20 +161,8 @@ _operator = torch.library.custom_op("postlude::gated_delta", gated_delta_forward
 
 
 @_operator.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    lengths: list[int],
-    scale: float,
-    normalise: bool,
-    chunk: int,
-    last_states: bool,
-    triton: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query, key, value, log_decay, beta, _, lengths, _, _, _, last_states, *_ = arguments
     shape = (len(lengths), value.shape[1], key.shape[2], value.shape[2]) if last_states else (0,)
     return torch.empty_like(value), value.new_empty(shape, dtype=_wide(query, key, value, log_decay, beta))
 
@@ -186,18 +174,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, output: Tensor | None, states: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, log_decay, beta, cu_seqlens = ctx.saved_tensors
+    *inputs, cu_seqlens = ctx.saved_tensors
     if output is None and states is None:
         return (None,) * 12
-    output = torch.zeros_like(value) if output is None else output
-    states = states if ctx.last_states else None
-    inputs = (query, key, value, log_decay, beta)
+    output = torch.zeros_like(inputs[2]) if output is None else output
     if ctx.triton:
-        arguments = (*inputs, cu_seqlens, ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk)
-        gradients = _triton().backward(*arguments, output, states)
+        scan = _triton().Kernels(*inputs, cu_seqlens, ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, keep=True)
+        scan.run(last_states=False)
     else:
-        scan = _Scan(*inputs, Chunks(ctx.lengths, ctx.chunk, cu_seqlens), ctx.scale, ctx.normalise)
-        gradients = scan.gradients(output, states)
+        chunked: list[Any] = [*inputs, Chunks(ctx.lengths, ctx.chunk, cu_seqlens), ctx.scale, ctx.normalise]
+        scan = _Scan(*chunked)
+    gradients = scan.gradients(output, states if ctx.last_states else None)
     return *(each.to(like.dtype) for each, like in zip(gradients, inputs, strict=True)), *(None,) * 7
 
 

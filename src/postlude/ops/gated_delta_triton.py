@@ -30,45 +30,6 @@ SETTINGS = {
 }
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    lengths: list[int],
-    scale: float,
-    normalise: bool,
-    chunk: int,
-    last_states: bool,
-) -> tuple[Tensor, Tensor]:
-    """The outputs [T, heads, dv] and, if asked, the last states [n, heads, dk, dv] in fp32, else an empty tensor."""
-    scan = _Kernels(query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk)
-    last = scan.run(last_states=last_states)
-    return scan.outputs(), last
-
-
-def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    lengths: list[int],
-    scale: float,
-    normalise: bool,
-    chunk: int,
-    output: Tensor,
-    last_states: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value, log decay and beta, from those of the outputs and of the last states."""
-    scan = _Kernels(query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk, keep=True)
-    scan.run(last_states=False)
-    return scan.gradients(output.contiguous(), None if last_states is None else last_states.contiguous())
-
-
 @dataclass(frozen=True)
 class _Table:
     """Where chunks of `size` lie; all int32. `starts` and `stops` [chunks] are tokens, `first` [n + 1] chunks.
@@ -101,8 +62,11 @@ class _Table:
         return cls(count, *to_device(table, device))
 
 
-class _Kernels:
-    """One call's tensors, [T, heads, ...] each unless said otherwise. `keep` the inverses for a backward."""
+class Kernels:
+    """One call of the operator: its tensors, [T, heads, ...] each unless said otherwise.
+
+    `keep` the inverses for a backward. First `run`, then ask for `outputs` or `gradients`.
+    """
 
     def __init__(
         self,
@@ -154,7 +118,7 @@ class _Kernels:
         return triton.cdiv(width, values), {**self.sizes, "VALUES": values, "num_warps": warps, "num_stages": stages}
 
     def run(self, last_states: bool) -> Tensor:
-        """Solve the chunks, then go along the sequences. Returns the last states, or an empty tensor."""
+        """Solve the chunks, then go along the sequences. Returns last states, fp32 [n, heads, dk, dv], or nothing."""
         _, sizes = self.sized("solve")
         kernels.solve_kernel[(self.table.count * self.heads,)](
             self.key,
@@ -190,6 +154,7 @@ class _Kernels:
         return last
 
     def outputs(self) -> Tensor:
+        """[T, heads, dv], after `run`."""
         output = torch.empty_like(self.value)
         slices, sizes = self.sized("outputs")
         kernels.outputs_kernel[(self.table.count * self.heads, slices)](
@@ -208,6 +173,9 @@ class _Kernels:
         return output
 
     def gradients(self, output: Tensor, last_states: Tensor | None) -> tuple[Tensor, ...]:
+        """From those of the outputs and of the last states, after `run`: of query, key, value, log decay and beta."""
+        output = output.contiguous()
+        last_states = None if last_states is None else last_states.contiguous()
         written = torch.empty_like(self.written)  # of δ
         entering = torch.empty_like(self.leaving)  # e^G, times the query's scale over its length
         _, sizes = self.sized("seen_back")

@@ -1,0 +1,28 @@
+"""Checks of Triton kernels have a process of their own: the interpreter is chosen before triton is first imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+triton = pytest.importorskip("triton")
+VERSIONS = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
+
+
+def run_checks(name: str, **environment: str) -> None:
+    """Every test of a file beside this one, with kernels as they are."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(name))]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def interpret_checks(name: str) -> None:
+    """The same through Triton's interpreter, without a GPU."""
+    if VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4):
+        pytest.skip("Triton's interpreter before 3.7 needs numpy before 2.4")
+    run_checks(name, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
