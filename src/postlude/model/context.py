@@ -30,9 +30,10 @@ Begin = Callable[[Inputs, Packing], Tensor]
 class Running(Protocol):
     """What blocks keep of sequences that are generated token by token, and how they go on from it.
 
-    A forward holds the next token of some sequences, and all tokens so far of others, which begin. What is kept grows
-    with a sequence (keys and values) or does not (a recurrence, a convolution's last inputs); a block says which by
-    what it calls, under its name.
+    A forward holds the next tokens of some sequences, equally many of each and side by side, and all tokens so far of
+    others, which begin. What is kept grows with a sequence (keys and values) or does not (a recurrence, a convolution's
+    last inputs); a block says which by what it calls, under its name. Of several next tokens some may turn out to be
+    wrong: what was kept of those is taken back, and a block need not know.
     """
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -45,11 +46,11 @@ class Running(Protocol):
     def grow(self, name: str, inputs: Inputs, new: Inputs, go_on: GoOn, begin: Begin) -> Tensor:
         """Keep what is `new` of block `name`, each [T, kv_heads, width], and make outputs of it and what was before.
 
-        `go_on(inputs, stores, attend)` takes one token [n, ...] of each of n sequences and what is kept of all, each
+        `go_on(inputs, stores, attend)` takes n next tokens [n, ...] and what is kept of all, each
         [rows, capacity, kv_heads, width] in the order of `new`; `attend(query, keys, values, scores)` is attention of
-        queries [n, heads, width] to stores, or to some features of them. `begin(inputs, packing)` takes whole packed
-        sequences [T, ...] from their beginning. Both return outputs, [n, ...] and [T, ...]. Of `inputs`, all [T, ...],
-        -> the outputs of all T tokens.
+        these tokens' queries [n, heads, width] to stores, or to some features of them. `begin(inputs, packing)` takes
+        whole packed sequences [T, ...] from their beginning. Both return outputs, [n, ...] and [T, ...]. Of `inputs`,
+        all [T, ...], -> the outputs of all T tokens.
         """
         ...
 

@@ -30,8 +30,10 @@ class RowCache:
         self._states: dict[str, States] = {}
         self._decode: DecodeAttention | None = None
         self._decoded = 0
+        self._each = 1
+        self._later: dict[str, list[States]] = {}  # by block, the states after each token of a row but the first
         self._prefill: Packing | None = None
-        self._begun = 0  # sequences of the prefill that are kept
+        self._begun = slice(0, 0)  # rows of the sequences that begin
         self._places = torch.empty(0, dtype=torch.int64, device=device)
 
     def resize(self, rows: int, capacity: int) -> None:
@@ -49,19 +51,32 @@ class RowCache:
             self._states[name] = tuple(_with_rows(state, rows) for state in states)
         self.rows, self.capacity = rows, capacity
 
-    def expect(self, lengths: Tensor, longest: int, prefill: Packing | None = None, padding: int = 0) -> None:
-        """Say what the next forward holds: one token of each of the first n rows, then prompts for the rows after.
+    def expect(
+        self,
+        lengths: Tensor,
+        longest: int,
+        prefill: Packing | None = None,
+        padding: int = 0,
+        *,
+        each: int = 1,
+        first: int | None = None,
+    ) -> None:
+        """Say what the next forward holds: `each` tokens of the first n rows, then prompts for rows from `first` on.
 
-        `lengths` [n] int64 are the keys of each row, the new one included, and `longest` their maximum. `prefill` packs
-        the prompts; its last `padding` tokens are not kept.
+        `lengths` [n] int64 are the keys of each row, the new ones included, and `longest` their maximum. `prefill`
+        packs the prompts, for the rows after the n unless `first` says otherwise; its last `padding` tokens are not
+        kept.
         """
-        self._decoded = len(lengths)
-        self._decode = DecodeAttention(lengths, longest) if self._decoded else None
+        decoded = self._decoded = len(lengths)
+        first = decoded if first is None else first
+        self._each = each
+        self._decode = DecodeAttention(lengths, longest, each) if decoded else None
         self._prefill = prefill
-        self._begun = 0 if prefill is None else prefill.count - (padding > 0)
-        places = torch.arange(self._decoded, device=self.device) * self.capacity + lengths - 1
+        self._begun = slice(first, first + (0 if prefill is None else prefill.count - (padding > 0)))
+        rows = torch.arange(decoded, device=self.device) * self.capacity + lengths - each
+        places = (rows[:, None] + torch.arange(each, device=self.device)).flatten()
         if prefill is not None:
-            inside = (prefill.sequence_index() + self._decoded) * self.capacity + prefill.positions()
+            inside = (prefill.sequence_index() + first) * self.capacity + prefill.positions()
             places = torch.cat((places, inside[: prefill.total - padding]))
         self._places = places
 
@@ -83,7 +98,7 @@ class RowCache:
         stores = self._stores_of(name, new)
         for store, each in zip(stores, new, strict=True):
             store.flatten(0, 1).index_copy_(0, self._places, each[: len(self._places)])
-        decoded, outputs = self._decoded, []
+        decoded, outputs = self._decoded * self._each, []
         if self._decode is not None:
             outputs.append(go_on(tuple(each[:decoded] for each in inputs), stores, self._decode))
         if self._prefill is not None:
@@ -92,17 +107,58 @@ class RowCache:
 
     def recur(self, name: str, inputs: Inputs, step: Recur, scan: Scan) -> Tensor:
         """See `Running.recur`."""
-        decoded, outputs = self._decoded, []
+        decoded, outputs = self._decoded * self._each, []
         if decoded:
-            states = self._states[name]  # made when these sequences began
-            output, new = step(tuple(each[:decoded] for each in inputs), tuple(each[:decoded] for each in states))
-            outputs.append(output)
-            self._keep(name, slice(0, decoded), new)
+            outputs.append(self._steps(name, tuple(each[:decoded] for each in inputs), step))
         if self._prefill is not None:
             output, new = scan(tuple(each[decoded:] for each in inputs), self._prefill)
             outputs.append(output)
-            self._keep(name, slice(decoded, decoded + self._begun), tuple(each[: self._begun] for each in new))
+            begun = self._begun.stop - self._begun.start
+            self.keep(name, self._begun, tuple(each[:begun] for each in new))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _steps(self, name: str, inputs: Inputs, step: Recur) -> Tensor:
+        """The tokens of every row, one after another: [n · each, ...] -> the same. The first one's states are kept."""
+        rows, outputs, after = slice(0, self._decoded), [], []
+        states = tuple(each[rows] for each in self._states[name])  # made when these sequences began
+        by_row = tuple(each.unflatten(0, (-1, self._each)) for each in inputs)
+        for place in range(self._each):
+            output, states = step(tuple(each[:, place] for each in by_row), states)
+            outputs.append(output)
+            after.append(states)
+        self.keep(name, rows, after[0])
+        self._later[name] = after[1:]
+        return torch.stack(outputs, 1).flatten(0, 1)
+
+    def settle(self, counts: Tensor) -> None:
+        """Say how many of the tokens of each row that went on are to stay, `counts` [n] int64, from 1 to `each`.
+
+        States then go on from the last that stays. What grows needs no word: later tokens are written over the rest.
+        """
+        for name, later in self._later.items():
+            for number, states in enumerate(later, start=2):
+                for own, new in zip(self._states[name], states, strict=True):
+                    stays = (counts >= number).view(-1, *(1,) * (new.ndim - 1))
+                    own[: len(counts)] = torch.where(stays, new, own[: len(counts)])
+        self._later = {}
+
+    def keep(self, name: str, rows: slice, states: States) -> None:
+        """Keep states [rows, ...] of these rows under `name`, a block's or one's own."""
+        if name not in self._states:
+            self._states[name] = tuple(each.new_zeros(self.rows, *each.shape[1:]) for each in states)
+        for own, new in zip(self._states[name], states, strict=True):
+            own[rows] = new
+
+    def kept(self, name: str) -> States:
+        """The states of all rows under `name`."""
+        return self._states[name]
+
+    def forget(self, rows: Sequence[int], names: Sequence[str]) -> None:
+        """Put the states of some blocks back to the beginning of a sequence, in these rows."""
+        for row in rows:
+            for states in (self._states[name] for name in names if name in self._states):
+                for each in states:
+                    each[row] = 0
 
     def states(self, row: int) -> Mapping[str, States]:
         """A copy of the states of one row, by block."""
@@ -111,7 +167,7 @@ class RowCache:
     def set_states(self, row: int, states: Mapping[str, States]) -> None:
         """Give a row the states of another, as `states` returned them."""
         for name, own in states.items():
-            self._keep(name, slice(row, row + 1), tuple(each[None] for each in own))
+            self.keep(name, slice(row, row + 1), tuple(each[None] for each in own))
 
     def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """For each (source row, target row, length): the target's first keys become the source's, and its states."""
@@ -134,12 +190,6 @@ class RowCache:
         if name not in self._stores:
             self._stores[name] = tuple(each.new_zeros(self.rows, self.capacity, *each.shape[1:]) for each in new)
         return self._stores[name]
-
-    def _keep(self, name: str, rows: slice, states: States) -> None:
-        if name not in self._states:
-            self._states[name] = tuple(each.new_zeros(self.rows, *each.shape[1:]) for each in states)
-        for own, new in zip(self._states[name], states, strict=True):
-            own[rows] = new
 
 
 def _with_rows(state: Tensor, rows: int) -> Tensor:

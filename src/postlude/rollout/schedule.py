@@ -55,6 +55,12 @@ class Answer:
     sampled_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
+    unseen: int = 1
+    """How many of its newest tokens a drafter has not been given yet."""
+    drafted: int = 0
+    """Guesses of its tokens that were looked at."""
+    accepted: int = 0
+    """Those that were right."""
 
     @property
     def length(self) -> int:
@@ -94,15 +100,19 @@ class Schedule:
     """Answers that run and those that wait.
 
     The cache holds rows · capacity ≤ `budget` tokens. When running answers outgrow it, the ones with the fewest tokens
-    go back to wait; their tokens are kept and pass the model again later.
+    go back to wait; their tokens are kept and pass the model again later. Each row has room for its newest token and
+    `drafted` more.
     """
 
-    def __init__(self, answers: Sequence[Answer], budget: int, max_sequences: int, prefill_budget: int) -> None:
+    def __init__(
+        self, answers: Sequence[Answer], budget: int, max_sequences: int, prefill_budget: int, *, drafted: int = 0
+    ) -> None:
         self.waiting = deque(answers)
         self.running: list[Answer] = []
         self.capacity = 0
         self.budget = budget
         self.prefill_budget = prefill_budget
+        self.drafted = drafted
         self.max_sequences = min(max_sequences, len(answers))
         self.longest = max(
             (len(answer.prompt.tokens) + answer.prompt.sampling.max_new_tokens for answer in answers), default=0
@@ -118,7 +128,7 @@ class Schedule:
         stay = sorted(range(len(self.running)), key=lambda row: len(self.running[row].tokens), reverse=True)
         out: list[int] = []
         while stay:  # one alone always fits
-            capacity = self._capacity(len(stay), max(self.running[row].length for row in stay))
+            capacity = self._capacity(len(stay), max(self.running[row].length for row in stay) + self.drafted)
             if capacity is not None:
                 self.capacity = capacity
                 break
@@ -131,10 +141,10 @@ class Schedule:
         prefilled: list[Answer] = []
         copied: list[Answer] = []
         tokens = 0
-        longest = max((answer.length for answer in self.running), default=0)
+        longest = max((answer.length + self.drafted for answer in self.running), default=0)
         while self.waiting:
             answer = self.waiting[0]
-            longest = max(longest, answer.length + 1)
+            longest = max(longest, min(answer.length + 1 + self.drafted, self.longest))
             capacity = self._capacity(len(self.running) + len(prefilled) + len(copied) + 1, longest)
             if capacity is None:
                 break
