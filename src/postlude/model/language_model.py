@@ -132,17 +132,19 @@ class LanguageModel(nn.Module):
         hidden = self.layers(self._enter(microbatch, hidden), forward)
         if not self.stage.last:
             return hidden
-        ahead = Ahead(self.mtp, self.mesh, self.recompute, self.scans, self._embed) if self.predicts_ahead else None
-        inputs = OutputInputs(
-            hidden=self.norm(hidden),
-            head=replace(self.output_head(), counted=(microbatch.targets, microbatch.target_count)),
-            microbatch=microbatch,
-            layout=self.layout,
-            config=self.config,
-            reports=forward.reports,
-            ahead=ahead,
-        )
+        inputs = self._outputs(self.norm(hidden), forward)
+        if self.predicts_ahead:
+            inputs = replace(inputs, ahead=Ahead(self.mtp, self.mesh, self.recompute, self.scans, self._embed))
         return processor(inputs, context)
+
+    def draft(self, hidden: Tensor, microbatch: Microbatch, running: Running) -> OutputInputs:
+        """What the first multi-token-prediction depth makes of the final states of running sequences, [T / tp, H].
+
+        The microbatch's tokens are those after each state. For a generator, which has the token after a sequence's last
+        state only once it is drawn from it; see `OutputInputs.depths` for what training asks.
+        """
+        context = ForwardContext(microbatch, self.mesh, running=running, scans=self.scans)
+        return self._outputs(self.mtp[0](hidden, self._embed(microbatch.tokens), context), context)
 
     def output_head(self) -> OutputHead:
         """The head's weight with tying resolved, and how it makes logits."""
@@ -219,6 +221,17 @@ class LanguageModel(nn.Module):
                 f"but got {got}."
             )
         return hidden
+
+    def _outputs(self, hidden: Tensor, context: ForwardContext) -> OutputInputs:
+        microbatch = context.microbatch
+        return OutputInputs(
+            hidden=hidden,
+            head=replace(self.output_head(), counted=(microbatch.targets, microbatch.target_count)),
+            microbatch=microbatch,
+            layout=self.layout,
+            config=self.config,
+            reports=context.reports,
+        )
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T / tp, H]."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,11 @@ class Settings:
             most=max((count for count in counts if count < vocab_size), default=0),
         )
 
+    def first(self, count: int) -> Settings:
+        """Those of the first `count` rows."""
+        rows: dict[str, Any] = {name: each[:count] for name, each in vars(self).items() if isinstance(each, Tensor)}
+        return replace(self, **rows)
+
 
 def draw(logits: Tensor, settings: Settings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [n, vocab] -> tokens [n] int64, their log-probs and those they were sampled with, fp32 [n].
@@ -96,7 +102,8 @@ def _blocks(scaled: Tensor) -> Tensor:
     missing = -scaled.shape[1] % _BLOCK
     if missing:
         scaled = F.pad(scaled, (0, missing), value=float("-inf"))
-    return scaled.view(len(scaled), -1, _BLOCK)
+    blocks: Tensor = scaled.unflatten(1, (-1, _BLOCK))
+    return blocks
 
 
 def _gumbel_max(blocks: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Generator: samples answers from a LanguageModel with its own weights, many at once, without padding.
 
-Every step is one forward over packed tokens: the newest token of each running answer, and the whole prompts of those
-that join. Answers join as others finish.
+Every step is one forward over packed tokens: the newest token of each running answer, with a guess of the next where
+tokens are drafted, and the whole prompts of those that join. Answers join as others finish.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.data.microbatch import IGNORE, Microbatch
-from postlude.model import LanguageModel, OutputInputs
-from postlude.ops.packing import Packing
+from postlude.model import LanguageModel, ModelConfig
 from postlude.ops.products import plain_products
 from postlude.rollout.cache import RowCache
+from postlude.rollout.draft import Drafter
 from postlude.rollout.draw import Settings, draw
+from postlude.rollout.forward import logits_at, packed
 from postlude.rollout.noise import stream_key
 from postlude.rollout.protocol import Completion
 from postlude.rollout.sampling import Sampling, one_each
 from postlude.rollout.schedule import Admission, Answer, Opening, Prompt, Schedule
 from postlude.rollout.stops import Decoder, StopStrings, final_text
+
+Draft = Literal["mtp"]
 
 
 class Generator:
@@ -34,6 +37,9 @@ class Generator:
     `max_batch_tokens` bounds the key/value cache: running answers times the tokens of the longest, prompt included.
     `max_sequences` bounds how many run at once, `max_prefill_tokens` how many tokens of new prompts join a step (a
     longer prompt joins alone). `eos_tokens` end an answer, and default to the tokenizer's.
+
+    With `draft="mtp"` the model's first multi-token-prediction depth guesses a token ahead, and a step that finds the
+    guess right gives two tokens of an answer. The answers are the same, whatever the guesses.
 
     Under tensor parallelism every rank makes the same call and gets the same answers. Under data parallelism each rank
     brings prompts of its own; where they share weights they step together until the last is done, so all must call.
@@ -48,6 +54,7 @@ class Generator:
         max_sequences: int = 256,
         max_prefill_tokens: int = 8_192,
         eos_tokens: Sequence[int] | None = None,
+        draft: Draft | None = None,
     ) -> None:
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
@@ -68,8 +75,11 @@ class Generator:
                     "answers would be wrong. Set generates=True on a block that takes each token by itself, or that "
                     "keeps what it needs in context.running."
                 )
+        if draft is not None:
+            check_draft(draft, model.config)
         self.model = model
         self.tokenizer = tokenizer
+        self.draft = draft
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
@@ -128,7 +138,23 @@ class Generator:
     def _completion(self, answer: Answer) -> Completion:
         assert answer.finish_reason is not None
         text = None if self.tokenizer is None else final_text(self.tokenizer, answer.tokens, answer.stopped_by)
-        return Completion(answer.tokens, answer.logprobs, answer.sampled_logprobs, answer.finish_reason, text)
+        return Completion(
+            answer.tokens,
+            answer.logprobs,
+            answer.sampled_logprobs,
+            answer.finish_reason,
+            text,
+            drafted=answer.drafted,
+            accepted=answer.accepted,
+        )
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """Guesses of the next tokens of the first n rows, [n], and the logits after them [n, vocab], if they are right."""
+
+    tokens: Tensor
+    logits: Tensor
 
 
 class _Run:
@@ -138,11 +164,18 @@ class _Run:
         self.model = generator.model
         self.device = next(generator.model.parameters()).device
         self.schedule = Schedule(
-            answers, generator.max_batch_tokens, generator.max_sequences, generator.max_prefill_tokens
+            answers,
+            generator.max_batch_tokens,
+            generator.max_sequences,
+            generator.max_prefill_tokens,
+            drafted=0 if generator.draft is None else 1,
         )
         self.cache = RowCache(self.device)
         self.settings: Settings | None = None  # of the running answers; None once they have changed
         self.together = _stepping_together(generator.model)
+        self.drafter = None
+        if generator.draft is not None:
+            self.drafter = Drafter(self.model, self.cache, self.device, together=self.together is not None)
 
     def finish(self) -> None:
         """Step until this rank, and all that step together with it, have nothing left."""
@@ -150,63 +183,49 @@ class _Run:
             self.step()
 
     def step(self) -> None:
-        """One forward and one token for every running answer."""
+        """One forward and a token for every running answer, or two where the second was guessed right."""
         schedule = self.schedule
-        moves = schedule.evict()
-        self.cache.copy(moves)
+        before = len(schedule.running)
+        self.cache.copy(schedule.evict())
         decoded = len(schedule.running)
         admission = schedule.admit()
-        if moves or len(schedule.running) > decoded:
+        if decoded < before or len(schedule.running) > decoded:
             self.settings = None
         self.cache.resize(schedule.rows, schedule.capacity)
-        logits = self._forward(schedule.running[:decoded], admission.prefilled)
-        if logits is None:
-            return
-        self._advance(self._begin(logits, admission, decoded))
+        guesses = self._guess(decoded)
+        logits, later = self._forward(schedule.running[:decoded], guesses, admission.prefilled)
+        if schedule.running:  # else the forward was for other ranks alone
+            drafts = None if guesses is None else _Drafts(guesses, later)
+            self._advance(self._begin(logits, admission, decoded), drafts)
 
-    def _forward(self, decoded: list[Answer], prefilled: list[Answer]) -> Tensor | None:
-        """The newest token of each answer in `decoded` and all tokens of each in `prefilled` -> logits after each.
+    def _guess(self, decoded: int) -> Tensor | None:
+        """What the next tokens of the first rows may be, [decoded]; None where nobody guesses."""
+        if self.drafter is None:
+            return None
+        return self.drafter.guess(self.schedule.running[:decoded], self._all_settings().first(decoded))
 
-        [answers, vocab]; None where there is no answer, and the forward was for other ranks alone.
+    def _forward(
+        self, decoded: Sequence[Answer], guesses: Tensor | None, prefilled: Sequence[Answer]
+    ) -> tuple[Tensor, Tensor]:
+        """The newest token of each answer in `decoded` and all tokens of each in `prefilled` -> the logits after each.
+
+        [answers, vocab]; and those after the guesses, where there are any, [decoded, vocab].
         """
-        count = len(decoded)
-        tokens = [answer.tokens[-1] for answer in decoded]
-        lengths = [1] * count
-        for answer in prefilled:
-            tokens += [*answer.prompt.tokens, *answer.tokens]
-            lengths.append(answer.length)
-        padding = -len(tokens) % self.model.mesh.tp.size if tokens else self.model.mesh.tp.size
-        answers = len(lengths)
-        if padding:
-            tokens += [0] * padding
-            lengths.append(padding)
-        packing = Packing.from_lengths(lengths, self.device)
-        total = len(tokens)
-        stored = [answer.length for answer in decoded]
-        keys = torch.tensor(stored, dtype=torch.int64, device=self.device)
-        prefill = Packing.from_lengths(lengths[count:], self.device) if total > count else None
-        positions = keys - 1 if prefill is None else torch.cat((keys - 1, prefill.positions()))
-        self.cache.expect(keys, max(stored, default=0), prefill, padding)
-        places = torch.arange(total, device=self.device)
-        microbatch = Microbatch(
-            tokens=torch.tensor(tokens, device=self.device),
-            packing=packing,
-            positions=positions,
-            targets=torch.full_like(places, IGNORE),
-            columns={},
-            places=places if not padding else places.masked_fill(places >= total - padding, -1),
-            sequences=tuple(range(len(lengths))),
-            index=0,
-            count=1,
-            batch_tokens=total,
-            batch_targets=0,
-            target_count=0,
-            padding=padding,
+        count, answers = len(decoded), len(decoded) + len(prefilled)
+        newest = torch.tensor([answer.tokens[-1] for answer in decoded], dtype=torch.int64, device=self.device)
+        going_on = torch.stack((newest,) if guesses is None else (newest, guesses), 1)
+        each = going_on.shape[1]
+        beginning = [[*answer.prompt.tokens, *answer.tokens] for answer in prefilled]
+        ends = [answer.length + each - 1 for answer in decoded]
+        microbatch = packed(self.cache, self.model.mesh.tp, going_on, ends, beginning)
+        lasts = microbatch.cu_seqlens[1 : answers + 1].long() - 1
+        places = torch.cat((lasts[:count] - (each - 1), lasts[count:], *([lasts[:count]] if each > 1 else [])))
+        logits, states = self.model(
+            microbatch, output_processor=logits_at, output_processor_context=places, running=self.cache
         )
-        logits: Tensor = self.model(
-            microbatch, output_processor=last_logits, output_processor_context=answers, running=self.cache
-        )
-        return logits if answers else None
+        if self.drafter is not None:
+            self.drafter.follow(states, count, prefilled)
+        return logits[:answers], logits[answers:]
 
     def _begin(self, logits: Tensor, admission: Admission, decoded: int) -> Tensor:
         """Give the answers whose prompt was cached already what is kept of it, and its logits: [running, vocab]."""
@@ -235,12 +254,10 @@ class _Run:
         self.cache.set_states(row, opening.states)
         return opening.logits
 
-    def _advance(self, logits: Tensor) -> None:
+    def _advance(self, logits: Tensor, drafts: _Drafts | None) -> None:
         """A token for every running answer. The finished ones leave, or hand their rows to others of their prompt."""
         schedule = self.schedule
-        if self.settings is None:
-            self.settings = self._settings(schedule.running)
-        finished = self._draw(schedule.running, logits, self.settings)
+        finished = self._draw(schedule.running, logits, self._all_settings(), drafts)
         left: list[int] = []
         while heirs := schedule.inherit(finished):
             left += set(finished) - set(heirs)
@@ -253,24 +270,52 @@ class _Run:
             self.cache.copy(schedule.retire(left))
             self.settings = None
 
+    def _all_settings(self) -> Settings:
+        """Those of the running answers."""
+        if self.settings is None:
+            self.settings = self._settings(self.schedule.running)
+        return self.settings
+
     def _settings(self, answers: Sequence[Answer]) -> Settings:
         samplings, keys = [answer.prompt.sampling for answer in answers], [answer.key for answer in answers]
         return Settings.of(samplings, keys, self.model.config.vocab_size, self.device)
 
-    def _draw(self, answers: Sequence[Answer], logits: Tensor, settings: Settings) -> list[int]:
-        """One token for each of `answers` from its row of `logits` [answers, vocab]; which of them it finishes."""
+    def _draw(
+        self, answers: Sequence[Answer], logits: Tensor, settings: Settings, drafts: _Drafts | None = None
+    ) -> list[int]:
+        """One token for each of `answers` from its row of `logits` [answers, vocab]; which of them it finishes.
+
+        The first of them get a second token, where the first is the one that was drafted.
+        """
         counts = torch.tensor([len(answer.tokens) for answer in answers], device=self.device)
         drawn = draw(logits, settings, counts)
-        columns = torch.stack([part.double() for part in drawn]).tolist()  # the one wait for the device
+        told = [torch.stack([part.double() for part in drawn], 1)]
+        guessed = 0 if drafts is None else len(drafts.tokens)
+        if drafts is not None:
+            right = drawn[0][:guessed] == drafts.tokens
+            self.cache.settle(1 + right.long())
+            tokens, *logprobs = draw(drafts.logits, settings.first(guessed), counts[:guessed] + 1)
+            told.append(torch.stack([part.double() for part in (tokens.where(right, -1), *logprobs)], 1))
+        rows = torch.cat(told).tolist()  # the one wait for the device
         finished = []
-        for place, (answer, token, logprob, sampled) in enumerate(zip(answers, *columns, strict=True)):
-            if math.isnan(logprob):
-                raise FloatingPointError(
-                    f"the model's logits after {answer.length} tokens are not numbers. Look at its weights, or at the "
-                    "training step that made them."
-                )
-            if answer.add(int(token), logprob, sampled):
-                finished.append(place)
+        for place, (answer, first) in enumerate(zip(answers, rows[: len(rows) - guessed], strict=True)):
+            taken = [first]
+            if place < guessed:
+                second = rows[len(answers) + place]
+                taken += [second] if second[0] >= 0 else []
+                answer.drafted += 1
+                answer.accepted += len(taken) - 1
+            answer.unseen = 0
+            for token, logprob, sampled in taken:
+                if math.isnan(logprob):
+                    raise FloatingPointError(
+                        f"the model's logits after {answer.length} tokens are not numbers. Look at its weights, or at "
+                        "the training step that made them."
+                    )
+                answer.unseen += 1
+                if answer.add(int(token), logprob, sampled):
+                    finished.append(place)
+                    break
         return finished
 
     def _anyone(self, busy: bool) -> bool:
@@ -282,19 +327,15 @@ class _Run:
         return bool(flag.item())
 
 
-def last_logits(inputs: OutputInputs, context: int) -> Tensor:
-    """An output processor: logits fp32 [context, vocab] after the last token of the first `context` sequences.
-
-    Alike on every tensor-parallel rank. No other position is projected.
-    """
-    head, microbatch = inputs.head, inputs.microbatch
-    hidden = inputs.gather(inputs.hidden)
-    if context < len(microbatch):
-        hidden = hidden[microbatch.cu_seqlens[1 : context + 1].long() - 1]
-    missing = -context % head.tp.size
-    if missing:
-        hidden = F.pad(hidden, (0, 0, 0, missing))
-    return head.logits(hidden[slice(*head.tp.block(len(hidden)))])[:context].float()
+def check_draft(draft: str, config: ModelConfig) -> None:
+    """Refuse to draft by something else than a depth of multi-token prediction, or with a model that has none."""
+    if draft not in get_args(Draft):
+        raise ValueError(f'draft={draft!r}: give "mtp", or None to draft nothing.')
+    if not config.pattern.mtp:
+        raise ValueError(
+            f'draft="mtp" guesses tokens by a multi-token-prediction depth, but pattern {config.pattern} has none. '
+            f"Leave draft out, or train a depth: {config.pattern}/[*-]."
+        )
 
 
 def _stepping_together(model: LanguageModel) -> dist.ProcessGroup | None:

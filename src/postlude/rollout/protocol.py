@@ -37,6 +37,10 @@ class Completion:
     """"stop": a stop token or a stop string ended it. "length": it reached max_new_tokens."""
     text: str | None = None
     """The tokens decoded without special ones, up to the stop string if one ended it; None without a tokenizer."""
+    drafted: int = 0
+    """How many of its tokens were guessed ahead; 0 of an engine that does not guess."""
+    accepted: int = 0
+    """How many of those guesses were right. Each saved a step, and changed nothing else."""
 
 
 @runtime_checkable
