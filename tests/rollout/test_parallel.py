@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,17 +18,19 @@ PROMPTS = [list(b"packed"), list(b"a"), list(b"batches have no padding"), list(b
 Answers = list[list[tuple[list[int], list[float]]]]
 
 
-def generated(group, name: str, layout: Layout, prompts: list[list[list[int]]], samplings: list[Sampling]) -> Answers:
+def generated(
+    group, name: str, layout: Layout, prompts: list[list[list[int]]], samplings: list[Sampling], draft: Any = None
+) -> Answers:
     """Each rank its own of `prompts` and `samplings`, by its data-parallel place."""
     here = mesh(layout)
-    return answers(load_model(name, mesh=here), prompts[here.dp.rank], samplings[here.dp.rank])
+    return answers(load_model(name, mesh=here), prompts[here.dp.rank], samplings[here.dp.rank], draft)
 
 
-def answers(model, prompts: list[list[int]], sampling: Sampling) -> Answers:
+def answers(model, prompts: list[list[int]], sampling: Sampling, draft: Any = None) -> Answers:
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.no_grad()(parameter.mul_)(3.0)
-    completions = Generator(model, max_sequences=4).generate(prompts, sampling, n=2)
+    completions = Generator(model, max_sequences=4, draft=draft).generate(prompts, sampling, n=2)
     return [[(one.tokens, one.logprobs) for one in group] for group in completions]
 
 
@@ -56,6 +60,19 @@ def test_ranks_that_hold_each_others_experts_step_together(ranks) -> None:
     found = ranks(2, generated, "tiny-moe", Layout(dp_shard=2, ep=2), prompts, samplings)
     for actual, asked, sampling in zip(found, prompts, samplings, strict=True):
         assert_same(actual, answers(load_model("tiny-moe"), asked, sampling))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp=2", pytest.param("dp_shard=2,ep=2", marks=pytest.mark.thorough)])
+def test_ranks_that_draft_together_agree_with_one_that_does_not(ranks, layout: str) -> None:
+    """Where ranks hold each other's experts, one goes on drafting for the other when it has nothing left."""
+    where = Layout.parse(layout)
+    prompts = [PROMPTS, PROMPTS[1:2]]
+    samplings = [Sampling(max_new_tokens=8, seed=1), Sampling(max_new_tokens=3, seed=5)]
+    found = ranks(2, generated, "tiny-hybrid", where, prompts, samplings, "mtp")
+    for rank, actual in enumerate(found):
+        place = rank if where.dp_shard > 1 else 0
+        assert_same(actual, answers(load_model("tiny-hybrid"), prompts[place], samplings[place]))
 
 
 def refused(group) -> str:
