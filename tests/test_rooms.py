@@ -25,12 +25,12 @@ ROOMS = (
     "model",
     "hf",
     "pipeline",
+    "plan",
     "objectives",
     "engine",
     "rollout",
     "recipes",
     "verify",
-    "plan",
     "commands",
     "cli",
 )

@@ -15,7 +15,8 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from postlude.pipeline.executor import MOST_UNSENT
 from postlude.pipeline.order import Action, Turn, order, turns
-from tests.pipeline.simulator import DeadlockError, Timeline, dependencies, simulate, simulate_turns, transfers
+from postlude.plan.clock import DeadlockError, Timeline, dependencies
+from tests.pipeline.simulator import simulate, simulate_turns, transfers
 
 Orders = tuple[tuple[Action, ...], ...]
 every_shape = pytest.mark.parametrize(("pp", "vpp"), tuple(product(range(1, 9), range(1, 5))))
@@ -358,9 +359,9 @@ def test_overlapped_turns_take_as_long_and_hold_as_much_as_they_say(pp: int, vpp
             assert sorted(map(str, chain.from_iterable(each[rank]))) == sorted(
                 map(str, orders(pp, vpp, microbatches)[rank])
             )
-        makespan, peaks = simulate_turns(each, pp=pp, vpp=vpp)
-        assert makespan == 3 * slots(pp, vpp, microbatches)
-        for rank, peak in enumerate(peaks):
+        times = simulate_turns(each, pp=pp, vpp=vpp)
+        assert times.makespan == 3 * slots(pp, vpp, microbatches)
+        for rank, peak in enumerate(times.peak_in_flight):
             most = 2 * (pp - rank) + (vpp - 1) * largest_group(pp, microbatches)
             assert peak == min(most, vpp * microbatches)
 

@@ -28,15 +28,16 @@ def stored(*shape: int, axis: Axis, dim: int | None, dtype: torch.dtype | None =
     """An uninitialised parameter of this whole shape, cut along dimension `dim`; None gives every rank a copy.
 
     One with a `dtype` of its own has it whatever the model's is. To be gathered in it too, its module is a `Part`.
+    Where the other ranks are only imagined it is a plain tensor of the size that this one holds.
     """
-    if axis.mesh is None:
-        return nn.Parameter(torch.empty(shape, dtype=dtype))
-    from torch.distributed.tensor import DTensor, Replicate, Shard  # as slow as half of torch, and for ranks alone
-
     held = list(shape)
     if dim is not None:
         start, stop = axis.block(shape[dim])
         held[dim] = stop - start
+    if axis.mesh is None:
+        return nn.Parameter(torch.empty(held, dtype=dtype))
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # as slow as half of torch, and for ranks alone
+
     whole = torch.empty(shape, device="meta")
     placement = Replicate() if dim is None else Shard(dim)
     return nn.Parameter(

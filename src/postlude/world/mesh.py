@@ -80,9 +80,17 @@ class Mesh:
     @classmethod
     def alone(cls) -> Mesh:
         """One rank, whether or not this process belongs to a group."""
+        return cls.imagined(Layout())
+
+    @classmethod
+    def imagined(cls, layout: Layout) -> Mesh:
+        """The first rank of a layout without the others: what is built on it has a rank's sizes, and cannot run."""
         mesh = cls.__new__(cls)
-        mesh.layout, mesh.device_type = Layout(), "cpu"
-        mesh.pp = mesh.dp = mesh.cp = mesh.tp = mesh.ep = mesh.ends = ALONE
+        mesh.layout, mesh.device_type = layout, "cpu"
+        mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep = (
+            Axis(size) for size in (layout.pp, layout.dp, layout.cp, layout.tp, layout.ep)
+        )
+        mesh.ends = ALONE
         mesh.shards = mesh.expert_shards = None
         mesh.channels = {}
         return mesh
