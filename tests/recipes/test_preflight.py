@@ -16,7 +16,7 @@ from postlude.engine import AdamW, Engine
 from postlude.hf.load import adapt, read_config
 from postlude.layout import Layout
 from postlude.model.parallel import held
-from postlude.recipes.memory import estimate
+from postlude.plan.memory import estimate
 from postlude.recipes.preflight import Check, PreflightError, preflight
 from tests.conftest import Ranks
 

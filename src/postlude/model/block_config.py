@@ -28,6 +28,7 @@ class BlockConfig:
     norm: Literal["pre", "post", "both"] = "pre"
     residual_scale: float = 1.0
     has_experts: ClassVar[bool] = False  # that expert parallelism can divide
+    selective: ClassVar[float] = 0.6  # of what it keeps, about so much stays where cheap results are made again
 
     def flops(self, hidden_size: int) -> float:
         """Forward FLOPs a token, roughly: pipeline stages are balanced by it."""

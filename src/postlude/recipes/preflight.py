@@ -28,6 +28,8 @@ from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer, read_model
 from postlude.hf.source import Source
 from postlude.model import ModelConfig
+from postlude.plan.memory import Memory, estimate
+from postlude.plan.sizes import parameters_in
 from postlude.recipes.ahead import source_of, told
 from postlude.recipes.config.schema import plain
 from postlude.recipes.config.settings import (
@@ -40,7 +42,6 @@ from postlude.recipes.config.settings import (
 )
 from postlude.recipes.encodings import CACHE, Encodings
 from postlude.recipes.examples import Examples, Pairs
-from postlude.recipes.memory import Memory, estimate, parameters_in
 from postlude.recipes.numbers import in_bytes
 from postlude.recipes.rollouts import encode_prompt, environment_of
 from postlude.recipes.run.changes import MAY_CHANGE
@@ -135,6 +136,7 @@ class Subject:
             recompute=config.recompute,
             frozen=sum(parameters_in(read_model(name)[1]) for name in self.others),
             device=self.start.device,
+            mtp=config.mtp is not None,
         )
 
 

@@ -40,6 +40,7 @@ class MoEConfig(GatedConfig):
     """
 
     has_experts = True
+    selective = 0.9  # what exchanges bring is not cheap
     experts: int
     top_k: int
     expert_bias: bool = False

@@ -1,0 +1,177 @@
+"""How much memory a rank will need, from the model's config, the layout and the schedule: an estimate, before any rank.
+
+What a run keeps is counted exactly but for padding: parameters, gradients and the optimizer's numbers in fp32, spread
+over the ranks that share a stage. How many microbatches are in flight is counted in the schedule that ranks run. What
+each leaves for its backward is what the blocks say of a token (`BlockConfig.kept`), at a full microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from postlude.layout import Layout, Stage
+from postlude.model import ModelConfig
+from postlude.model.blocks import BLOCKS, Block
+from postlude.model.recompute import Recompute
+from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
+from postlude.pipeline.order import Turn, turns
+from postlude.plan.clock import most_held
+from postlude.plan.sizes import Sizes, sizes_of
+
+STORED = 4  # bytes of a parameter as it is stored; of its gradient and each of the optimizer's numbers too
+AT_WORK = 0.35  # of what its largest block keeps, roughly: gradients of features that a backward holds beside it
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    frozen: int
+    """A reference's or a teacher's weights."""
+    gathered: int
+    """Whole weights while they are used, in the dtype of computation; in a pipeline, whole gradients too."""
+    activations: int
+    """What the forward of microbatches in flight keeps for their backward."""
+    working: int
+    """What the backward of a layer holds besides, and makes again where it recomputes."""
+    head: int
+    """Logits that exist at one time, and the gradients of the head and of what it projects."""
+    summed: int
+    """Whole gradients outside the layers, while they are summed at the end."""
+
+    @property
+    def lasting(self) -> int:
+        """What a run holds at every moment."""
+        return self.parameters + self.gradients + self.optimizer + self.frozen
+
+    @property
+    def total(self) -> int:
+        """The most at one time: the head and a layer's backward take turns, and the end comes after both."""
+        passing = self.activations + max(self.working, self.head)
+        return self.lasting + self.gathered + max(passing, self.summed)
+
+
+def estimate(
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    budget: int,
+    compute_bytes: int,
+    moments: int,
+    recompute: Recompute = "none",
+    frozen: int = 0,
+    device: str = "cpu",
+    microbatches: int | None = None,
+    overlap: bool = False,
+    mtp: bool = True,
+    blocks: Mapping[str, type[Block]] = BLOCKS,
+    sizes: Sizes | None = None,
+) -> list[Memory]:
+    """What each pipeline rank needs.
+
+    `moments` are the numbers that the optimizer keeps for each parameter; `frozen` the parameters of other models that
+    are held in the same layout, in all. `microbatches` are those of one data-parallel rank in a step, by default as
+    many as fill the pipeline. Without `mtp` multi-token-prediction depths are held, but neither run nor trained.
+    `sizes` are the model's in this layout, if they are known already.
+    """
+    sizes = sizes or sizes_of(config, layout, blocks)
+    tokens = -(-budget // (layout.cp * layout.tp))
+    found = []
+    for rank in range(layout.pp):
+        stages = [Stage(index, layout.stages) for index in range(rank, layout.stages, layout.pp)]
+        stored = sum(sizes.stage(stage).stored(layout) for stage in stages)
+        idle = 0 if mtp or not stages[-1].last else sizes.depth.stored(layout) * config.own_depths
+        last = stages[-1].last
+        held = {stage.index: _kept(config, stage, recompute, mtp) for stage in stages}
+        own = schedule_of(layout, microbatches, overlap=overlap)[rank]
+        in_flight = most_held(own, lambda stage, held=held: held[stage])  # type: ignore[misc]
+        at_work = max(_at_work(config, stage, recompute, mtp) for stage in stages)
+        found.append(
+            Memory(
+                parameters=stored * STORED,
+                gradients=(stored - idle) * STORED,
+                optimizer=(stored - idle) * STORED * moments,
+                frozen=frozen * STORED // (layout.dp_shard * layout.cp * layout.tp * layout.pp),
+                gathered=_gathered(sizes, stages, layout, compute_bytes),
+                activations=int(in_flight * tokens * compute_bytes),
+                working=int(at_work * tokens * compute_bytes),
+                head=_head(config, layout, -(-budget // layout.cp), device, compute_bytes) if last else 0,
+                summed=_summed(sizes, stages, layout, compute_bytes),
+            )
+        )
+    return found
+
+
+def schedule_of(layout: Layout, microbatches: int | None, *, overlap: bool) -> list[Sequence[Turn]]:
+    """The turns of every pipeline rank; without a number, of enough microbatches that no more would be in flight."""
+    count = 4 * layout.pp if microbatches is None else microbatches
+    return [
+        turns(pp=layout.pp, vpp=layout.vpp, microbatches=count, rank=rank, overlap=overlap) for rank in range(layout.pp)
+    ]
+
+
+def _gathered(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int) -> int:
+    """Whole weights beside the stored ones: a layer's and the next one's; or, in a pipeline, all of the rank's.
+
+    There they stay whole between microbatches, and gradients with them, in fp32. Without a pipeline what is outside
+    the layers is gathered for the whole pass.
+    """
+    if layout.pp > 1:
+        return sum(sizes.stage(stage).used for stage in stages) * (compute_bytes + STORED)
+    largest = max((each.used for each in sizes.inside(stages[0])), default=0)
+    return (2 * largest + sizes.outside(stages[0]).used) * compute_bytes
+
+
+def _summed(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int) -> int:
+    """A gradient as it was made, what is sent of it, and this rank's part of the sum; in a pipeline the first lasts."""
+    each = [sizes.outside(stage) for stage in stages]
+    largest = max(each, key=lambda held: held.used)
+    made = 0 if layout.pp > 1 else compute_bytes
+    return largest.used * (made + STORED) + largest.stored(layout) * STORED
+
+
+def _symbols(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
+    """The blocks that a stage runs in order; those of its multi-token-prediction depths, too."""
+    own = [symbol for index in config.stage_layers(stage) for symbol in config.pattern.layer(index).blocks]
+    ahead = [symbol for depth in config.pattern.mtp for layer in depth for symbol in layer]
+    return own + ahead if mtp and stage.last else own
+
+
+def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
+    """Numbers that one token leaves for a stage's backward."""
+    hidden = config.hidden_size
+    depths = len(config.pattern.mtp) if mtp and stage.last else 0
+    layers = len(config.stage_layers(stage)) + depths * len(config.pattern.mtp[0] if depths else ())
+    own = [config.blocks[symbol] for symbol in _symbols(config, stage, mtp)]
+    kept = sum(block.kept(hidden) * (block.selective if recompute == "selective" else 1.0) for block in own)
+    if recompute == "full":
+        kept = layers * hidden
+    outside = hidden * (2 * stage.last + 6 * depths)  # the final norm's; a depth's two norms and their projection
+    return kept + outside
+
+
+def _at_work(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
+    """Numbers a token that the backward of one block holds besides: gradients, and what it makes again."""
+    hidden = config.hidden_size
+    layers = [config.pattern.layer(index).blocks for index in config.stage_layers(stage)]
+    layers += [layer for depth in config.pattern.mtp for layer in depth] if mtp and stage.last else []
+    kept = [[config.blocks[symbol].kept(hidden) for symbol in layer] for layer in layers] or [[0.0]]
+    largest = max(max(layer) for layer in kept)
+    again = {"none": 0.0, "selective": largest / 2, "full": max(map(sum, kept))}[recompute]
+    return largest * AT_WORK + again
+
+
+def _head(config: ModelConfig, layout: Layout, tokens: int, device: str, compute_bytes: int) -> int:
+    """A slab of logits, what is summed beside it, and the gradients of the weight and of the states it projects."""
+    columns = -(-config.vocab_size // layout.tp)
+    logit_bytes = 8 if device == "cpu" else 4  # on a CPU they are also held as probabilities
+    shape = Shape(rows=tokens, columns=columns, hidden=config.hidden_size, logit_bytes=logit_bytes, device=device)
+    plan = plan_sweep(shape, weight_gradient=True)
+    rows, width = plan.largest(shape)
+    weight = columns * config.hidden_size * (compute_bytes + shape.accumulator_bytes * (plan.count(shape) > 1))
+    states = tokens * config.hidden_size * (shape.accumulator_bytes + compute_bytes)
+    return rows * width * logit_bytes + weight + states

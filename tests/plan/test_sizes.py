@@ -1,0 +1,91 @@
+"""Sizes counted from one layer of each kind are those of the whole model, and ranks hold what together is all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from postlude.hf.load import read_model
+from postlude.layout import Layout, Stage
+from postlude.model import LanguageModel, ModelConfig, Pattern
+from postlude.plan.memory import estimate
+from postlude.plan.sizes import Held, parameters_in, sizes_of
+
+MODELS = ("tiny-dense", "tiny-moe", "tiny-hybrid")
+
+
+def config_of(model: str, ahead: str = "") -> ModelConfig:
+    config = read_model(model)[1]
+    return replace(config, pattern=Pattern.parse(f"{config.pattern}{ahead}"))
+
+
+def counted(config: ModelConfig, stage: Stage | None = None) -> int:
+    with torch.device("meta"):
+        model = LanguageModel(config, stage=stage)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_is_counted_as_if_it_were_built(model: str) -> None:
+    assert parameters_in(config_of(model)) == counted(config_of(model))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_depths_and_stages_are_counted_as_if_they_were_built(tied: bool, repeated: bool) -> None:
+    config = replace(config_of("tiny-moe", "/[*E]/[*E]"), tied_head=tied, mtp_repeated=repeated)
+    for index in range(4):
+        stage = Stage(index, 4)
+        assert sizes_of(config).stage(stage).used == counted(config, stage)
+
+
+def test_what_ranks_share_is_cut_and_what_they_copy_is_not() -> None:
+    config = config_of("tiny-moe")
+    whole = sizes_of(config).layers["*E"]
+    cut = sizes_of(config, Layout(tp=2, dp_shard=2, ep=4)).layers["*E"]
+    assert cut.experts == whole.experts // 4
+    router = config.hidden_size * config.blocks["E"].experts
+    norms = 2 * config.hidden_size + 2 * config.blocks["*"].head_dim
+    assert cut.dense == router + norms + (whole.dense - router - norms) // 2
+    assert Held(8, 8).stored(Layout(tp=2, dp_shard=2, ep=4)) == 4 + 8  # experts lie on one rank each
+    assert Held(8, 8).stored(Layout(dp_shard=4, ep=2)) == 2 + 4
+
+
+HOW = {"budget": 1024, "compute_bytes": 2, "moments": 2}
+
+
+@pytest.mark.parametrize("layout", ["pp=4", "pp=2,vpp=2"])
+def test_activations_are_those_of_the_microbatches_in_flight(layout: str) -> None:
+    config, parsed = config_of("tiny-dense"), Layout.parse(layout)
+    one = [each.activations for each in estimate(config, parsed, microbatches=1, **HOW)]
+    plain = [each.activations for each in estimate(config, parsed, microbatches=9, **HOW)]
+    shared = [each.activations for each in estimate(config, parsed, microbatches=9, overlap=True, **HOW)]
+    assert all(few <= many <= more for few, many, more in zip(one, plain, shared, strict=True))
+    if parsed.vpp == 1:
+        assert [round(many / few) for many, few in zip(plain, one, strict=True)] == [4, 3, 2, 1]
+        assert [round(more / few) for more, few in zip(shared, one, strict=True)] == [8, 6, 4, 2]
+
+
+def test_depths_that_nobody_trains_are_held_and_no_more() -> None:
+    config = config_of("tiny-dense", "/[*-]")
+    (trained,) = estimate(config, Layout(), mtp=True, **HOW)
+    (idle,) = estimate(config, Layout(), mtp=False, **HOW)
+    (without,) = estimate(config_of("tiny-dense"), Layout(), **HOW)
+    depth = sizes_of(config).depth.used
+    assert idle.parameters == trained.parameters == without.parameters + 4 * depth
+    assert (idle.gradients, idle.optimizer, idle.activations) == (
+        without.gradients, without.optimizer, without.activations
+    )  # fmt: skip
+    assert trained.gradients == without.gradients + 4 * depth
+    assert trained.activations > without.activations
+
+
+def test_the_less_is_kept_the_less_is_needed() -> None:
+    config = config_of("tiny-moe")
+    none, selective, full = (
+        estimate(config, Layout(), recompute=recompute, **HOW)[0].activations
+        for recompute in ("none", "selective", "full")
+    )
+    assert full < selective < none
