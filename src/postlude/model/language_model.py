@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from postlude.data import Microbatch
 from postlude.layout import Layout, Stage
@@ -20,6 +21,7 @@ from postlude.model.mtp import MTP, Ahead
 from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
 from postlude.model.parallel import (
     ColumnLinear,
+    Gathered,
     RMSNorm,
     ValueHead,
     VocabularyEmbedding,
@@ -30,13 +32,15 @@ from postlude.model.parallel import (
     region,
 )
 from postlude.model.recompute import Recompute, check_recompute
+from postlude.model.schedule_plan import LEAVING, Planned, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
+from postlude.model.steps import compute
 from postlude.ops.backend import ScanBackend
 from postlude.ops.linear_logprobs import Logits
 from postlude.world.mesh import Mesh
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Gathered):
     """A decoder on packed sequences. It builds the layers of its `stage` only, under their global names.
 
     `mesh` says which part of every layer this rank holds; by default it is alone and holds all. `recompute` says what
@@ -128,14 +132,64 @@ class LanguageModel(nn.Module):
         none. `running` is what blocks kept of the sequences' earlier tokens, where they are generated.
         """
         processor, context = self._processor(targets, output_processor, output_processor_context)
-        forward = ForwardContext(microbatch, self.mesh, running=running, recompute=self.recompute, scans=self.scans)
-        hidden = self.layers(self._enter(microbatch, hidden), forward)
-        if not self.stage.last:
-            return hidden
-        inputs = self._outputs(self.norm(hidden), forward)
+        forward = self._context(microbatch, running)
+        embedding = self._embedding()
+        hidden = self.layers(self._enter(hidden, embedding, forward), forward)
+        return self._leave(hidden, embedding, processor, context, forward) if self.stage.last else hidden
+
+    def build_schedule_plan(
+        self,
+        microbatch: Microbatch,
+        hidden: Tensor | None = None,
+        *,
+        targets: Tensor | bool | None = None,
+        output_processor: OutputProcessor | None = None,
+        output_processor_context: Any = None,
+    ) -> SchedulePlan:
+        """The same, not yet run, in pieces that can be interleaved with another microbatch's.
+
+        With data parallelism, whole weights must be there while it runs: its steps are not run by calling a layer.
+        """
+        processor, given = self._processor(targets, output_processor, output_processor_context)
+        context = self._context(microbatch)
+
+        def enter(context: ForwardContext) -> Mapping[str, Any]:
+            embedding = self._embedding()
+            return {"embedding": embedding, "hidden": self._enter(hidden, embedding, context)}
+
+        def leave(hidden: Tensor, embedding: Tensor | None, context: ForwardContext) -> Mapping[str, Any]:
+            return {LEAVING: self._leave(hidden, embedding, processor, given, context) if self.stage.last else hidden}
+
+        # What is used at both ends is read at both, so that its gradient is one sum, as in a forward at once.
+        inside = [each for layer in self.layers.values() for each in cast(LogicalLayer, layer).planned()]
+        ahead = tuple(self.mtp.layers) if self.predicts_ahead else ()
+        return SchedulePlan(
+            [
+                Planned(compute("enter", enter, once=True), completes=(self,)),
+                *inside,
+                Planned(compute("leave", leave, once=True), completes=ahead),
+            ],
+            context,
+            put_off=not (ahead and self.config.mtp_repeated),  # a weight that is used twice has one gradient
+        )
+
+    def _context(self, microbatch: Microbatch, running: Running | None = None) -> ForwardContext:
+        return ForwardContext(microbatch, self.mesh, running=running, recompute=self.recompute, scans=self.scans)
+
+    def _leave(
+        self,
+        hidden: Tensor,
+        embedding: Tensor | None,
+        processor: OutputProcessor,
+        given: Any,
+        context: ForwardContext,
+    ) -> Any:
+        """From the last layer to what the processor returns."""
+        inputs = self._outputs(self.norm(hidden), context, embedding)
         if self.predicts_ahead:
-            inputs = replace(inputs, ahead=Ahead(self.mtp, self.mesh, self.recompute, self.scans, self._embed))
-        return processor(inputs, context)
+            embed = functools.partial(self._embed, weight=embedding)
+            inputs = replace(inputs, ahead=Ahead(self.mtp, self.mesh, self.recompute, self.scans, embed))
+        return processor(inputs, given)
 
     def draft(self, hidden: Tensor, microbatch: Microbatch, running: Running) -> OutputInputs:
         """What the first multi-token-prediction depth makes of the final states of running sequences, [T / tp, H].
@@ -143,17 +197,17 @@ class LanguageModel(nn.Module):
         The microbatch's tokens are those after each state. For a generator, which has the token after a sequence's last
         state only once it is drawn from it; see `OutputInputs.depths` for what training asks.
         """
-        context = ForwardContext(microbatch, self.mesh, running=running, scans=self.scans)
+        context = self._context(microbatch, running)
         return self._outputs(self.mtp[0](hidden, self._embed(microbatch.tokens), context), context)
 
-    def output_head(self) -> OutputHead:
-        """The head's weight with tying resolved, and how it makes logits."""
+    def output_head(self, embedding: Tensor | None = None) -> OutputHead:
+        """The head's weight with tying resolved, and how it makes logits. `embedding` is a tied one, if at hand."""
         if not self.stage.last:
             raise ValueError(
                 f"stage {self.stage.index} of {self.stage.count} has no output head; the last stage has it."
             )
         return OutputHead(
-            weight=local(self.embedding.weight if self.config.tied_head else self.head.weight),
+            weight=self._head_weight(embedding),
             how=Logits(
                 vocab_start=self.mesh.tp.block(self.config.vocab_size)[0],
                 vocab_size=self.config.vocab_size,
@@ -164,6 +218,15 @@ class LanguageModel(nn.Module):
             tp=self.mesh.tp,
             value_head=self.value_head,
         )
+
+    def _head_weight(self, embedding: Tensor | None) -> Tensor:
+        if not self.config.tied_head:
+            return local(self.head.weight)
+        return local(self.embedding.weight) if embedding is None else embedding
+
+    def _embedding(self) -> Tensor | None:
+        """This rank's part of the embedding, where this stage has one."""
+        return local(self.embedding.weight) if hasattr(self, "embedding") else None
 
     def apart(self) -> tuple[Part, ...]:
         """What is sharded by itself, wherever it stands: what the blocks say, and the value head, which is fp32."""
@@ -204,7 +267,8 @@ class LanguageModel(nn.Module):
                     "make it with postlude.model.parallel.stored."
                 )
 
-    def _enter(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
+    def _enter(self, hidden: Tensor | None, embedding: Tensor | None, context: ForwardContext) -> Tensor:
+        microbatch = context.microbatch
         if self.stage.first:
             if hidden is not None:
                 raise ValueError("the first stage embeds the microbatch's tokens itself; leave `hidden` out.")
@@ -212,7 +276,7 @@ class LanguageModel(nn.Module):
             # On a GPU the look would make the host wait; there the embedding itself stops the process.
             if not tokens.is_cuda and tokens.numel() and int(tokens.max()) >= size:
                 raise ValueError(f"token {int(tokens.max())} is past the vocabulary, which ends at {size - 1}.")
-            return self._embed(tokens)
+            return self._embed(tokens, embedding)
         expected = (len(microbatch) // self.mesh.tp.size, self.config.hidden_size)
         if hidden is None or tuple(hidden.shape) != expected:
             got = "nothing" if hidden is None else tuple(hidden.shape)
@@ -222,20 +286,20 @@ class LanguageModel(nn.Module):
             )
         return hidden
 
-    def _outputs(self, hidden: Tensor, context: ForwardContext) -> OutputInputs:
+    def _outputs(self, hidden: Tensor, context: ForwardContext, embedding: Tensor | None = None) -> OutputInputs:
         microbatch = context.microbatch
         return OutputInputs(
             hidden=hidden,
-            head=replace(self.output_head(), counted=(microbatch.targets, microbatch.target_count)),
+            head=replace(self.output_head(embedding), counted=(microbatch.targets, microbatch.target_count)),
             microbatch=microbatch,
             layout=self.layout,
             config=self.config,
             reports=context.reports,
         )
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
         """[T] -> [T / tp, H]."""
-        embedded: Tensor = self.embedding(tokens)
+        embedded: Tensor = self.embedding(tokens, weight)
         scale = self.config.embedding_scale
         if self.config.embedding_scale_rounded:
             scale = torch.tensor(scale, dtype=embedded.dtype).item()  # on the host

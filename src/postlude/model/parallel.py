@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
+from postlude.ops.linear import linear
 from postlude.world.mesh import ALONE, Axis
 
 if TYPE_CHECKING:
@@ -107,6 +108,18 @@ def region(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
+class Gathered(nn.Module):
+    """A module whose weights are gathered, and their gradients summed, together: a layer, a `Part`, a whole stage.
+
+    Data parallelism does both around its forward. Where its work is done in other ways than by calling it, what was
+    added to its gradients since is summed by a backward through this.
+    """
+
+    def hand_over(self, nothing: Tensor) -> Tensor:
+        """As it is: what counts is the call."""
+        return nothing.clone()
+
+
 class Linear(nn.Module):
     """Token by token, with a whole copy of the weight on every rank."""
 
@@ -117,10 +130,10 @@ class Linear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        return F.linear(hidden, local(self.weight), _local_or_none(self.bias))
+        return linear(hidden, local(self.weight), _local_or_none(self.bias))
 
 
-class WideLinear(nn.Module):
+class WideLinear(Gathered):
     """Token by token in fp32, with a whole copy of the weight on every rank, stored in fp32 whatever the model's dtype.
 
     Its owner declares it a `Part` with `fp32`, so that it is gathered in fp32 too.
@@ -137,10 +150,10 @@ class WideLinear(nn.Module):
 
     def _work(self, hidden: Tensor) -> Tensor:
         bias = _local_or_none(self.bias)
-        return F.linear(hidden.float(), local(self.weight).float(), None if bias is None else bias.float())
+        return linear(hidden.float(), local(self.weight).float(), None if bias is None else bias.float())
 
 
-class ValueHead(nn.Module):
+class ValueHead(Gathered):
     """One number a token, hidden · weight in fp32, with a whole copy of the weight on every rank, stored in fp32."""
 
     def __init__(self, size: int, *, tp: Axis = ALONE) -> None:
@@ -152,7 +165,7 @@ class ValueHead(nn.Module):
         return hidden.float() @ local(self.weight).float()
 
 
-class HeadVectors(nn.Module):
+class HeadVectors(Gathered):
     """Vectors of one number a head: each rank has its block of them. Stored in fp32 whatever the model's dtype.
 
     Its owner declares it a `Part` with `fp32`, so that they are gathered in fp32 too.
@@ -187,7 +200,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out / tp]."""
-        return F.linear(hidden, local(self.weight), _local_or_none(self.bias))
+        return linear(hidden, local(self.weight), _local_or_none(self.bias))
 
 
 class RowLinear(nn.Module):
@@ -202,8 +215,8 @@ class RowLinear(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """[T, in / tp] -> [T / tp, out]."""
         if self.tp.group is None:
-            return F.linear(features, local(self.weight), _local_or_none(self.bias))
-        output = scatter_to_sequence(F.linear(features, local(self.weight)), self.tp.group)
+            return linear(features, local(self.weight), _local_or_none(self.bias))
+        output = scatter_to_sequence(linear(features, local(self.weight)), self.tp.group)
         return output if self.bias is None else output + local(self.bias)
 
 
@@ -216,12 +229,12 @@ class VocabularyEmbedding(nn.Module):
         self.start, self.stop = tp.block(vocab_size)
         self.weight = stored(vocab_size, hidden_size, axis=tp, dim=0)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[T] -> [T / tp, H]."""
+    def forward(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[T] -> [T / tp, H]. `weight` is this rank's part of its own, where the caller has it at hand."""
+        weight = local(self.weight) if weight is None else weight
         if self.tp.group is None:
-            return F.embedding(tokens, local(self.weight))
+            return F.embedding(tokens, weight)
         elsewhere = (tokens < self.start) | (tokens >= self.stop)
-        weight = local(self.weight)
         if self.start == self.stop:  # more ranks than blocks of the vocabulary
             found = weight.new_zeros(len(tokens), weight.shape[1]) + weight.sum()
         else:

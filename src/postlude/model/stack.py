@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
 from torch import Tensor, nn
@@ -11,13 +12,15 @@ from postlude.layout import Stage
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
+from postlude.model.parallel import Gathered
 from postlude.model.pattern import Layer
 from postlude.model.recompute import Recompute, recomputed
+from postlude.model.schedule_plan import Planned
 from postlude.model.steps import Step, run_steps
 from postlude.world.mesh import Mesh
 
 
-class LogicalLayer(nn.Module):
+class LogicalLayer(Gathered):
     """The blocks of one logical layer in order, under names that are distinct within it."""
 
     def __init__(
@@ -42,6 +45,11 @@ class LogicalLayer(nn.Module):
     def steps(self) -> tuple[Step, ...]:
         """The layer's whole work, in order."""
         return tuple(step for block in self.blocks for step in block.steps())
+
+    def planned(self) -> tuple[Planned, ...]:
+        """The same for a schedule plan."""
+        found = [Planned(step, block) for block in self.blocks for step in block.steps()]
+        return (replace(found[0], completes=(self,)), *found[1:])
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from postlude.model.context import ForwardContext
 from postlude.model.recompute import Recompute, recomputed
+from postlude.ops.exchange import Way
 
 Run = Callable[..., Mapping[str, Any]]
 
@@ -20,9 +21,11 @@ Run = Callable[..., Mapping[str, Any]]
 class Step:
     """One named piece of a layer: `run(*reads, context)` returns the values it writes, by name.
 
-    `compute` works on this rank alone; `exchange` moves tokens between ranks. The residual stream is called `hidden`.
-    `again` says whether the step as a whole may be run again where activations are recomputed selectively; exchanges
-    never are.
+    `compute` works on this rank, and with others where all wait for each other; an `exchange` moves the value it reads
+    first along the `Way` it reads second, and can be begun and waited for apart. The residual stream is called
+    `hidden`. `again` says whether the step as a whole may be run again where activations are recomputed selectively;
+    exchanges never are. `once` says that it is not, either, where a plan recomputes everything between exchanges.
+    `waits` says that the host waits here for what an earlier step asked for.
     """
 
     name: str
@@ -30,26 +33,37 @@ class Step:
     reads: tuple[str, ...]
     run: Run
     again: bool = False
+    once: bool = False
+    waits: bool = False
 
 
-def compute(name: str, run: Run, *, again: bool = True) -> Step:
-    """A step that stays on this rank. What it reads are the names of `run`'s parameters before `context`."""
-    return Step(name, "compute", _reads(run), run, again)
+def compute(name: str, run: Run, *, again: bool = True, once: bool = False, waits: bool = False) -> Step:
+    """A step that is no exchange. What it reads are the names of `run`'s parameters before `context`."""
+    return Step(name, "compute", _reads(run), run, again and not once, once, waits)
 
 
-def exchange(name: str, run: Run) -> Step:
-    """A step that moves tokens between ranks. What it reads are the names of `run`'s parameters before `context`."""
-    return Step(name, "exchange", _reads(run), run)
+def exchange(name: str, moved: str, *, along: str) -> Step:
+    """A step that moves the value called `moved` along the `Way` called `along`."""
+
+    def run(rows: Tensor, way: Way, context: ForwardContext) -> Mapping[str, Tensor]:
+        return {moved: way(rows)}
+
+    return Step(name, "exchange", (moved, along), run)
 
 
 def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) -> Tensor:
     """Run a list from the residual stream that enters to the one that leaves."""
     values: dict[str, Any] = {"hidden": hidden}
     for step in steps:
-        mode: Recompute = context.recompute if step.again and context.recompute == "selective" else "none"
-        values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))
+        run_step(step, values, context)
     leaving: Tensor = values["hidden"]
     return leaving
+
+
+def run_step(step: Step, values: dict[str, Any], context: ForwardContext) -> None:
+    """Run one step on the values that it reads, and add those that it writes."""
+    mode: Recompute = context.recompute if step.again and context.recompute == "selective" else "none"
+    values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))
 
 
 def _reads(run: Run) -> tuple[str, ...]:

@@ -51,11 +51,6 @@ def sum_over_group(tensor: Tensor, group: Group) -> Tensor:
     return tensor if group is None else _apply(_SumOverGroup, tensor, group)
 
 
-def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """Send the next sent[r] of `rows` to each rank r, and lay what comes from each end to end: [sum(received), ...]."""
-    return rows if group is None else _apply(_ExchangeRows, rows, sent, received, group)
-
-
 def sequence_to_heads(tensor: Tensor, group: Group) -> Tensor:
     """This rank's tokens of all heads [T, heads, ...] -> every rank's tokens, in rank order, of its block of the heads.
 
@@ -95,12 +90,6 @@ def _scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     shard = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     reduce_scatter_into(shard, tensor.contiguous(), group=group)
     return shard
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
 
 
 def _to_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -177,14 +166,3 @@ class _SumOverGroup(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _sum(gradients[0], ctx.group), None
-
-
-class _ExchangeRows(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.collectives import Group, exchange_rows
+from postlude.ops.exchange import Permutation, Way, exchange_sizes
+from postlude.ops.linear import Later, list_for, put_off
 from postlude.world.mesh import Axis
 
 
@@ -40,44 +41,32 @@ def restore_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertRoute:
-    """The way of one rank's rows, sorted by expert, to the ranks that hold the experts, and back.
+    """How one rank's rows, sorted by expert, come to the ranks that hold the experts.
 
-    `counts` [E / ep]: rows that each of this rank's experts gets, from all ranks together.
+    `counts` [E / ep]: rows that each of this rank's experts gets, from all ranks together, sorted by expert. `there`
+    leads to them, and its `back` back again; None where this rank has all experts.
     """
 
     counts: Tensor
-    sent: list[int]
-    received: list[int]
-    order: Tensor | None
-    inverse: Tensor | None
-    group: Group
+    there: Way | None = None
 
-    @classmethod
-    def plan(cls, counts: Tensor, ep: Axis) -> ExpertRoute:
-        """From this rank's rows for each of all experts, `counts` [E]. One small exchange, and a wait for it."""
-        if ep.group is None:
-            return cls(counts, [], [], None, None, None)
-        outgoing = counts.view(ep.size, -1)  # [rank, its experts]
-        incoming = torch.empty_like(outgoing)
-        dist.all_to_all_single(incoming, outgoing.contiguous(), group=ep.group)
-        sent, received = torch.stack((outgoing.sum(1), incoming.sum(1))).tolist()
+
+def ask_route(counts: Tensor, ep: Axis) -> Callable[[], ExpertRoute]:
+    """From this rank's rows for each of all experts, `counts` [E]. Ranks tell each other; call this to wait for it."""
+    if ep.group is None:
+        return lambda: ExpertRoute(counts)
+    group = ep.group
+    hear = exchange_sizes(counts.view(ep.size, -1), group)  # [rank, its experts]
+
+    def heard() -> ExpertRoute:
+        incoming, sent, received = hear()
         # Rows come rank by rank, each rank's sorted by expert; the experts want all their rows together.
         experts = torch.arange(incoming.shape[1], device=counts.device).repeat(ep.size)
         arrived = experts.repeat_interleave(incoming.flatten(), output_size=sum(received))
         order, inverse, own = expert_order(arrived, incoming.shape[1])
-        return cls(own, sent, received, order, inverse, ep.group)
+        return ExpertRoute(own, Way(sent, received, group, after=Permutation(order, inverse)))
 
-    def there(self, rows: Tensor) -> Tensor:
-        """This rank's rows, sorted by expert -> the rows of this rank's experts, sorted by expert."""
-        if self.order is None or self.inverse is None:
-            return rows
-        return restore_rows(exchange_rows(rows, self.sent, self.received, self.group), self.inverse, self.order)
-
-    def back(self, rows: Tensor) -> Tensor:
-        """Undo `there`."""
-        if self.order is None or self.inverse is None:
-            return rows
-        return exchange_rows(restore_rows(rows, self.order, self.inverse), self.received, self.sent, self.group)
+    return heard
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -87,7 +76,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     waits for them.
     """
     if _grouped_kernel_fits(rows, weight):
-        product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32))
+        product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32), list_for(weight))
         return product
     pieces = rows.split(counts.tolist())
     return torch.cat([piece @ matrix.T for piece, matrix in zip(pieces, weight, strict=True)])
@@ -129,17 +118,24 @@ class _GroupedProduct(Function):
     """The grouped kernel and its gradients, written out since the kernel wants them laid out in memory."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, later: Later | None) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
+        ctx.weight, ctx.later = weight, later  # with its history
         return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight, offsets = ctx.saved_tensors
         gradient = gradients[0].contiguous()
+
+        def for_weight() -> Tensor:
+            return F.grouped_mm(gradient.T, rows, offs=offsets)
+
         for_rows = F.grouped_mm(gradient, weight, offs=offsets) if ctx.needs_input_grad[0] else None
-        for_weight = F.grouped_mm(gradient.T, rows, offs=offsets) if ctx.needs_input_grad[1] else None
-        return for_rows, for_weight, None
+        if ctx.later is not None:
+            put_off(ctx.later, ctx.weight, for_weight)
+            return for_rows, None, None, None
+        return for_rows, for_weight() if ctx.needs_input_grad[1] else None, None, None
 
 
 class _Bias(Function):

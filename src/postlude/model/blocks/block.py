@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from postlude.model.block_config import BlockConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import RMSNorm
+from postlude.model.parallel import Gathered, RMSNorm
 from postlude.model.steps import Step, compute
 from postlude.world.mesh import Mesh
 
@@ -21,7 +21,7 @@ from postlude.world.mesh import Mesh
 class Part:
     """A module whose weights are sharded by themselves, and gathered when it is called, not with its layer's."""
 
-    module: nn.Module
+    module: Gathered
     experts: bool = False
     """Its parameters are stored along `mesh.ep`: sharded over all ranks of a stage that hold the same of them, tensor-
     and context-parallel ones included. Otherwise they are stored along `mesh.tp` and sharded as the layer is."""

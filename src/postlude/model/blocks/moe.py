@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -15,10 +15,18 @@ from postlude.model.blocks.block import Block, Part
 from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import Linear, WideLinear, local, stored
+from postlude.model.parallel import Gathered, Linear, WideLinear, local, stored
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, compute, exchange
-from postlude.ops.experts import ExpertRoute, add_bias, expert_order, grouped_linear, replicate_rows, restore_rows
+from postlude.ops.experts import (
+    ExpertRoute,
+    add_bias,
+    ask_route,
+    expert_order,
+    grouped_linear,
+    replicate_rows,
+    restore_rows,
+)
 from postlude.ops.side_loss import add_side_loss
 from postlude.world.mesh import Axis, Mesh
 
@@ -123,7 +131,7 @@ class MoEConfig(GatedConfig):
 
 
 class MoE(Block):
-    """route -> dispatch -> experts -> combine -> merge.
+    """route -> ask -> plan -> dispatch -> experts -> combine -> merge.
 
     Every rank routes its own tokens and holds the experts of its block; dispatch and combine carry tokens between them.
     """
@@ -149,15 +157,18 @@ class MoE(Block):
         self.shared = SharedExpert(config, model.hidden_size, mesh.tp) if config.shared_intermediate_size else None
 
     def steps(self) -> tuple[Step, ...]:
-        """Dispatch and combine are where tokens change ranks.
+        """Dispatch and combine are where tokens change ranks; they are left out where this rank has all experts.
 
         Steps with a part that is sharded by itself are not run again as a whole: it would be gathered amid a backward.
         """
+        between = self.mesh.ep.group is not None
         return (
             compute("route", self.route, again=not self.config.router_fp32),
-            exchange("dispatch", self.dispatch),
+            compute("ask", self.ask, once=True),
+            compute("plan", self.plan, once=True, waits=between),
+            *([exchange("dispatch", "rows", along="there")] if between else []),
             compute("experts", self.run_experts, again=False),
-            exchange("combine", self.combine),
+            *([exchange("combine", "rows", along="back")] if between else []),
             compute("merge", self.merge),
         )
 
@@ -194,28 +205,34 @@ class MoE(Block):
             tokens = recomputed(self.latent_down, inside, tokens)
         return {"tokens": tokens, "choice": choice, "weights": weights, "shared": shared}
 
-    def dispatch(self, tokens: Tensor, choice: Tensor, context: ForwardContext) -> Mapping[str, Any]:
-        """Bring every expert its tokens, sorted by expert."""
+    def ask(self, tokens: Tensor, choice: Tensor, context: ForwardContext) -> Mapping[str, Any]:
+        """Lay out a row for every expert of a token, sorted by expert, and tell other ranks how many they get."""
         order, inverse, counts = expert_order(choice, self.config.experts)
         rows = replicate_rows(tokens, order, inverse, self.config.top_k)
-        route = ExpertRoute.plan(counts, self.mesh.ep)
-        return {"rows": route.there(rows), "route": route, "order": order, "inverse": inverse}
+        return {"rows": rows, "asked": ask_route(counts, self.mesh.ep), "order": order, "inverse": inverse}
 
-    def run_experts(self, rows: Tensor, route: ExpertRoute, context: ForwardContext) -> Mapping[str, Any]:
+    def plan(self, asked: Callable[[], ExpertRoute], context: ForwardContext) -> Mapping[str, Any]:
+        """The way to the experts and back, once it is known how many rows come."""
+        route = asked()
+        return {"counts": route.counts, "there": route.there, "back": route.there.back if route.there else None}
+
+    def run_experts(self, rows: Tensor, counts: Tensor, context: ForwardContext) -> Mapping[str, Any]:
         """Each row through its expert."""
-        return {"rows": self.experts(rows, route.counts, context.recompute)}
-
-    def combine(
-        self, rows: Tensor, route: ExpertRoute, order: Tensor, inverse: Tensor, weights: Tensor, context: ForwardContext
-    ) -> Mapping[str, Any]:
-        """Bring the rows back to their tokens and sum each token's experts by weight."""
-        slots = restore_rows(route.back(rows), order, inverse).unflatten(0, (-1, self.config.top_k))  # [T, top_k, H]
-        return {"routed": (slots * weights[..., None]).sum(1)}
+        return {"rows": self.experts(rows, counts, context.recompute)}
 
     def merge(
-        self, hidden: Tensor, routed: Tensor, shared: Tensor | None, context: ForwardContext
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        context: ForwardContext,
     ) -> Mapping[str, Any]:
-        """Add the routed and the shared experts to the residual stream."""
+        """Sum each token's experts by weight, and add them and the shared one to the residual stream."""
+        slots = restore_rows(rows, order, inverse).unflatten(0, (-1, self.config.top_k))  # [T, top_k, H]
+        routed = (slots * weights[..., None]).sum(1)
         if self.latent_up is not None:
             routed = self.latent_up(routed)
         return self.join(hidden, routed if shared is None else routed + shared)
@@ -285,7 +302,7 @@ def _only_report(weights: Tensor, loss: Tensor) -> Tensor:
     return weights
 
 
-class Experts(nn.Module):
+class Experts(Gathered):
     """This rank's block of the experts, stacked: gate and up [E / ep, I, H], down [E / ep, H, I], perhaps biases."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, ep: Axis) -> None:

@@ -1,0 +1,242 @@
+"""SchedulePlan: one microbatch's way through a stage, step by step, to be interleaved with that of another.
+
+A plan runs the very steps that `LanguageModel.forward` runs. It cuts their list at layers, and where rows are exchanged
+between ranks. What lies between two cuts is a piece, whose graph ends at its edges, and which is differentiated by
+itself. So the forward of one microbatch and the backward of another can take turns, and each one's exchanges are under
+way while the other computes:
+
+    in_turn(next_one.forward_moves(), this_one.backward_moves(loss))
+
+The gradients of weights, which nobody waits for, are made while an exchange is under way, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from postlude.model.context import ForwardContext
+from postlude.model.parallel import Gathered
+from postlude.model.recompute import recomputed
+from postlude.model.steps import Step, run_step
+from postlude.ops.exchange import Way
+from postlude.ops.linear import Later, putting_off
+
+Moves = Generator[None, None, Any]
+"""Work that pauses wherever something is under way, so that other work can be done; in the end it returns a result."""
+Complete = Callable[[Gathered], None]
+"""Told of a module when a backward has added all that it adds to its gradients."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step of a plan. What it writes is read by its `owner`'s steps alone, but for the names in `SHARED`."""
+
+    step: Step
+    owner: object = None
+    completes: tuple[Gathered, ...] = ()
+    """Modules of which no step comes before this one, so that with its backward all of theirs is done. A cut is made
+    before it."""
+
+
+SHARED = ("hidden", "embedding")
+LEAVING = "leaving"
+"""What the last step writes: the result of the forward, any tree."""
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """What a piece wrote and others read. Of a tensor with a gradient they read `tensor`, cut from the writer's graph.
+
+    `edge` is where that graph goes on, and `gradient` what came back by an exchange; what other readers give adds up in
+    `tensor.grad`.
+    """
+
+    tensor: Any
+    edge: GradientEdge | None = None
+    gradient: Tensor | None = None
+
+    @classmethod
+    def of(cls, written: Any) -> Value:
+        """A value as it leaves a piece."""
+        if not isinstance(written, Tensor) or not written.requires_grad:
+            return cls(written)
+        return cls(written.detach().requires_grad_(), get_gradient_edge(written))
+
+    def take(self) -> Tensor | None:
+        """Its gradient, and let go of the rest."""
+        found: Tensor | None = self.gradient if self.tensor is None else self.tensor.grad
+        self.tensor = self.gradient = None
+        return found
+
+
+@dataclass(slots=True)
+class Piece:
+    """Steps between two cuts, and the names of what is read after the second."""
+
+    steps: tuple[Planned, ...]
+    lasting: frozenset[str]
+    written: list[Value] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Crossing:
+    """An exchange between two pieces."""
+
+    step: Step
+    left: Value = field(default_factory=lambda: Value(None))
+    arrived: Value = field(default_factory=lambda: Value(None))
+    way: Way | None = None
+
+
+class SchedulePlan:
+    """Made by `LanguageModel.build_schedule_plan`, for one forward and one backward after it.
+
+    `steps` begin from no values and end with one that writes `LEAVING`. With `put_off` the gradients of weights are
+    made apart from those of activations.
+    """
+
+    def __init__(self, steps: Sequence[Planned], context: ForwardContext, *, put_off: bool = True) -> None:
+        self.context = context
+        self.parts = _cut(steps)
+        self.later: Later | None = [] if put_off else None
+
+    def forward(self) -> Any:
+        """All of it at once. Returns what the last step wrote, as it is."""
+        return in_turn(self.forward_moves())[0]
+
+    def backward(self, output: Tensor, gradient: Tensor | None = None, complete: Complete | None = None) -> None:
+        """All of it at once. See `backward_moves`."""
+        in_turn(self.backward_moves(output, gradient, complete))
+
+    def forward_moves(self) -> Moves:
+        """Run every step. Returns what the last one wrote, as it is."""
+        values: dict[str, Value] = {}
+        for part in self.parts:
+            if isinstance(part, Crossing):
+                moved, along = part.step.reads
+                part.left, part.way = values[moved], values[along].tensor
+                assert part.way is not None
+                arrive = part.way.start(part.left.tensor.detach())
+                yield
+                arrived = arrive().requires_grad_(part.left.edge is not None)
+                part.left.tensor = None  # what was sent is of no more use
+                part.arrived = values[moved] = Value(arrived)
+                continue
+            if part.steps[0].step.waits:
+                yield
+            found = self._run(part, {name: value.tensor for name, value in values.items()})
+            if LEAVING in found:
+                return found[LEAVING]
+            kept = {name: Value.of(each) for name, each in found.items() if name in part.lasting}
+            part.written = [value for value in kept.values() if value.edge is not None]
+            values = {name: value for name, value in values.items() if name in part.lasting} | kept
+        raise AssertionError(f"no step writes {LEAVING!r}")
+
+    def backward_moves(self, output: Tensor, gradient: Tensor | None = None, complete: Complete | None = None) -> Moves:
+        """Differentiate `output`, which was made from what the forward returned: add to every parameter's gradient.
+
+        `gradient` is that of `output`, if it is no scalar.
+        """
+        edges: list[Any] = [output]
+        upstream: list[Tensor | None] = [gradient]
+        done: list[Gathered] = []
+        while self.parts:
+            part = self.parts.pop()
+            if isinstance(part, Crossing):
+                arriving = part.arrived.take()
+                if arriving is not None and part.left.edge is not None:
+                    assert part.way is not None
+                    arrive = part.way.back.start(arriving)
+                    del arriving
+                    self._catch_up(done, complete)
+                    yield
+                    part.left.gradient = arrive()
+                continue
+            for value in part.written:
+                if (found := value.take()) is not None:
+                    edges.append(value.edge)
+                    upstream.append(found)
+            part.written = []
+            if edges:
+                torch.autograd.backward(edges, upstream)
+            edges, upstream = [], []
+            done += [module for each in reversed(part.steps) for module in each.completes]
+            if not any(isinstance(each, Crossing) for each in self.parts[-2:]):
+                self._catch_up(done, complete)  # no exchange is near whose time they could fill
+        self._catch_up(done, complete)
+
+    def _run(self, piece: Piece, values: dict[str, Any]) -> dict[str, Any]:
+        """What the steps of a piece write, by name. Where all is recomputed, steps to be run once are left out."""
+        before = dict(values)
+        with putting_off(self.later):
+            if self.context.recompute != "full":
+                for each in piece.steps:
+                    run_step(each.step, values, self.context)
+            else:
+                for once, together in groupby(piece.steps, key=lambda each: each.step.once):
+                    steps = [each.step for each in together]
+                    values.update(recomputed(self._written, "none" if once else "full", steps, dict(values)))
+        return {name: each for name, each in values.items() if name not in before or each is not before[name]}
+
+    def _written(self, steps: Sequence[Step], values: dict[str, Any]) -> dict[str, Any]:
+        values = dict(values)
+        for step in steps:
+            run_step(step, values, self.context)
+        return values
+
+    def _catch_up(self, done: list[Gathered], complete: Complete | None) -> None:
+        """Make the gradients that were put off, and tell of the modules that have all of theirs."""
+        while self.later:
+            self.later.pop(0)()
+        if complete is not None:
+            for module in done:
+                complete(module)
+        done.clear()
+
+
+def in_turn(*all_moves: Moves) -> list[Any]:
+    """Run them in turn, each while what the others began is under way. Returns what each returns."""
+    results: dict[int, Any] = {}
+    while len(results) < len(all_moves):
+        for index, moves in enumerate(all_moves):
+            if index not in results:
+                try:
+                    next(moves)
+                except StopIteration as end:
+                    results[index] = end.value
+    return [results[index] for index in range(len(all_moves))]
+
+
+def _cut(steps: Iterable[Planned]) -> list[Piece | Crossing]:
+    """Pieces and crossings in order, each piece with the names that are read after it."""
+    groups: list[list[Planned]] = [[]]
+    for each in steps:
+        if each.step.kind == "exchange":
+            groups += [[each], []]
+            continue
+        if each.step.waits or each.completes:
+            groups.append([])
+        groups[-1].append(each)
+    groups = [group for group in groups if group]
+    parts: list[Piece | Crossing] = []
+    for index, group in enumerate(groups):
+        if group[0].step.kind == "exchange":
+            parts.append(Crossing(group[0].step))
+            continue
+        owner = group[-1].owner
+        read = {
+            name
+            for later in groups[index + 1 :]
+            for each in later
+            for name in each.step.reads
+            if name in SHARED or each.owner is owner
+        }
+        parts.append(Piece(tuple(group), frozenset(read)))
+    return parts
