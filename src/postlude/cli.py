@@ -117,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         "--objective", action="append", choices=OBJECTIVES, help="what to minimise; may be repeated (default: grpo)"
     )
     command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
+    command.add_argument(
+        "--overlap", action="store_true", help="a forward and a backward take turns while tokens go to experts"
+    )
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
     command.add_argument("--tolerance", type=float, help=f"relative to the largest value (default: {limits})")

@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
             layout,
             objective,
             options.recompute,
+            options.overlap,
             compute_dtype=getattr(torch, options.dtype),
             initializer_range=width,
             seed=options.seed,

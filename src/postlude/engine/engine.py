@@ -23,7 +23,7 @@ from postlude.engine.gradients import clip, squared_norm, sum_counted
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.result import Result, StepResult
 from postlude.engine.scale import Ledger, Scale, Tally
-from postlude.engine.sharding import before_backwards, copies, renewed, reshard, shard, sum_shared
+from postlude.engine.sharding import ByCalls, ByHand, copies, renewed, reshard, shard, sum_shared
 from postlude.hf.card import ModelCard
 from postlude.hf.export import describe
 from postlude.hf.families import FAMILIES
@@ -56,6 +56,8 @@ class Engine:
     clipped, saved and loaded like every other parameter, and is no part of weights that are streamed or exported.
     With `mtp` it has the multi-token-prediction depths of the source's files, too, and depths are trained, by an
     objective that asks for them (`MTP`); without, they stay as they are. `recompute` and `scans` are `LanguageModel`'s.
+    With `overlap` one microbatch's forward and another's backward take turns, so that exchanges with experts hide
+    behind compute, with the same result to the bit. Weights then stay whole for a step.
 
     `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
     its tensors are streamed under our own names. Of a `Recast`, `fresh` names the tensors that the source had not.
@@ -75,6 +77,7 @@ class Engine:
         scans: ScanBackend = "auto",
         critic: bool = False,
         mtp: bool = False,
+        overlap: bool = False,
         seed: int = 0,
         mesh: Mesh | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
@@ -90,6 +93,8 @@ class Engine:
         self.budget = budget
         self.critic = critic
         self.mtp = mtp
+        self.overlap = overlap
+        self.gathering = ByHand(self.mesh) if overlap else ByCalls(self.mesh)
         self.block_types = blocks
         self.families = families
         source = with_depths(source, families, blocks) if mtp else source
@@ -101,7 +106,7 @@ class Engine:
         self.recompute = recompute
         self.scans = scans
         self.stages = self._build(source, seed)
-        self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype)
+        self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype, overlap=self.overlap)
         self.condition = Condition()
         self.ledger = Ledger()
         self.step = 0
@@ -134,7 +139,7 @@ class Engine:
             )
         if stage.predicts_ahead:
             stage.mtp.requires_grad_(self.mtp)
-        shard(stage, self.mesh, self.compute_dtype)
+        shard(stage, self.mesh, self.compute_dtype, whole_between=self.gathering.whole or self.layout.pp > 1)
         return stage
 
     def _renew(self) -> None:
@@ -142,7 +147,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what is under way on other streams still uses the old ones
         self.stages = {index: renewed(old, self._without_tensors(index)) for index, old in self.stages.items()}
-        self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype)
+        self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype, overlap=self.overlap)
 
     @property
     def layout(self) -> Layout:
@@ -193,7 +198,7 @@ class Engine:
         with self.condition.passing("forward_backward", self._renew, gradients=True):
             for stage in self.stages.values():
                 stage.train()
-                before_backwards(stage, self.mesh, last=False)
+                self.gathering.begin(stage)
             for name in self.shared & self.parameters.keys():
                 if self._is_second_copy(name):
                     self.parameters[name].grad = None  # the first stage holds what was summed before
@@ -201,7 +206,8 @@ class Engine:
                 own,
                 output_processor=lambda inputs, _: _connected(tally.evaluate(objective, inputs), inputs),
                 loss=lambda value: value,
-                before_last_backward=lambda stage: before_backwards(stage, self.mesh, last=True),
+                before_last_backward=self.gathering.before_last_backward,
+                complete=self.gathering.complete,
             )
             self._finish_gradients()
             metrics = tally.reduce(self._speaks)

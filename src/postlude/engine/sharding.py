@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from postlude.model import LanguageModel
-from postlude.model.parallel import held
+from postlude.model.parallel import Gathered, held
 from postlude.world.mesh import Mesh
 
 
-def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype) -> None:
+def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, whole_between: bool) -> None:
     """Shard a stage over the data-parallel ranks: what blocks keep apart, each logical layer, then the rest.
 
-    Gradients are summed, never divided: the one scale has divided already. Between the microbatches of a pipeline the
-    weights stay whole and gradients wait for the last backward; without one, each microbatch's are summed at once, so
-    that no rank ever holds the gradient of more than a layer.
+    Gradients are summed, never divided: the one scale has divided already. With `whole_between` the weights stay whole
+    between microbatches, as a pipeline and overlap want it. In a pipeline gradients wait for the last backward; without
+    one, each microbatch's are summed at once, so that no rank ever holds the gradient of more than a layer.
     """
     assert mesh.shards is not None
     assert mesh.expert_shards is not None
-    whole_between = mesh.pp.size > 1
     even = functools.partial(_evenly, ranks=mesh.expert_shards.shape[-1])
     for part in model.apart():
         fully_shard(
@@ -43,6 +43,7 @@ def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            register_fsdp_forward_method(module, "hand_over")
 
 
 def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:
@@ -58,13 +59,83 @@ def _evenly(parameter: nn.Parameter, ranks: int) -> Shard:
     return Shard(next((dimension for dimension, size in enumerate(shape) if size % ranks == 0), 0))
 
 
-def before_backwards(model: LanguageModel, mesh: Mesh, *, last: bool) -> None:
-    """Say whether the backwards to come are all but the last of a step, or the last one."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(last or mesh.pp.size == 1)
-    model.set_requires_all_reduce(last)
-    model.set_reshard_after_backward(last or mesh.pp.size == 1)
-    model.set_is_last_backward(last)
+class ByCalls:
+    """Weights are gathered, and gradients summed, where FSDP does so: around the calls of layers."""
+
+    whole = False
+    """Whether weights stay whole between microbatches, though there be no pipeline."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def begin(self, stage: LanguageModel) -> None:
+        """Before the first forward of a step."""
+        self._expect(stage, last=False)
+
+    def before_last_backward(self, stage: LanguageModel) -> None:
+        """When all but one of the stage's backwards are done."""
+        self._expect(stage, last=True)
+
+    def complete(self, stage: LanguageModel, module: Gathered) -> None:
+        """When a backward has added all that it adds to a layer's gradients, or to those of the stage beside them."""
+
+    def _expect(self, stage: LanguageModel, *, last: bool) -> None:
+        assert isinstance(stage, FSDPModule)
+        alone = self.mesh.pp.size == 1
+        stage.set_requires_gradient_sync(last or alone)
+        stage.set_requires_all_reduce(last)
+        stage.set_reshard_after_backward(last or alone)
+        stage.set_is_last_backward(last)
+
+
+class ByHand(ByCalls):
+    """Weights are made whole before a step and stay so, for plans, which run the steps of layers without calling them.
+
+    FSDP sums gradients in the backward of a call, so when those of a layer are all there, it gets an empty one.
+    """
+
+    whole = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.ending: set[LanguageModel] = set()
+
+    def begin(self, stage: LanguageModel) -> None:
+        """Gather all weights."""
+        assert isinstance(stage, FSDPModule)
+        self.ending.discard(stage)
+        stage.set_requires_gradient_sync(False)
+        stage.set_reshard_after_backward(False)
+        stage.set_is_last_backward(False)
+        stage.hand_over(_nothing(stage))  # FSDP wants to meet a stage before its layers
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+    def before_last_backward(self, stage: LanguageModel) -> None:
+        """The gradients that it completes are the step's."""
+        self.ending.add(stage)
+
+    def complete(self, stage: LanguageModel, module: Gathered) -> None:
+        """Sum the gradients: of every backward, or in a pipeline of the last."""
+        last = stage in self.ending
+        layers = {id(each) for layer in stage.logical_layers for each in layer.modules()} if module is stage else set()
+        own = [each for each in module.modules() if isinstance(each, FSDPModule) and id(each) not in layers]
+        for each in own:
+            each.set_requires_gradient_sync(last or self.mesh.pp.size == 1, recurse=False)
+            each.set_requires_all_reduce(last, recurse=False)
+        if module is stage and last:
+            assert isinstance(stage, FSDPModule)
+            stage.set_is_last_backward(True)
+            stage.set_reshard_after_backward(True)
+        for each in reversed(own):  # a layer's parts before the layer
+            cast(Gathered, each).hand_over(_nothing(stage).requires_grad_()).backward()
+        for each in own:
+            each.set_requires_gradient_sync(False, recurse=False)
+
+
+def _nothing(stage: LanguageModel) -> Tensor:
+    return torch.zeros((), device=next(stage.parameters()).device)
 
 
 def reshard(model: LanguageModel) -> None:

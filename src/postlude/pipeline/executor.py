@@ -6,8 +6,10 @@ have. So lengths may change at will, and evaluation is the same loop without its
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ from torch import Tensor
 
 from postlude.data import Microbatch
 from postlude.model import LanguageModel, OutputProcessor
+from postlude.model.parallel import Gathered
+from postlude.model.schedule_plan import Complete, Moves, SchedulePlan, in_turn
 from postlude.ops.products import plain_products
-from postlude.pipeline.order import Action, order
+from postlude.pipeline.order import Action, Turn, turns
 from postlude.world.mesh import Channel, Mesh
 
 MOST_UNSENT = 2
@@ -28,11 +32,17 @@ class Executor:
     """The stages of this rank, and the channels to its neighbours.
 
     `stages` maps global stage numbers to this rank's models, vpp of them. `dtype` is that of the hidden states between
-    them; by default the parameters'.
+    them; by default the parameters'. With `overlap` the forward of one microbatch and the backward of another take
+    turns, step by step, so that exchanges with experts are under way while the other computes.
     """
 
     def __init__(
-        self, stages: Mapping[int, LanguageModel], mesh: Mesh | None = None, *, dtype: torch.dtype | None = None
+        self,
+        stages: Mapping[int, LanguageModel],
+        mesh: Mesh | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        overlap: bool = False,
     ) -> None:
         self.mesh = mesh or Mesh.alone()
         self.pp, self.rank = self.mesh.pp.size, self.mesh.pp.rank
@@ -48,6 +58,7 @@ class Executor:
             if (stage.stage.index, stage.stage.count) != (index, self.pp * self.vpp):
                 raise ValueError(f"stage {index} of {self.pp * self.vpp} was given a model built as {stage.stage}.")
         self.dtype = dtype or next(self.stages[self.rank].parameters()).dtype
+        self.overlap = overlap
         self.channels = Channels(self.mesh)
 
     def run(
@@ -58,63 +69,74 @@ class Executor:
         output_processor_context: Any = None,
         loss: Callable[[Any], Tensor] | None = None,
         before_last_backward: Callable[[LanguageModel], None] | None = None,
+        complete: Callable[[LanguageModel, Gathered], None] = lambda stage, module: None,
     ) -> list[Any]:
         """Every microbatch through every stage. Returns what the processor returned for each, [] on the other ranks.
 
         `loss` takes a result to the scalar that is differentiated; gradients are added to the parameters'. Without it
         the pipeline runs forward only, and nothing is kept for a backward. All ranks of the pipeline pass the same
-        microbatches. `before_last_backward` is told of each stage when all but one of its backwards are done.
+        microbatches. `before_last_backward` is told of each stage when all but one of its backwards are done. With
+        overlap, `complete` is told of a stage's layer, or of the stage, when a backward is done with it.
 
-        What an action starts from is asked for before the action ahead of it is run. Backwards keep a rank from running
+        What an action starts from is asked for before the turn ahead of it is run. Backwards keep a rank from running
         ahead of the next one; forwards alone wait for what they have sent.
         """
-        actions = order(
-            pp=self.pp, vpp=self.vpp, microbatches=len(microbatches), rank=self.rank, forward_only=loss is None
+        all_turns = turns(
+            pp=self.pp,
+            vpp=self.vpp,
+            microbatches=len(microbatches),
+            rank=self.rank,
+            forward_only=loss is None,
+            overlap=self.overlap,
         )
-        last = {action.stage: index for index, action in enumerate(actions) if action.kind == "B"}
+        last = {action.stage: action for turn in all_turns for action in turn if action.kind == "B"}
         results: dict[int, Any] = {}
-        entered: dict[tuple[int, int], Tensor | None] = {}
-        left: dict[tuple[int, int], Tensor] = {}
+        passes: dict[tuple[int, int], _Pass] = {}
         unsent = MOST_UNSENT if loss is None else None
-        expected = deque(self._expect(action, microbatches) for action in actions[:1])
+        expected = self._expect(all_turns[:1], microbatches)
         with torch.set_grad_enabled(loss is not None), plain_products(self.dtype):
-            for index, action in enumerate(actions):
-                place, microbatch = (action.stage, action.microbatch), microbatches[action.microbatch]
-                stage = self.stages[action.stage]
-                expected.extend(self._expect(each, microbatches) for each in actions[index + 1 : index + 2])
-                arrived = expected.popleft()()
-                if action.kind == "B":
-                    if before_last_backward is not None and last[action.stage] == index:
-                        before_last_backward(stage)
-                    left.pop(place).backward(arrived)
-                    if isinstance(result := results.get(action.microbatch), Tensor):
-                        results[action.microbatch] = result.detach()  # its graph has done its work
-                    entry = entered.pop(place)
-                    if entry is not None:
-                        self.channels.send(action, _gradient(entry))
-                    continue
-                hidden = arrived
-                if hidden is not None and loss is not None:
-                    hidden.requires_grad_()
-                if stage.stage.last:
-                    result = stage(
-                        microbatch,
-                        hidden,
-                        output_processor=output_processor,
-                        output_processor_context=output_processor_context,
-                    )
-                    results[action.microbatch] = result
-                    if loss is not None:
-                        entered[place], left[place] = hidden, loss(result)
-                else:
-                    output = stage(microbatch, hidden)
-                    self.channels.send(action, output.detach(), unsent)
-                    if loss is not None:
-                        entered[place], left[place] = hidden, output
+            for index, turn in enumerate(all_turns):
+                arrived = [arrive() for arrive in expected]
+                expected = self._expect(all_turns[index + 1 : index + 2], microbatches)
+                moves = []
+                for action, given in zip(turn, arrived, strict=True):
+                    place, stage = (action.stage, action.microbatch), self.stages[action.stage]
+                    if action.kind == "B":
+                        if before_last_backward is not None and last[action.stage] == action:
+                            before_last_backward(stage)
+                        moves.append(passes[place].backward(given, functools.partial(complete, stage)))
+                        continue
+                    if given is not None and loss is not None:
+                        given.requires_grad_()
+                    processor = (output_processor, output_processor_context) if stage.stage.last else (None, None)
+                    passes[place] = _Pass(stage, microbatches[action.microbatch], given, *processor)
+                    planned = self.overlap and loss is not None
+                    moves.append(passes[place].forward(planned=planned))
+                for action, output in zip(turn, in_turn(*moves), strict=True):
+                    place, stage = (action.stage, action.microbatch), self.stages[action.stage]
+                    if action.kind == "B":
+                        if isinstance(result := results.get(action.microbatch), Tensor):
+                            results[action.microbatch] = result.detach()  # its graph has done its work
+                        entry = passes.pop(place).entered
+                        if entry is not None:
+                            self.channels.send(action, _gradient(entry))
+                        continue
+                    if stage.stage.last:
+                        results[action.microbatch] = output
+                        passes[place].left = loss(output) if loss is not None else None
+                    else:
+                        self.channels.send(action, output.detach(), unsent)
+                        passes[place].left = output
+                    if loss is None:
+                        del passes[place]
         self.channels.finish()
         return [results[index] for index in sorted(results)]
 
-    def _expect(self, action: Action, microbatches: Sequence[Microbatch]) -> Callable[[], Tensor | None]:
+    def _expect(self, coming: Iterable[Turn], microbatches: Sequence[Microbatch]) -> list[Callable[[], Tensor | None]]:
+        """Ask for what each action of the turns starts from: see `_start_of`."""
+        return [self._start_of(action, microbatches) for turn in coming for action in turn]
+
+    def _start_of(self, action: Action, microbatches: Sequence[Microbatch]) -> Callable[[], Tensor | None]:
         """Ask for the activations an F starts from, or the gradient a B starts from: [T / tp, H], or None at an end."""
         stage = self.stages[action.stage]
         if stage.stage.first if action.kind == "F" else stage.stage.last:
@@ -123,6 +145,37 @@ class Executor:
         shape = (len(microbatches[action.microbatch]) // self.mesh.tp.size, stage.config.hidden_size)
         payload = Action(action.kind, before, action.microbatch)
         return self.channels.expect(payload, shape, self.dtype, next(stage.parameters()).device)
+
+
+@dataclass
+class _Pass:
+    """One microbatch on its way through one stage: there, and back."""
+
+    stage: LanguageModel
+    microbatch: Microbatch
+    entered: Tensor | None
+    processor: OutputProcessor | None
+    context: Any
+    left: Tensor | None = None
+    plan: SchedulePlan | None = None
+
+    def forward(self, *, planned: bool) -> Moves:
+        """At once, or as a plan that pauses where others can go on. Returns the stage's output."""
+        options: dict[str, Any] = (
+            {"output_processor": self.processor, "output_processor_context": self.context} if self.processor else {}
+        )
+        if planned:
+            self.plan = self.stage.build_schedule_plan(self.microbatch, self.entered, **options)
+            return (yield from self.plan.forward_moves())
+        return self.stage(self.microbatch, self.entered, **options)
+
+    def backward(self, gradient: Tensor | None, complete: Complete) -> Moves:
+        """The same for the backward of what `left` became."""
+        assert self.left is not None
+        if self.plan is not None:
+            yield from self.plan.backward_moves(self.left, gradient, complete)
+        else:
+            self.left.backward(gradient)
 
 
 class Channels:

@@ -90,6 +90,7 @@ class Trainer(ABC):
             compute_dtype=None if config.dtype is None else getattr(torch, config.dtype),
             device=device,
             recompute=config.recompute,
+            overlap=config.overlap,
             seed=config.seed,
             mtp=config.mtp is not None,
         )

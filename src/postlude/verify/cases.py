@@ -36,6 +36,7 @@ class Case:
     layout: Layout
     objective: str = "grpo"
     recompute: Recompute = "none"
+    overlap: bool = False
     compute_dtype: torch.dtype = torch.float32
     tied: bool | None = None
     initializer_range: float | None = None

@@ -106,6 +106,7 @@ def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, A
         budget=BUDGET,
         compute_dtype=case.compute_dtype,
         recompute=case.recompute,
+        overlap=case.overlap,
         seed=case.seed,
         blocks=case.blocks or BLOCKS,
         mtp=True,

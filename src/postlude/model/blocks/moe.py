@@ -175,7 +175,7 @@ class MoE(Block):
     def apart(self) -> tuple[Part, ...]:
         """The experts, and a router that promises fp32."""
         experts = Part(self.experts, experts=True)
-        return (Part(self.router, fp32=True), experts) if self.config.router_fp32 else (experts,)
+        return (Part(self.router, fp32=True), experts) if isinstance(self.router, WideLinear) else (experts,)
 
     def counted(self) -> tuple[Tensor, ...]:
         """The load of each expert."""

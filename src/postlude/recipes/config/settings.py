@@ -275,6 +275,9 @@ class Training(Model):
     """Multi-token prediction of the tokens that are learned, beside the objective; none leaves it out."""
     recompute: Recompute = "none"
     """What is computed again in the backward instead of kept."""
+    overlap: bool = False
+    """Whether one microbatch's forward and another's backward take turns, so that exchanges with experts hide behind
+    compute. It keeps one more microbatch and whole weights."""
     save_every: NonNegativeInt = 50
     """Steps between checkpoints; 0 saves the last one alone."""
     keep: PositiveInt = 2

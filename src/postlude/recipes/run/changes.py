@@ -14,6 +14,7 @@ MAY_CHANGE = (
     "layout",
     "budget",
     "recompute",
+    "overlap",
     # how long, and how fast
     "steps",
     "epochs",

@@ -1,0 +1,90 @@
+"""Overlapped steps equal plain ones to the bit: losses, metrics, gradients and weights, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import AdamW, Batch, Engine, ModelConfig
+from postlude.model.blocks import MoEConfig
+from postlude.model.parallel import held
+from postlude.objectives import MTP, SFT
+from tests.engine.training import build
+from tests.model.small import sequences, small_config
+
+EXPERTS = MoEConfig(
+    experts=4,
+    top_k=2,
+    intermediate_size=12,
+    shared_intermediate_size=8,
+    selection_bias=True,
+    balance_coefficient=0.01,
+    router_fp32=True,
+)
+PATTERNS = ["[*E]{4}", "[*-][*E]{3}", "M[M*]-[*E]", "[GE][*E]/[*E]"]
+LENGTHS = (20, 17, 3, 25, 6, 11, 9, 14, 2, 12, 19, 23)
+
+
+def config(pattern: str, **changes: Any) -> ModelConfig:
+    return small_config(pattern, blocks={"E": EXPERTS}, **changes)
+
+
+def batch(step: int) -> Batch:
+    return Batch(sequences(*LENGTHS, seed=step))
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    return {
+        name: held(parameter.grad).clone()
+        for name, parameter in engine.parameters.items()
+        if parameter.grad is not None
+    }
+
+
+def both(
+    group: Any, layout: str, source: ModelConfig, steps: int, options: dict[str, Any]
+) -> list[tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]]:
+    """Losses and metrics of every step, the first step's gradients and the last one's weights: plain, overlapped."""
+    found = []
+    for overlap in (False, True):
+        ahead = bool(source.pattern.mtp)
+        engine = build(
+            layout, source, optimizer=AdamW(lr=1e-2, max_grad_norm=0.5), mtp=ahead, overlap=overlap, **options
+        )
+        said, first = [], {}
+        for step in range(steps):
+            result = engine.forward_backward(batch(step % 5), MTP(objective=SFT()) if ahead else SFT())
+            first = first or gradients(engine)
+            said.append((result.loss, result.metrics, engine.optimizer_step().grad_norm))
+        found.append((said, first, {name: held(each).clone() for name, each in engine.parameters.items()}))
+    return found
+
+
+def assert_one(answers: list[Any]) -> None:
+    for plain, overlapped in answers:
+        assert plain[0] == overlapped[0]
+        for before, after in zip(plain[1:], overlapped[1:], strict=True):
+            assert before.keys() == after.keys()
+            unequal = [name for name in before if not torch.equal(before[name], after[name])]
+            assert not unequal
+
+
+LAYOUTS = {"": 1, "dp_shard=2,ep=2": 2, "pp=2": 2, "pp=2,vpp=2,dp_shard=2,ep=2": 4, "pp=2,cp=2,ep=2": 4}
+
+
+@pytest.mark.parametrize("layout", ["", "dp_shard=2,ep=2", "pp=2,cp=2,ep=2"])
+def test_a_few_steps(ranks: Any, layout: str) -> None:
+    assert_one(ranks(LAYOUTS[layout], both, layout, config("[GE][*E]/[*E]"), 2, {}))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2,vpp=2,dp_shard=2,ep=2", "pp=2,cp=2,ep=2"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_100_steps(ranks: Any, pattern: str, layout: str, recompute: str) -> None:
+    if "/" in pattern:
+        layout = layout.replace(",vpp=2", "")  # it has as many layers as a pipeline of two has stages
+    assert_one(ranks(LAYOUTS.get(layout, 4), both, layout, config(pattern), 100, {"recompute": recompute}))

@@ -1,0 +1,215 @@
+"""A plan equals the forward and backward at once, to the bit, and its pieces take turns with another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import LanguageModel, Microbatch, OutputInputs, pack
+from postlude.model.blocks import BLOCKS, MoE
+from postlude.model.context import ForwardContext
+from postlude.model.schedule_plan import in_turn
+from postlude.model.steps import Step, exchange
+from postlude.ops.linear import linear, putting_off
+from tests.model.small import sequences, small_config
+
+Gradients = dict[str, Tensor | None]
+
+
+def batch(depths: int = 0) -> list[Microbatch]:
+    return pack(sequences(5, 8, 3, 12, 7, 9), budget=14, depths=depths)
+
+
+def processor(inputs: OutputInputs, bonus: float) -> dict[str, Any]:
+    stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
+    loss = (-stats.logprob - bonus * stats.entropy).sum()
+    if inputs.config.pattern.mtp:
+        for depth in inputs.depths():
+            loss = loss - 0.3 * depth.head.logprobs(depth.hidden, depth.microbatch.targets).logprob.sum()
+    return {"loss": loss, "parts": [stats.logprob.detach(), (inputs.microbatch.index, "text")]}
+
+
+def gradients(model: LanguageModel) -> Gradients:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def at_once(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
+    results = []
+    for microbatch in microbatches:
+        results.append(model(microbatch, output_processor=processor, output_processor_context=0.1))
+        results[-1]["loss"].backward()
+    return results
+
+
+def planned(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
+    """Each forward in turn with the backward of the one before."""
+    results: list[Any] = []
+    backwards: list[Any] = []
+    for microbatch in microbatches:
+        plan = model.build_schedule_plan(microbatch, output_processor=processor, output_processor_context=0.1)
+        results.append(in_turn(plan.forward_moves(), *backwards)[0])
+        backwards = [plan.backward_moves(results[-1]["loss"])]
+    in_turn(*backwards)
+    return results
+
+
+def assert_alike(one: LanguageModel, other: LanguageModel, results: list[Any], others: list[Any]) -> None:
+    for result, expected in zip(others, results, strict=True):
+        assert torch.equal(result["loss"], expected["loss"])
+        assert torch.equal(result["parts"][0], expected["parts"][0])
+        assert result["parts"][1] == expected["parts"][1]
+    unequal = [
+        name
+        for (name, before), after in zip(gradients(one).items(), gradients(other).values(), strict=True)
+        if (before is None) != (after is None) or (before is not None and not torch.equal(before, after))
+    ]
+    assert not unequal
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("pattern", ["[*-]{3}", "[*E]{2}", "M[G-][S+E]/[*E]"])
+def test_taking_turns_changes_nothing(pattern: str, tied: bool, recompute: Any) -> None:
+    config = small_config(pattern, tied_head=tied)
+    one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    microbatches = batch(len(config.pattern.mtp))
+    assert_alike(one, other, at_once(one, microbatches), planned(other, microbatches))
+
+
+def test_one_depth_used_again_has_one_gradient() -> None:
+    config = small_config("[*-]/[*-]/[*-]", mtp_repeated=True)
+    one, other = LanguageModel(config), LanguageModel(config)
+    assert_alike(one, other, at_once(one, batch(2)), planned(other, batch(2)))
+
+
+@dataclass
+class Result:
+    """A result that is no tree to torch."""
+
+    loss: Tensor
+    nested: dict[str, Any]
+
+
+def test_any_result_passes_as_it_is() -> None:
+    model = LanguageModel(small_config("[*E]"))
+    made: list[Result] = []
+
+    def whole(inputs: OutputInputs, context: Any) -> Result:
+        loss = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob.sum()
+        made.append(Result(loss, {"context": context, "index": inputs.microbatch.index}))
+        return made[-1]
+
+    marker = object()
+    plan = model.build_schedule_plan(batch()[0], output_processor=whole, output_processor_context=marker)
+    result = plan.forward()
+    assert result is made[0]
+    assert result.nested["context"] is marker
+    plan.backward(result.loss)
+    assert all(gradient is not None for gradient in gradients(model).values())
+
+
+def test_without_a_processor_it_returns_what_a_forward_does() -> None:
+    model = LanguageModel(small_config("[*-]"))
+    (microbatch, *_) = batch()
+    assert torch.equal(model.build_schedule_plan(microbatch).forward(), model(microbatch))
+    assert torch.equal(model.build_schedule_plan(microbatch, targets=True).forward(), model(microbatch, targets=True))
+
+
+@dataclass(frozen=True)
+class LoggedWay:
+    """A way to nowhere, which says when rows leave and arrive."""
+
+    name: str
+    log: list[str]
+
+    @property
+    def back(self) -> LoggedWay:
+        return LoggedWay(f"{self.name}'", self.log)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return rows * 1.0
+
+    def start(self, rows: Tensor) -> Callable[[], Tensor]:
+        self.log.append(f"start {self.name}")
+
+        def wait() -> Tensor:
+            self.log.append(f"wait {self.name}")
+            return rows * 1.0
+
+        return wait
+
+
+class LoggedMoE(MoE):
+    """Experts that rows are sent to and back from, though all are here."""
+
+    log: list[str] = []  # noqa: RUF012
+
+    def steps(self) -> tuple[Step, ...]:
+        def between() -> Iterator[Step]:
+            for step in super(LoggedMoE, self).steps():
+                yield from [exchange("dispatch", "rows", along="there")] if step.name == "experts" else []
+                yield step
+                yield from [exchange("combine", "rows", along="back")] if step.name == "experts" else []
+
+        return tuple(between())
+
+    def plan(self, asked: Any, context: ForwardContext) -> dict[str, Any]:
+        index = context.microbatch.index
+        ways = {name: LoggedWay(f"{name}{index}", self.log) for name in ("there", "back")}
+        return {**super().plan(asked, context), **ways}
+
+    def run_experts(self, rows: Tensor, counts: Tensor, context: ForwardContext) -> Any:
+        self.log.append(f"experts{context.microbatch.index}")
+        return super().run_experts(rows, counts, context)
+
+
+def test_every_exchange_is_under_way_while_the_other_computes() -> None:
+    """In a turn of two, whatever is begun is waited for after the other has begun its own."""
+    config, blocks = small_config("[*E]{2}"), {**BLOCKS, "E": LoggedMoE}
+    one, other = LanguageModel(config), LanguageModel(config, blocks=blocks)
+    first, second, *_ = batch()
+    LoggedMoE.log.clear()
+    assert_alike(one, other, at_once(one, [first, second]), planned(other, [first, second]))
+    log = LoggedMoE.log
+    both = log[log.index(f"start there{second.index}") : log.index(f"wait there{first.index}'", 0) + 1]
+    for name in ("there", "back"):
+        started, waited = both.index(f"start {name}{second.index}"), both.index(f"wait {name}{second.index}")
+        assert any(entry.startswith("start") and entry.endswith("'") for entry in both[started + 1 : waited])
+    alone = [entry for entry in log if entry.endswith(f"{first.index}'")]
+    assert alone == [
+        f"{what} {way}{first.index}'" for _ in range(2) for way in ("back", "there") for what in ("start", "wait")
+    ]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_was_put_off_is_the_same_to_the_bit(dtype: torch.dtype, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    tensors = [leaf(13, 7), leaf(5, 7), *([leaf(5)] if bias else [])]
+    upstream = torch.randn(13, 5, generator=generator).to(dtype)
+    expected = torch.autograd.grad(linear(*tensors), tensors, upstream)
+    later: list[Callable[[], None]] = []
+    with putting_off(later):
+        product = linear(*tensors)
+    product.backward(upstream)
+    assert tensors[1].grad is None
+    assert len(later) == 1
+    later[0]()
+    for tensor, gradient in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor.grad, gradient)
+
+
+def test_a_frozen_weight_has_nothing_to_put_off() -> None:
+    later: list[Callable[[], None]] = []
+    with putting_off(later):
+        linear(torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)).sum().backward()
+    assert not later
