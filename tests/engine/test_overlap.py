@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from postlude import AdamW, Batch, Engine, ModelConfig
+from postlude import AdamW, Batch, Engine, Layout, ModelConfig
+from postlude import ranks as started
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import held
 from postlude.objectives import MTP, SFT
-from tests.engine.training import build
+from tests.meshes import mesh
 from tests.model.small import sequences, small_config
 
 EXPERTS = MoEConfig(
@@ -51,9 +53,9 @@ def both(
     found = []
     for overlap in (False, True):
         ahead = bool(source.pattern.mtp)
-        engine = build(
-            layout, source, optimizer=AdamW(lr=1e-2, max_grad_norm=0.5), mtp=ahead, overlap=overlap, **options
-        )
+        where = {"layout": Layout()} if "device" in options else {"mesh": mesh(Layout.parse(layout))}
+        optimizer = AdamW(lr=1e-2, max_grad_norm=0.5)
+        engine = Engine(source, budget=32, optimizer=optimizer, mtp=ahead, overlap=overlap, **where, **options)
         said, first = [], {}
         for step in range(steps):
             result = engine.forward_backward(batch(step % 5), MTP(objective=SFT()) if ahead else SFT())
@@ -88,3 +90,13 @@ def test_100_steps(ranks: Any, pattern: str, layout: str, recompute: str) -> Non
     if "/" in pattern:
         layout = layout.replace(",vpp=2", "")  # it has as many layers as a pipeline of two has stages
     assert_one(ranks(LAYOUTS.get(layout, 4), both, layout, config(pattern), 100, {"recompute": recompute}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("pattern", ["[*E]{2}", "[M-][*E]/[*-]"])
+def test_on_a_gpu(pattern: str, recompute: str) -> None:
+    """In bf16 too, where sums wait in fp32."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "blocks": {"E": replace(EXPERTS, intermediate_size=32)}}
+    with started(device="cuda"):
+        assert_one([both(None, "", small_config(pattern, **sizes), 3, {"recompute": recompute, "device": "cuda"})])

@@ -1,0 +1,248 @@
+"""How much of the exchange with experts hides behind compute when a forward and a backward take turns.
+
+    python benchmarks/overlap.py --device cuda --json overlap_h200.json
+    python benchmarks/overlap.py --device cpu --json overlap_cpu.json
+
+On a GPU one rank has all experts, and each exchange is a pause of a measured length on a stream of its own, with the
+rows waiting for its end. On the CPU two ranks exchange rows over gloo, and each exchange takes at least that long, as
+on a slow link. The pauses together are `--share` of a step's compute. A step is timed with and without them, plain and
+overlapped; what they add to a step, over all they take, is exposed, and the rest hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import postlude
+from postlude import Batch, Engine, Layout, ModelConfig, Pattern
+from postlude.model.blocks import BLOCKS, AttentionConfig, MoE, MoEConfig
+from postlude.model.context import ForwardContext
+from postlude.model.steps import Step, exchange
+from postlude.objectives import SFT
+
+
+@dataclass
+class Pause:
+    """How long an exchange takes at least, and how many there were."""
+
+    seconds: float = 0.0
+    cycles: int = 0
+    taken: int = 0
+
+
+PAUSE = Pause()
+
+
+@dataclass(frozen=True)
+class SlowWay:
+    """A way between ranks, or to nowhere, that takes its time."""
+
+    way: Any
+    stream: torch.cuda.Stream | None
+
+    @property
+    def back(self) -> SlowWay:
+        return SlowWay(self.way.back if self.way is not None else None, self.stream)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        moved: Tensor = _Slowly.apply(rows, self)
+        return moved
+
+    def start(self, rows: Tensor) -> Callable[[], Tensor]:
+        PAUSE.taken += 1
+        if self.stream is not None:
+            return self._on_gpu(rows, self.stream)
+        arrive = self.way.start(rows)
+        ready = time.perf_counter() + PAUSE.seconds
+
+        def wait() -> Tensor:
+            arrived: Tensor = arrive()
+            time.sleep(max(0.0, ready - time.perf_counter()))
+            return arrived
+
+        return wait
+
+    def _on_gpu(self, rows: Tensor, stream: torch.cuda.Stream) -> Callable[[], Tensor]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            if PAUSE.cycles:
+                torch.cuda._sleep(PAUSE.cycles)
+            ready = torch.cuda.Event()
+            ready.record()
+
+        def wait() -> Tensor:
+            torch.cuda.current_stream().wait_event(ready)
+            return rows * 1
+
+        return wait
+
+
+class _Slowly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: SlowWay) -> Tensor:
+        ctx.way = way
+        return way.start(rows)()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.way.back.start(gradients[0])(), None
+
+
+class SlowMoE(MoE):
+    """Experts at the end of slow ways."""
+
+    def steps(self) -> tuple[Step, ...]:
+        def between() -> Iterator[Step]:
+            for step in super(SlowMoE, self).steps():
+                if step.name == "experts" and self.mesh.ep.group is None:
+                    yield exchange("dispatch", "rows", along="there")
+                    yield step
+                    yield exchange("combine", "rows", along="back")
+                else:
+                    yield step
+
+        return tuple(between())
+
+    def plan(self, asked: Any, context: ForwardContext) -> Mapping[str, Any]:
+        found = super().plan(asked, context)
+        stream = STREAMS[0] if STREAMS else None
+        return {**found, "there": SlowWay(found["there"], stream), "back": SlowWay(found["back"], stream)}
+
+
+STREAMS: list[torch.cuda.Stream] = []
+
+
+def model(device: str) -> ModelConfig:
+    if device == "cuda":
+        blocks: dict[str, Any] = {
+            "*": AttentionConfig(heads=16, kv_heads=4, head_dim=128),
+            "E": MoEConfig(experts=32, top_k=4, intermediate_size=768),
+        }
+        return ModelConfig(pattern=Pattern.parse("[*E]{6}"), blocks=blocks, hidden_size=2048, vocab_size=32768)
+    blocks = {
+        "*": AttentionConfig(heads=4, kv_heads=4, head_dim=64),
+        "E": MoEConfig(experts=8, top_k=2, intermediate_size=512),
+    }
+    return ModelConfig(pattern=Pattern.parse("[*E]{4}"), blocks=blocks, hidden_size=256, vocab_size=512)
+
+
+def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One case, on every rank alike."""
+    on_gpu = device == "cuda"
+    if on_gpu and not STREAMS:
+        STREAMS.append(torch.cuda.Stream())
+    config = model(device)
+    tokens = options.tokens or (8192 if on_gpu else 512)
+    generator = torch.Generator().manual_seed(0)
+    ranks = 1 if on_gpu else 2
+    lengths = [tokens // 4] * 4 * options.microbatches * ranks
+    batch = Batch([torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths])
+    layout = Layout() if on_gpu else Layout(dp_shard=2, ep=2)
+
+    def step(engine: Engine) -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        engine.forward_backward(batch, SFT())
+        if on_gpu:
+            torch.cuda.synchronize()
+        taken = time.perf_counter() - began
+        engine.zero_grad()
+        return taken
+
+    engines = {
+        overlap: Engine(
+            config, layout=layout, budget=tokens, overlap=overlap, blocks={**BLOCKS, "E": SlowMoE}, device=device
+        )
+        for overlap in (False, True)
+    }
+    PAUSE.seconds, PAUSE.cycles = 0.0, 0
+    for engine in engines.values():
+        for _ in range(2):
+            step(engine)
+    PAUSE.taken = 0
+    step(engines[False])
+    exchanges = PAUSE.taken
+    compute = statistics.median(step(engines[False]) for _ in range(options.repeats))
+    pause = options.share * compute / exchanges
+    cycles = 0
+    if on_gpu:
+        cycles, pause = calibrated(pause)
+    times: dict[tuple[bool, bool], list[float]] = {(o, p): [] for o in (False, True) for p in (False, True)}
+    for _ in range(options.repeats):
+        for (overlap, paused), found in times.items():
+            PAUSE.seconds, PAUSE.cycles = (pause, cycles) if paused else (0.0, 0)
+            found.append(step(engines[overlap]))
+    medians = {key: statistics.median(found) for key, found in times.items()}
+    whole = exchanges * pause
+    exposed = {overlap: (medians[overlap, True] - medians[overlap, False]) / whole for overlap in (False, True)}
+    return {
+        "exchanges": exchanges,
+        "pause_ms": 1e3 * pause,
+        "exchange_s": whole,
+        "step_s": {
+            name: {"without": medians[overlap, False], "with": medians[overlap, True]}
+            for name, overlap in (("plain", False), ("overlapped", True))
+        },
+        "hidden": {"plain": 1 - exposed[False], "overlapped": 1 - exposed[True]},
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+    }
+
+
+def calibrated(seconds: float) -> tuple[int, float]:
+    """Cycles of a pause about so long, and how long it is."""
+    cycles = 1_000_000
+    for _ in range(3):
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        torch.cuda._sleep(cycles)
+        events[1].record()
+        torch.cuda.synchronize()
+        took = events[0].elapsed_time(events[1]) / 1e3
+        cycles = max(1, int(cycles * seconds / took))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    for _ in range(20):
+        torch.cuda._sleep(cycles)
+    events[1].record()
+    torch.cuda.synchronize()
+    return cycles, events[0].elapsed_time(events[1]) / 20e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=0, help="of a microbatch; by default 8192, on the CPU 512")
+    parser.add_argument("--share", type=float, nargs="+", default=[0.25, 0.5], help="of compute that exchanges take")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = []
+    for share in options.share:
+        case = argparse.Namespace(**vars(options) | {"share": share})
+        size = 1 if options.device == "cuda" else 2
+        result = postlude.launch(measure, options.device, case, nproc=size, device=options.device)[0]
+        found.append({"share": share, **result})
+        print(json.dumps(found[-1]), flush=True)
+        if options.json is not None:
+            machine = torch.cuda.get_device_name() if options.device == "cuda" else "two ranks on a CPU"
+            written = {"machine": machine, "torch": torch.__version__, "date": date.today().isoformat()}
+            shape = {"microbatches": options.microbatches, "pattern": str(model(options.device).pattern)}
+            options.json.write_text(json.dumps({**written, **shape, "cases": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
