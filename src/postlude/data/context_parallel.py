@@ -24,8 +24,8 @@ def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch
 
     Positions stay those in the whole sequence. Every rank gets the same number of tokens, a multiple of `multiple_of`.
     For that, sequences are padded at their ends to a multiple of 2 · size, and the last one as far as need be: token 0,
-    target `IGNORE`, columns 0, place -1, positions going on. With one rank only the last sequence is padded, and a
-    microbatch that needs none is returned as it is; so is an empty one, which has nothing to share.
+    target `IGNORE`, columns 0, place and routing -1, positions going on. With one rank only the last sequence is
+    padded, and a microbatch that needs none is returned as it is; so is an empty one, which has nothing to share.
     """
     if multiple_of < 1:
         raise ValueError(f"multiple_of is {multiple_of}, but the least is 1. Give a positive multiple_of.")
@@ -78,6 +78,7 @@ def _cut(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -> 
         targets=take(microbatch.targets, IGNORE),
         columns={name: take(column, 0) for name, column in microbatch.columns.items()},
         places=take(microbatch.places, -1),
+        routing=None if microbatch.routing is None else take(microbatch.routing, -1),
         target_count=before(depth + 1),
         padding=padding,
         facts={},

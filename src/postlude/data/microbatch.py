@@ -14,6 +14,8 @@ from postlude.world.mesh import ALONE, Axis
 
 IGNORE = -100
 """The target of a position that predicts nothing: the last one of each sequence, and padding."""
+ROUTING = "routing"
+"""The column of a batch that says which experts its tokens are sent to: see `Microbatch.routing`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +137,9 @@ class Microbatch:
     ahead: tuple[Microbatch, ...] = ()
     """What the same positions predict further ahead, for each multi-token-prediction depth d = 1, 2, …: `tokens` are
     those d ahead, `targets` and `columns` those of the token after that. Past the end of a sequence it is padding."""
+    routing: Tensor | None = None
+    """[T, routers, top_k] integers, the experts that each token is sent to when it is the input; a token with a -1 in a
+    router's row is sent where that router chooses. Unlike a column it is aligned to the token itself."""
     facts: Mapping[str, ColumnFacts] = field(default_factory=dict)
     """By column, what the host knows of it; made when the microbatch leaves the host."""
 
@@ -153,6 +158,11 @@ class Microbatch:
                     f'column "{name}" has shape {tuple(column.shape)}, but the packing holds {total} tokens. '
                     f"Give one value per token, [{total}, ...]."
                 )
+        if self.routing is not None and (self.routing.ndim != 3 or len(self.routing) != total):
+            raise ValueError(
+                f'"{ROUTING}" has shape {tuple(self.routing.shape)}, but the packing holds {total} tokens. Give the '
+                f"experts of each token in every router, [{total}, routers, top_k]."
+            )
         if len(self.sequences) != self.packing.count:
             raise ValueError(
                 f"sequences names {len(self.sequences)} places, but {self.packing.count} sequences are packed. "
@@ -227,4 +237,5 @@ class Microbatch:
             places=to_device(self.places, device),
             context=self.context and self.context.to(device),
             ahead=tuple(each.to(device) for each in self.ahead),
+            routing=None if self.routing is None else to_device(self.routing, device),
         )

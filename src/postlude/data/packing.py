@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from postlude.data.bins import Plan, plan_bins
-from postlude.data.microbatch import IGNORE, Microbatch
+from postlude.data.microbatch import IGNORE, ROUTING, Microbatch
 from postlude.ops.packing import Packing
 
 RESERVED_COLUMNS = ("tokens", "positions", "targets", "places")
@@ -36,7 +36,8 @@ def pack(
         sequences: the tokens of each sequence, [length] integers.
         budget: the most tokens in one microbatch.
         columns: by name, one entry per sequence: its value for each token, [length, ...], or one scalar that holds
-            for all of them. Tensors keep their dtype; Python and numpy values become bool, int64 or float32.
+            for all of them. Tensors keep their dtype; Python and numpy values become bool, int64 or float32. The one
+            named "routing", [length, routers, top_k], goes to `Microbatch.routing` as it is.
         truncate: cut a sequence longer than the budget at its end, and its columns with it, instead of refusing it.
         multiple_of: the number of microbatches is rounded up to a multiple of this, with empty ones if need be.
         groups: one per sequence; sequences of the same group stay in one microbatch, as a pair to compare must.
@@ -145,7 +146,10 @@ def _built(plan: Plan, numbers: Sequence[int], content: Content, depth: int) -> 
         lengths = packing.cu_seqlens.diff()[packing.sequence_index()]
         places = places.masked_fill(positions + depth >= lengths, -1)
     places_of = dealt(places)
-    columns = {name: dealt(shifted(column, depth + 1, 0)) for name, column in content.columns.items()}
+    columns = {
+        name: dealt(shifted(column, depth + 1, 0)) for name, column in content.columns.items() if name != ROUTING
+    }
+    routing = dealt(content.columns[ROUTING]) if ROUTING in content.columns and not depth else None
     return [
         Microbatch(
             tokens=tokens[at],
@@ -161,6 +165,7 @@ def _built(plan: Plan, numbers: Sequence[int], content: Content, depth: int) -> 
             batch_targets=sum(max(0, length - depth - 1) for length in plan.lengths),
             target_count=within(depth + 1, number),
             padding=sizes[at] - within(depth, number),
+            routing=None if routing is None else routing[at],
         )
         for at, number in enumerate(numbers)
     ]

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from postlude.data import Batch, Microbatch, cut, scatter
 from postlude.data.bins import Plan, plan_bins, plan_held
+from postlude.data.microbatch import ROUTING
 from postlude.data.packing import Content, build, is_plain, lengths_of, read
 from postlude.engine.scale import count_name
+from postlude.model.routing import Routers, check_experts
 from postlude.world.mesh import Mesh
 
 DTYPES = (
@@ -136,7 +138,16 @@ class Dealt:
         return [(name, getattr(torch, dtype), trailing) for name, dtype, trailing in json.loads(text)]
 
 
-def deal(batch: Batch, mesh: Mesh, *, budget: int, vocab_size: int, device: torch.device, depths: int = 0) -> Dealt:
+def deal(
+    batch: Batch,
+    mesh: Mesh,
+    *,
+    budget: int,
+    vocab_size: int,
+    device: torch.device,
+    depths: int = 0,
+    routers: Routers | None = None,
+) -> Dealt:
     """This rank's microbatches of a batch. Every rank raises where one does, or where their batches differ."""
     rank, ranks = mesh.dp.rank, mesh.dp.size
     talk = _Talk(device)
@@ -155,6 +166,8 @@ def deal(batch: Batch, mesh: Mesh, *, budget: int, vocab_size: int, device: torc
     with talk.about("read its part of the batch", entries=_columns_entries(batch) + ranks) as said:
         content = _read(batch, plan, rank, numbers)
         _check_vocabulary(content.tokens, vocab_size)
+        if ROUTING in content.columns and len(content.tokens):
+            check_experts(content.columns[ROUTING], routers or {})
         for name, column in content.columns.items():
             said.extend(_described(name, column, is_plain(batch.columns[name])) if len(content.tokens) else _UNKNOWN)
         digests = [NOTHING] * ranks

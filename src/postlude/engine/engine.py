@@ -210,6 +210,9 @@ class Engine:
                 complete=self.gathering.complete,
             )
             self._finish_gradients()
+            for block in self._blocks:
+                for name, share in block.measured().items():
+                    tally.add_share(name, *share)
             metrics = tally.reduce(self._speaks)
         return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens)
 
@@ -463,6 +466,7 @@ class Engine:
             vocab_size=self.config.vocab_size,
             device=self.device,
             depths=len(self.config.pattern.mtp),
+            routers=self.config.routers,
         )
 
     @property

@@ -131,6 +131,7 @@ class Tally:
         self.scale = scale
         self.ledger = ledger or Ledger()
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
+        self.shares: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
 
     def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
         """What one microbatch adds to the batch's loss. It and the objective's metrics are counted."""
@@ -176,14 +177,22 @@ class Tally:
                 upper.append(torch.where(kept, values * weights, 0.0).sum())
                 lower.append(weights.sum())
 
+    def add_share(self, name: str, part: Tensor, whole: Tensor) -> None:
+        """Count scalars that are this rank's own, whether or not it has outputs: the metric is Σ part / Σ whole."""
+        _, upper, lower = self.shares.setdefault(name, ("mean", [], []))
+        upper.append(part)
+        lower.append(whole)
+
     @torch.no_grad()
     def reduce(self, counts_here: bool, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """One number a metric, the same on every rank. Only ranks where `counts_here` holds bring values in.
+        """One number a metric, the same on every rank.
+
+        Of what outputs gave, only ranks where `counts_here` holds bring values in.
 
         All numbers go through one sum and one maximum, and the host waits once, for both. Names are told only when a
         rank has a metric that not all know of.
         """
-        entries = self.entries if counts_here else {}
+        entries = {**(self.entries if counts_here else {}), **self.shares}
         own = {(name, reduction): _folded(reduction, *rest) for name, (reduction, *rest) in entries.items()}
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         if alone:

@@ -28,6 +28,12 @@ class BlockConfig:
     norm: Literal["pre", "post", "both"] = "pre"
     residual_scale: float = 1.0
     has_experts: ClassVar[bool] = False  # that expert parallelism can divide
+
+    @property
+    def choice(self) -> tuple[int, int]:
+        """How many experts each token is sent to by choice, and of how many; (0, 0) where there is no choice."""
+        return 0, 0
+
     selective: ClassVar[float] = 0.6  # of what it keeps, about so much stays where cheap results are made again
 
     def flops(self, hidden_size: int) -> float:

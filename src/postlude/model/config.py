@@ -67,6 +67,20 @@ class ModelConfig:
         at_both_ends = self.tied_head or self.pattern.mtp
         return frozenset(("embedding.weight",)) if at_both_ends else frozenset()
 
+    @property
+    def routers(self) -> dict[str, tuple[int, int]]:
+        """Each block of the trunk that chooses experts, by name and in order: how many for a token, of how many.
+
+        This is the order of routers in `Microbatch.routing`.
+        """
+        layers = map(self.pattern.layer, range(len(self.pattern)))
+        choices = {
+            f"layers.{layer.index}.{name}": self.blocks[symbol].choice
+            for layer in layers
+            for symbol, name in zip(layer.blocks, layer.names, strict=True)
+        }
+        return {name: choice for name, choice in choices.items() if choice[0]}
+
     def fits(self, layout: Layout) -> None:
         """Refuse a layout that cannot divide this model, in a sentence with the nearest that can."""
         self.stage_layers(Stage(0, layout.stages))

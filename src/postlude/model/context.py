@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -64,6 +64,10 @@ class Running(Protocol):
         """
         ...
 
+    def chose(self, name: str, choice: Tensor) -> None:
+        """Hear which experts block `name` sends this rank's tokens to, [T / tp, top_k]."""
+        ...
+
 
 class ForwardContext:
     """One microbatch's packing and positions, rotary tables made once, and a place to report side values.
@@ -80,12 +84,14 @@ class ForwardContext:
         running: Running | None = None,
         recompute: Recompute = "none",
         scans: ScanBackend = "auto",
+        routers: Sequence[str] = (),
     ) -> None:
         self.microbatch = microbatch
         self.mesh = mesh or Mesh.alone()
         self.running = running
         self.recompute = recompute
         self.scans = scans
+        self.routers = routers
         self.real = self._real()
         self.reports: dict[str, Tensor] = {}
         self._done: set[str] = set()
@@ -103,6 +109,16 @@ class ForwardContext:
             with torch.no_grad():
                 self._tables[key] = rotary_table(config, self.microbatch.positions, width)
         return self._tables[key]
+
+    def routing(self, name: str) -> Tensor | None:
+        """Which experts block `name` is to send this rank's tokens to, [T / tp, top_k or more]; None if it chooses.
+
+        A token with a -1 is sent where the block chooses. See `Microbatch.routing`.
+        """
+        given, tp = self.microbatch.routing, self.mesh.tp
+        if given is None or name not in self.routers:
+            return None
+        return given[slice(*tp.block(len(given))), self.routers.index(name)]
 
     def _real(self) -> Tensor | None:
         """[T / tp] bool, False where this rank's shard is padding; None where there is none."""

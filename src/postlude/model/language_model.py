@@ -32,6 +32,7 @@ from postlude.model.parallel import (
     region,
 )
 from postlude.model.recompute import Recompute, check_recompute
+from postlude.model.routing import check_routing
 from postlude.model.schedule_plan import LEAVING, Planned, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.model.steps import compute
@@ -67,6 +68,7 @@ class LanguageModel(Gathered):
     ) -> None:
         super().__init__()
         self.config = config
+        self.routers = config.routers
         self.mesh = mesh or Mesh.alone()
         self.recompute = recompute
         self.scans = scans
@@ -174,7 +176,16 @@ class LanguageModel(Gathered):
         )
 
     def _context(self, microbatch: Microbatch, running: Running | None = None) -> ForwardContext:
-        return ForwardContext(microbatch, self.mesh, running=running, recompute=self.recompute, scans=self.scans)
+        if microbatch.routing is not None:
+            check_routing(microbatch.routing, self.routers)
+        return ForwardContext(
+            microbatch,
+            self.mesh,
+            running=running,
+            recompute=self.recompute,
+            scans=self.scans,
+            routers=tuple(self.routers),
+        )
 
     def _leave(
         self,

@@ -35,6 +35,7 @@ class RowCache:
         self._prefill: Packing | None = None
         self._begun = slice(0, 0)  # rows of the sequences that begin
         self._places = torch.empty(0, dtype=torch.int64, device=device)
+        self.choices: dict[str, Tensor] | None = None  # of the last forward by block, where someone records them
 
     def resize(self, rows: int, capacity: int) -> None:
         """Change the room there is. What lies within the old and the new bounds is kept."""
@@ -50,6 +51,11 @@ class RowCache:
         for name, states in self._states.items() if rows != self.rows else ():
             self._states[name] = tuple(_with_rows(state, rows) for state in states)
         self.rows, self.capacity = rows, capacity
+
+    def chose(self, name: str, choice: Tensor) -> None:
+        """See `Running.chose`."""
+        if self.choices is not None:
+            self.choices[name] = choice
 
     def expect(
         self,
@@ -95,9 +101,7 @@ class RowCache:
 
     def grow(self, name: str, inputs: Inputs, new: Inputs, go_on: GoOn, begin: Begin) -> Tensor:
         """See `Running.grow`."""
-        stores = self._stores_of(name, new)
-        for store, each in zip(stores, new, strict=True):
-            store.flatten(0, 1).index_copy_(0, self._places, each[: len(self._places)])
+        stores = self.put(name, new)
         decoded, outputs = self._decoded * self._each, []
         if self._decode is not None:
             outputs.append(go_on(tuple(each[:decoded] for each in inputs), stores, self._decode))
@@ -186,9 +190,19 @@ class RowCache:
             for state in states:
                 state.index_copy_(0, target, state.index_select(0, source))
 
-    def _stores_of(self, name: str, new: Inputs) -> Stores:
+    def put(self, name: str, new: Inputs) -> Stores:
+        """Keep what is `new` of the forward's tokens, each [T, ...], under `name`, a block's or one's own.
+
+        Returns all that is kept there, each [rows, capacity, ...]: of a row, by the places of its tokens.
+        """
         if name not in self._stores:
             self._stores[name] = tuple(each.new_zeros(self.rows, self.capacity, *each.shape[1:]) for each in new)
+        for store, each in zip(self._stores[name], new, strict=True):
+            store.flatten(0, 1).index_copy_(0, self._places, each[: len(self._places)])
+        return self._stores[name]
+
+    def stored(self, name: str) -> Stores:
+        """All that `put` kept under `name`."""
         return self._stores[name]
 
 

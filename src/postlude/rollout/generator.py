@@ -24,6 +24,7 @@ from postlude.rollout.draw import Settings, draw
 from postlude.rollout.forward import logits_at, packed
 from postlude.rollout.noise import stream_key
 from postlude.rollout.protocol import Completion
+from postlude.rollout.routing import RoutingRecord, check_record
 from postlude.rollout.sampling import Sampling, one_each
 from postlude.rollout.schedule import Admission, Answer, Opening, Prompt, Schedule
 from postlude.rollout.stops import Decoder, StopStrings, final_text
@@ -39,7 +40,8 @@ class Generator:
     longer prompt joins alone). `eos_tokens` end an answer, and default to the tokenizer's.
 
     With `draft="mtp"` the model's first multi-token-prediction depth guesses a token ahead, and a step that finds the
-    guess right gives two tokens of an answer. The answers are the same, whatever the guesses.
+    guess right gives two tokens of an answer. The answers are the same, whatever the guesses. With `routing` answers
+    tell which experts their tokens were sent to.
 
     Under tensor parallelism every rank makes the same call and gets the same answers. Under data parallelism each rank
     brings prompts of its own; where they share weights they step together until the last is done, so all must call.
@@ -55,6 +57,7 @@ class Generator:
         max_prefill_tokens: int = 8_192,
         eos_tokens: Sequence[int] | None = None,
         draft: Draft | None = None,
+        routing: bool = False,
     ) -> None:
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
@@ -77,9 +80,12 @@ class Generator:
                 )
         if draft is not None:
             check_draft(draft, model.config)
+        if routing:
+            check_record(model.config)
         self.model = model
         self.tokenizer = tokenizer
         self.draft = draft
+        self.routing = routing
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
@@ -146,6 +152,7 @@ class Generator:
             text,
             drafted=answer.drafted,
             accepted=answer.accepted,
+            routing=answer.routing,
         )
 
 
@@ -173,6 +180,7 @@ class _Run:
         self.cache = RowCache(self.device)
         self.settings: Settings | None = None  # of the running answers; None once they have changed
         self.together = _stepping_together(generator.model)
+        self.record = RoutingRecord(self.model, self.cache) if generator.routing else None
         self.drafter = None
         if generator.draft is not None:
             self.drafter = Drafter(self.model, self.cache, self.device, together=self.together is not None)
@@ -223,6 +231,8 @@ class _Run:
         logits, states = self.model(
             microbatch, output_processor=logits_at, output_processor_context=places, running=self.cache
         )
+        if self.record is not None:
+            self.record.keep()
         if self.drafter is not None:
             self.drafter.follow(states, count, prefilled)
         return logits[:answers], logits[answers:]
@@ -259,16 +269,25 @@ class _Run:
         schedule = self.schedule
         finished = self._draw(schedule.running, logits, self._all_settings(), drafts)
         left: list[int] = []
+        self._tell_routing(finished)
         while heirs := schedule.inherit(finished):
             left += set(finished) - set(heirs)
             answers = [schedule.running[row] for row in heirs]
             firsts = torch.stack([self._begin_in(row, schedule.running[row]) for row in heirs])
             finished = [heirs[place] for place in self._draw(answers, firsts, self._settings(answers))]
+            self._tell_routing(finished)
             self.settings = None
         left += finished
         if left:
             self.cache.copy(schedule.retire(left))
             self.settings = None
+
+    def _tell_routing(self, rows: Sequence[int]) -> None:
+        """Give the answers that are finished in these rows their record, before the rows are used again."""
+        if self.record is not None:
+            for row in rows:
+                answer = self.schedule.running[row]
+                answer.routing = self.record.of(row, answer.length)
 
     def _all_settings(self) -> Settings:
         """Those of the running answers."""

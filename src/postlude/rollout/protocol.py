@@ -41,6 +41,9 @@ class Completion:
     """How many of its tokens were guessed ahead; 0 of an engine that does not guess."""
     accepted: int = 0
     """How many of those guesses were right. Each saved a step, and changed nothing else."""
+    routing: Tensor | None = None
+    """Which experts the tokens of prompt and answer were sent to, [tokens, routers, top_k] int16 on the CPU, where that
+    was asked for: a batch's column "routing". The last token was never sent anywhere, and has -1."""
 
 
 @runtime_checkable

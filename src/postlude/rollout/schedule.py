@@ -61,6 +61,8 @@ class Answer:
     """Guesses of its tokens that were looked at."""
     accepted: int = 0
     """Those that were right."""
+    routing: Tensor | None = None
+    """Once it is finished, which experts its tokens were sent to, where that is recorded."""
 
     @property
     def length(self) -> int:

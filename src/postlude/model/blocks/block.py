@@ -72,6 +72,13 @@ class Block(nn.Module):
         """
         return ()
 
+    def measured(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """What it counted of this rank's tokens in training since it was last asked, by the name of a metric.
+
+        A number and what it is a share of, float64 scalars; the metric is their quotient over all blocks and ranks.
+        """
+        return {}
+
     def after_step(self) -> None:
         """What there is to do after an optimizer step, from what was counted since the last one."""
 

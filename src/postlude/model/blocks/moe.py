@@ -73,6 +73,11 @@ class MoEConfig(GatedConfig):
         """How many of its best experts a group is chosen by."""
         return self.top_k // self.top_groups if self.group_best is None else self.group_best
 
+    @property
+    def choice(self) -> tuple[int, int]:
+        """The best `top_k` of all."""
+        return self.top_k, self.experts
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.top_k <= self.experts:
@@ -144,6 +149,7 @@ class MoE(Block):
     def __init__(self, config: MoEConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
         self.config = config
+        self._replays: list[Tensor] = []  # each [2]: choices that were not the router's own, of how many given
         router = WideLinear if config.router_fp32 else Linear
         self.router = router(model.hidden_size, config.experts, bias=config.router_bias, tp=mesh.tp)
         self.experts = Experts(config, config.latent_size or model.hidden_size, mesh.ep)
@@ -181,6 +187,14 @@ class MoE(Block):
         """The load of each expert."""
         return (self.load,) if self.config.selection_bias else ()
 
+    def measured(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Of the choices that were given, the share that the router would not have made."""
+        counted, self._replays = self._replays, []
+        if not counted:
+            return {}
+        changed, given = torch.stack(counted).sum(0).double()
+        return {"routing/changed": (changed, given)}
+
     @torch.no_grad()
     def after_step(self) -> None:
         """Raise the bias of experts that saw less than the mean load, lower the others'."""
@@ -188,12 +202,17 @@ class MoE(Block):
             self.selection_bias += self.config.selection_bias_rate * torch.sign(self.load.mean() - self.load)
 
     def route(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
-        """Choose experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here."""
+        """Choose experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here.
+
+        Where the microbatch says which experts a token is sent to, it is; their weights are this router's all the same.
+        """
         tokens = self.norm(hidden)
         selective = self.config.router_fp32 and context.recompute == "selective"
         inside: Recompute = "selective" if selective else "none"
         logits, scores = self.score(tokens, inside)
-        choice = self.choose(scores.detach())
+        choice = self.replay(self.choose(scores.detach()), context)
+        if context.running is not None:
+            context.running.chose(self.name, choice)
         counts = self.count(choice, context)
         weights = scores.gather(-1, choice)
         if self.config.normalise:
@@ -254,6 +273,19 @@ class MoE(Block):
             allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, True)
             ranking = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
         return ranking.topk(config.top_k, dim=-1).indices
+
+    @torch.no_grad()
+    def replay(self, choice: Tensor, context: ForwardContext) -> Tensor:
+        """The router's own `choice` [T, top_k], but for tokens whose experts are given."""
+        given = context.routing(self.name)
+        if given is None:
+            return choice
+        given = given[:, : self.config.top_k].to(choice.dtype)
+        known = (given >= 0).all(-1, keepdim=True)
+        if self.training and context.first_time(f"{self.name}.replay"):
+            others = known & ~(given[:, :, None] == choice[:, None, :]).any(-1)
+            self._replays.append(torch.stack((others.sum(), known.sum() * self.config.top_k)))
+        return torch.where(known, given, choice)
 
     @torch.no_grad()
     def count(self, choice: Tensor, context: ForwardContext) -> Tensor:

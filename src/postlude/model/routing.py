@@ -1,0 +1,43 @@
+"""Routing that is given: which experts the tokens of a batch are sent to, and what must hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from postlude.data.microbatch import ROUTING
+
+Routers = Mapping[str, tuple[int, int]]
+"""`ModelConfig.routers`: by block, how many experts a token is sent to, and of how many."""
+
+
+def check_routing(routing: Tensor, routers: Routers) -> None:
+    """Refuse a dtype or shape [T, ...] that says nothing to these routers."""
+    if not routers:
+        raise ValueError(
+            f'the batch has a column "{ROUTING}", which says where experts are chosen, but this model chooses none. '
+            "Leave it out, or give it another name."
+        )
+    wanted = (len(routers), max(top_k for top_k, _ in routers.values()))
+    if routing.ndim != 3 or tuple(routing.shape[1:]) != wanted:
+        raise ValueError(
+            f'column "{ROUTING}" has shape {tuple(routing.shape[1:])} per token, but the model sends a token to '
+            f"{wanted[1]} experts in each of {wanted[0]} blocks. Give [length, {wanted[0]}, {wanted[1]}], with -1 for "
+            "tokens whose experts the router is to choose."
+        )
+    if routing.is_floating_point() or routing.is_complex() or routing.dtype == torch.bool:
+        raise ValueError(f'column "{ROUTING}" holds {routing.dtype}, but experts have numbers. Give torch.int16.')
+
+
+def check_experts(routing: Tensor, routers: Routers) -> None:
+    """Refuse numbers, [T, routers, top_k] on the host, that no expert has."""
+    check_routing(routing, routers)
+    for place, (name, (_, experts)) in enumerate(routers.items()):
+        given = routing[:, place]
+        if given.numel() and not -1 <= (worst := int(given.min() if given.min() < -1 else given.max())) < experts:
+            raise ValueError(
+                f'column "{ROUTING}" sends a token to expert {worst} of {name}, whose experts are numbered from 0 to '
+                f"{experts - 1}. Give one of them, or -1 where the router is to choose."
+            )

@@ -1,0 +1,141 @@
+"""Routing that is given, in every layout: what one rank finds with it. And batches that cannot be replayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import AdamW, Batch, ModelConfig
+from postlude.model.blocks import MoEConfig
+from postlude.objectives import MTP, SFT
+from tests.engine.training import build
+from tests.equality import assert_equal
+from tests.model.small import sequences, small_config
+from tests.model.test_replay import random_routing
+
+EXPERTS = MoEConfig(
+    experts=4,
+    top_k=2,
+    intermediate_size=12,
+    shared_intermediate_size=8,
+    selection_bias=True,
+    balance_coefficient=0.01,
+    router_fp32=True,
+)
+LENGTHS = (20, 17, 3, 25, 6, 11, 9, 14, 2, 12)
+LAYOUTS = {
+    "tp=2,ep=2": 2,
+    "cp=2,ep=2": 2,
+    "pp=2": 2,
+    "dp_shard=2,ep=2": 2,
+    "dp_replicate=2": 2,
+    "pp=2,cp=2,ep=2": 4,
+    "pp=2,vpp=2,dp_shard=2,ep=2": 4,
+    "cp=2,tp=2,ep=4": 4,
+}
+
+
+def config(pattern: str = "[*E][*-][*E]{2}/[*E]") -> ModelConfig:
+    return small_config(pattern, blocks={"E": EXPERTS})
+
+
+def batch() -> Batch:
+    """Every fifth token, and the second sequence, choose for themselves."""
+    routing = random_routing(3, sum(LENGTHS), experts=4)
+    routing[::5] = -1
+    given = list(routing.split(LENGTHS))
+    given[1] = torch.full_like(given[1], -1)
+    return Batch(sequences(*LENGTHS), {"routing": given})
+
+
+def learned(group: Any, layout: str, given: Batch, options: dict[str, Any]) -> dict[str, Any]:
+    engine = build(layout, config(), optimizer=AdamW(lr=1e-2), mtp=True, **options)
+    result = engine.forward_backward(given, MTP(objective=SFT()))
+    found = {"loss": torch.tensor(result.loss), "changed": result.metrics.get("routing/changed")}
+    found["gradients"] = {name: tensor.clone() for name, tensor in engine.gradients()}
+    found["logprobs"] = torch.cat(engine.logprobs(given).logprob)
+    engine.optimizer_step()
+    found["biases"] = {name: tensor.clone() for name, tensor in engine.tensors.items() if "selection_bias" in name}
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(ranks: Any) -> dict[str, Any]:
+    return ranks(1, learned, "", batch(), {})[0]
+
+
+def assert_one(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_equal(found["loss"], expected["loss"], "loss")
+    assert_equal(found["logprobs"], expected["logprobs"], "log-probs")
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        assert_equal(found["gradients"][name], gradient, name)
+    assert found["changed"] == expected["changed"]
+    for name, bias in found["biases"].items():
+        assert torch.equal(bias, expected["biases"][name]), name
+
+
+def test_it_matters(ranks: Any, expected: dict[str, Any]) -> None:
+    """Without it losses, log-probs and gradients are others, and nothing is said of routing."""
+    (plain,) = ranks(1, learned, "", Batch(sequences(*LENGTHS)), {})
+    assert plain["changed"] is None
+    assert 0.3 < expected["changed"] < 0.7  # by chance, two of four are the same half the time
+    assert abs(plain["loss"] - expected["loss"]) > 1e-3
+    start = LENGTHS[0]
+    whole = slice(start, start + LENGTHS[1])  # of the sequence that chooses for itself nothing changed
+    assert torch.equal(plain["logprobs"][whole], expected["logprobs"][whole])
+    assert (plain["logprobs"] - expected["logprobs"]).abs().max() > 0.1
+
+
+PLAIN, OVERLAPPED = {"recompute": "none"}, {"recompute": "selective", "overlap": True}
+FEW = [("tp=2,ep=2", PLAIN), ("pp=2,cp=2,ep=2", OVERLAPPED)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        pytest.param(layout, options, marks=[] if (layout, options) in FEW else pytest.mark.thorough)
+        for layout in LAYOUTS
+        for options in (PLAIN, OVERLAPPED)
+    ],
+)
+def test_layout_equals_one_rank(ranks: Any, expected: dict[str, Any], layout: str, options: dict[str, Any]) -> None:
+    for found in ranks(LAYOUTS[layout], learned, layout, batch(), options):
+        assert_one(found, expected)
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.thorough)])
+def test_overlapped_equals_plain_to_the_bit(ranks: Any, expected: dict[str, Any], recompute: str) -> None:
+    (found,) = ranks(1, learned, "", batch(), {"overlap": True, "recompute": recompute})
+    assert torch.equal(found["loss"], expected["loss"])
+    assert all(torch.equal(found["gradients"][name], each) for name, each in expected["gradients"].items())
+
+
+def complaints(group: Any, given: Batch) -> str:
+    try:
+        build("", config()).logprobs(given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_batches_that_no_router_understands_are_refused(ranks: Any) -> None:
+    def given(change: Any) -> Batch:
+        return replace(batch(), columns={"routing": [change(each) for each in batch().columns["routing"]]})
+
+    def with_expert(routing: Tensor) -> Tensor:
+        return torch.where(routing == 3, 4, routing)
+
+    for change, said in (
+        (with_expert, "expert 4 of layers.0.moe, whose experts are numbered from 0 to 3"),
+        (lambda routing: routing[:, :2], "(2, 2) per token, but the model sends a token to 2 experts in each of 3"),
+        (lambda routing: routing[:, :, :1], "(3, 1) per token"),
+        (lambda routing: routing[:-1], 'column "routing" has 24 values for sequence 3, which has 25 tokens'),
+        (lambda routing: routing.float(), "torch.float32, but experts have numbers"),
+    ):
+        assert said in ranks(1, complaints, given(change))[0]

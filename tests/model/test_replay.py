@@ -1,0 +1,175 @@
+"""Routing that is given: the same as a router that makes that choice, and the router's own choice where none is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import LanguageModel, Microbatch, pack
+from postlude.model.blocks import MoE, MoEConfig
+from postlude.model.routing import check_experts
+from postlude.objectives import MTP, SFT
+from tests.model.small import sequences, small_config
+
+LENGTHS = (5, 1, 8, 3)
+TOKENS = sum(LENGTHS)
+EXPERTS = MoEConfig(
+    experts=5,
+    top_k=2,
+    intermediate_size=12,
+    shared_intermediate_size=8,
+    selection_bias=True,
+    balance_coefficient=0.1,
+    z_coefficient=0.1,
+    router_fp32=True,
+)
+
+
+def model(pattern: str = "[*E][*-][*E]", recompute: Any = "none", experts: MoEConfig = EXPERTS) -> LanguageModel:
+    made = LanguageModel(small_config(pattern, blocks={"E": experts}), recompute=recompute)
+    made.reset(0)
+    return made
+
+
+def random_routing(routers: int, tokens: int, experts: int = 5, top_k: int = 2, seed: int = 0) -> Tensor:
+    """Two different experts a token and router, [tokens, routers, top_k] int16."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, routers, experts, generator=generator).topk(top_k).indices.short()
+
+
+def microbatch(routing: Tensor | None = None, depths: int = 0) -> Microbatch:
+    columns = {} if routing is None else {"routing": routing.split(LENGTHS)}
+    (made,) = pack(sequences(*LENGTHS), budget=64, columns=columns, depths=depths)
+    return made
+
+
+def learned(of: LanguageModel, batch: Microbatch, objective: Any = None) -> dict[str, Tensor]:
+    """Logits, or an objective's loss, every gradient, and what blocks counted."""
+    of.zero_grad()
+    for buffer in of.buffers():
+        buffer.zero_()
+    if objective is None:
+        left = of(batch)
+        left.square().sum().backward()
+    else:
+        left = of(
+            batch, output_processor=lambda inputs, _: sum(part.values.sum() for part in objective(inputs).parts())
+        )
+        left.backward()
+    found = {name: parameter.grad.clone() for name, parameter in of.named_parameters() if parameter.grad is not None}
+    return {"output": left.detach()} | found | {name: buffer.clone() for name, buffer in of.named_buffers()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def own_choices(of: LanguageModel, batch: Microbatch, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """What the routers of the trunk choose, [T, routers, top_k]."""
+    found: dict[str, Tensor] = {}
+    choose = MoE.choose
+    with monkeypatch.context() as patch:
+        patch.setattr(MoE, "choose", lambda self, scores: found.setdefault(self.name, choose(self, scores)))
+        of(batch)
+    return torch.stack([found[name] for name in of.config.routers], 1)
+
+
+def test_routers_are_those_of_the_trunk_in_order() -> None:
+    assert small_config("[*E]-[*E]/[*E]").routers == {"layers.0.moe": (2, 5), "layers.2.moe": (2, 5)}
+
+
+def test_own_choice_replayed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = model()
+    own = own_choices(moe, microbatch(), monkeypatch)
+    expected = learned(moe, microbatch())
+    assert_same(learned(moe, microbatch(own.short())), expected)
+    (changed, given) = moe.blocks[1].measured()["routing/changed"]
+    assert (changed, given) == (0, TOKENS * 2)
+    assert_same(learned(moe, microbatch(torch.full_like(own, -1))), expected)
+    assert moe.blocks[1].measured()["routing/changed"] == (0, 0)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_another_choice_equals_a_router_that_makes_it(monkeypatch: pytest.MonkeyPatch, scores: Any) -> None:
+    moe = model(experts=replace(EXPERTS, scores=scores))
+    routing = random_routing(2, TOKENS)
+    routing[3:6] = -1  # these choose
+    routing[8, 1, 0] = -1  # as does one that is not told all
+    chooses = (routing < 0).any(-1)
+    found = learned(moe, microbatch(routing))
+    choose = MoE.choose
+
+    def forced(self: MoE, scores: Tensor) -> Tensor:
+        place = list(moe.config.routers).index(self.name)
+        return torch.where(chooses[:, place, None], choose(self, scores), routing[:, place].long())
+
+    assert not torch.equal(found["output"], moe(microbatch()))
+    with monkeypatch.context() as patch:
+        patch.setattr(MoE, "choose", forced)
+        assert_same(found, learned(moe, microbatch()))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_it_is_the_same_and_counted_once(recompute: Any) -> None:
+    routing = random_routing(2, TOKENS)
+    plain, again = model(), model(recompute=recompute)
+    assert_same(learned(again, microbatch(routing)), learned(plain, microbatch(routing)))
+    for one, other in zip(plain.blocks, again.blocks, strict=True):
+        assert one.measured() == other.measured()
+
+
+def test_depths_choose_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts of the trunk are given; those of a depth's block are not, and nothing is counted of them."""
+    ahead = model("[*E]/[*E]")
+    objective = MTP(objective=SFT())
+    own = own_choices(ahead, microbatch(depths=1), monkeypatch)
+    assert_same(learned(ahead, microbatch(own, depths=1), objective), learned(ahead, microbatch(depths=1), objective))
+    assert [bool(block.measured()) for block in ahead.blocks] == [False, True, False, False]
+
+
+def test_the_share_that_changed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = model("[*E]")
+    routing = own_choices(moe, microbatch(), monkeypatch)
+    routing = routing.flip(-1)  # another order is no other choice
+    for token in (2, 7):
+        routing[token, 0, 0] = next(each for each in range(5) if each not in routing[token, 0])
+    routing[9:] = -1
+    learned(moe, microbatch(routing))
+    assert moe.blocks[1].measured()["routing/changed"] == (2, 18)
+    assert moe.blocks[1].measured() == {}
+    with torch.no_grad():
+        moe.eval()(microbatch(routing))
+    assert moe.blocks[1].measured() == {}
+
+
+@pytest.mark.parametrize(
+    ("routing", "complaint"),
+    [
+        (random_routing(1, TOKENS), r"\(1, 2\) per token.*2 experts in each of 2 blocks.*\[length, 2, 2\]"),
+        (random_routing(2, TOKENS, top_k=3), r"\(2, 3\) per token"),
+        (random_routing(2, TOKENS).float(), r"float32, but experts have numbers"),
+    ],
+)
+def test_what_fits_no_router_is_refused(routing: Tensor, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        model()(microbatch(routing))
+
+
+def test_other_columns_and_models_without_experts_are_told() -> None:
+    with pytest.raises(ValueError, match="this model chooses none"):
+        model("[*-]")(microbatch(random_routing(2, TOKENS)))
+    with pytest.raises(ValueError, match=r"\[17, routers, top_k\]"):
+        microbatch(torch.zeros(TOKENS))
+
+
+@pytest.mark.parametrize("number", [-2, 5])
+def test_experts_that_are_not_there(number: int) -> None:
+    routing = random_routing(2, TOKENS)
+    routing[4, 1, 0] = number
+    with pytest.raises(ValueError, match=rf"expert {number} of layers\.2\.moe.*from 0 to 4"):
+        check_experts(routing, model().config.routers)
