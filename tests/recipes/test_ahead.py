@@ -25,6 +25,13 @@ from tests.hf.published import FILE, publish
 
 SETTINGS = ("--budget=256", "--steps=2", "--save_every=0", "--optimizer.lr=1e-3", "--optimizer.max_grad_norm=null")
 
+TASKS = (
+    "--environment.task=chain_sum",
+    "--environment.settings={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
+    "--environment.template={metadata[expression]}=",
+    "--answers.max_new_tokens=4",
+)
+
 
 def write_rows(directory: Path) -> None:
     rows = [{"prompt": f"{one}+{other}=", "completion": str(one + other)} for one in range(5) for other in range(4)]
@@ -58,18 +65,27 @@ def test_depths_learn_and_leave_the_rest_alone(ranks: Ranks, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_answers_that_are_drafted_teach_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    """And are drafted by the weights of the engine, as they are."""
+    pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+    settings = (*SETTINGS, *TASKS, "--prompts=4", "--samples=2", "--mtp.weight=0.1", "--evaluation.every=0")
+    (plain,) = ranks(1, metrics, "grpo", *settings, f"--run={tmp_path}/plain")
+    (drafted,) = ranks(1, metrics, "grpo", *settings, f"--run={tmp_path}/drafted", "--answers.draft=mtp")
+    for one, other in zip(plain, drafted, strict=True):
+        assert other["rewards"] == one["rewards"]
+        assert other["lengths"] == one["lengths"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert other["drafts_accepted"] > 0.3  # of 264 tokens: fresh models are unsure, and the noise is the same
+        assert "drafts_accepted" not in one
+    more = (*TASKS, "--answers.draft=mtp", "--answers.temperature=1", "--tasks=4", f"--run={tmp_path}/eval")
+    (found,) = ranks(1, metrics, "eval", f"--model={tmp_path}/drafted/model", "--budget=256", *more)
+    assert found[-1]["drafts_accepted"] > 0.3
+
+
+@pytest.mark.slow
 def test_a_policy_learns_to_predict_further_ahead_beside_its_rewards(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
-    settings = (
-        "--environment.task=chain_sum",
-        "--environment.settings={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
-        "--environment.template={metadata[expression]}=",
-        "--prompts=4",
-        "--samples=2",
-        "--answers.max_new_tokens=4",
-        "--evaluation.every=0",
-        "--export=false",
-    )
+    settings = (*TASKS, "--prompts=4", "--samples=2", "--evaluation.every=0", "--export=false")
     for found in ranks(
         2, metrics, "grpo", *SETTINGS, *settings, f"--run={tmp_path}/run", "--layout=pp=2", "--mtp.weight=0.1"
     ):

@@ -223,6 +223,11 @@ BAD = [
         "no such reward file", "--environment.reward=rewards.py:score", says=("rewards.py", r"did you mean reward\.py")
     ),
     grpo(
+        "drafts without a depth",
+        "--answers.draft=mtp",
+        says=('draft="mtp"', "has none", "or mtp in a recipe"),
+    ),
+    grpo(
         "no such reward", "--environment.reward=reward.py:scores", says=("no scores", "did you mean score"), mended=GRPO
     ),
     grpo("a reward that names no function", "--environment.reward=score", says=('"score"', r"path/to/file\.py:name")),

@@ -193,6 +193,8 @@ ELSEWHERE = {
     "data.kind": "test_supervised.py: test_a_teacher_corrects_the_students_own_answers",
     "data.path": "every test has rows of its own",
     "data.overlong": "test_supervised.py: test_long_rows_may_be_left_out_or_cut",
+    "answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
+    "data.answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
     "environment.kind": "test_grpo.py: test_a_conversation, and the others here",
     "environment.task": "in grpo here",
     "environment.settings": "in grpo here",

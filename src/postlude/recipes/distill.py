@@ -51,7 +51,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             return self.encoded(data)
         environment = environment_of(data.environment, self.config.seed, self.tokenizer, data.answers, budget)
         self.rollouts = Rollouts(
-            GatheredGenerator(self.engine, self.tokenizer),
+            GatheredGenerator(self.engine, self.tokenizer, draft=data.answers.draft),
             environment,
             self.tokenizer,
             data.answers,

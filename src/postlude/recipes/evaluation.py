@@ -40,7 +40,10 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
     tokenizer = load_tokenizer(config.model)
     default = torch.bfloat16 if device == "cuda" else torch.float32
     model = load_model(
-        config.model, dtype=getattr(torch, config.dtype) if config.dtype else default, device=device
+        config.model,
+        dtype=getattr(torch, config.dtype) if config.dtype else default,
+        device=device,
+        mtp=config.answers.draft is not None,
     ).eval()
     clock = Clock()
     with ExitStack() as held:
@@ -51,7 +54,7 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
         directory.resume_at(-1)
         directory.record(step=0, command=beginning.command, **surroundings(torch.device(device)))
         rollouts = Rollouts(
-            SharedGenerator(model, tokenizer),
+            SharedGenerator(model, tokenizer, draft=config.answers.draft),
             environment,
             tokenizer,
             config.answers,

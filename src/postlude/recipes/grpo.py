@@ -57,7 +57,7 @@ class GRPOTrainer(Trainer):
             self.objective = replace(self.objective, temperature=config.answers.temperature)
         self.reference: Reference | None = None
         self.rollouts = Rollouts(
-            GatheredGenerator(self.engine, self.tokenizer),
+            GatheredGenerator(self.engine, self.tokenizer, draft=config.answers.draft),
             self.environment,
             self.tokenizer,
             config.answers,

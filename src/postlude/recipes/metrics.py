@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 REWARD, LOSS, LENGTH = "reward_mean", "loss", "length_mean"
 SKIPPED, MEMORY, SPEED = "skipped", "gpu_memory_gib", "tokens_per_second"
+DRAFTS = "drafts_accepted"
 REWARDS, LENGTHS = "rewards", "lengths"  # lists: one number an answer
 EVAL = "eval/"  # of what is held out
 PASS = f"{EVAL}pass@"
@@ -135,6 +136,12 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
             "near 0; else raise `answers.max_new_tokens`, or see `overlong`",
         ),
         "turns_mean": Metric("Turns", "turns of an answer", "≥ 1", "1 unless the environment is a conversation"),
+        DRAFTS: Metric(
+            "Drafts accepted",
+            "share of the tokens guessed ahead that were the ones then drawn; with `answers.draft`",
+            "0 to 1",
+            "each saves a step of the sampler: near 0 drafting costs time",
+        ),
         "groups_learned": Metric(
             "Groups learned from",
             "share of `prompts` whose group was learned from, after dynamic sampling and masking",

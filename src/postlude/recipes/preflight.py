@@ -25,7 +25,7 @@ from postlude.checks import MISTAKES
 from postlude.data.chat import Encoder
 from postlude.engine import AdamW
 from postlude.hf.family import Family
-from postlude.hf.load import check_weights, load_tokenizer, read_model
+from postlude.hf.load import check_weights, load_tokenizer, read_model, with_depths
 from postlude.hf.source import Source
 from postlude.model import ModelConfig
 from postlude.plan.memory import Memory, estimate
@@ -47,6 +47,7 @@ from postlude.recipes.rollouts import encode_prompt, environment_of
 from postlude.recipes.run.changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
 from postlude.recipes.run.lock import LOCK, RunLock
+from postlude.rollout.generator import check_draft
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
 
 SAVED = 3  # numbers a parameter has in a checkpoint: itself and, at most, two of the optimizer's
@@ -102,7 +103,10 @@ class Subject:
     @cached_property
     def source(self) -> Source:
         """What the model is loaded from."""
-        return source_of(self.config.model, self.config.mtp if isinstance(self.config, Training) else None)
+        config = self.config
+        if isinstance(config, Training):
+            return source_of(config.model, config.mtp)
+        return with_depths(config.model) if config.answers.draft else str(config.model)
 
     @cached_property
     def model(self) -> tuple[Family | None, ModelConfig]:
@@ -184,6 +188,8 @@ def of_environment(
             return f"{len(environment.tasks)} tasks, and a judge that answers"
 
     yield Check("tasks", look, after=("tokenizer",))
+    if answers.draft is not None:
+        yield Check("draft", lambda: _draft(subject), after=("model",))
 
 
 def of_rows(subject: Subject, data: Examples | Pairs) -> Iterator[Check]:
@@ -281,6 +287,11 @@ def _model(subject: Subject) -> str:
 def _weights(source: Source) -> str:
     count = check_weights(source)
     return "fresh" if count is None else f"{count} tensors"
+
+
+def _draft(subject: Subject) -> str:
+    check_draft("mtp", subject.model[1])
+    return "by the first multi-token-prediction depth"
 
 
 def _tokenizer(subject: Subject) -> str:

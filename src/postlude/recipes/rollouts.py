@@ -14,7 +14,7 @@ import torch.distributed as dist
 from postlude.data.chat import ChatTokenizer, Encoder, TooLong
 from postlude.recipes.clock import Clock
 from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evaluation, Prompts
-from postlude.recipes.metrics import EVAL, FAILED, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
+from postlude.recipes.metrics import DRAFTS, EVAL, FAILED, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
 from postlude.recipes.run.directory import Sample
 from postlude.rollout.environments import Environment, Episode, Transcript, Turn, is_chat
 from postlude.rollout.protocol import Completion, RolloutEngine
@@ -184,10 +184,10 @@ def _fits(encoder: Encoder, task: Task) -> bool:
 
 
 def summary(answers: Sequence[Answered]) -> dict[str, Any]:
-    """The metrics of some answers: rewards, their parts, lengths."""
+    """The metrics of some answers: rewards, their parts, lengths, and how well they were drafted."""
     rewards = [each.reward for each in answers]
     middle = mean(rewards)
-    return {
+    found = {
         REWARD: middle,
         "reward_std": mean((reward - middle) ** 2 for reward in rewards) ** 0.5,
         LENGTH: mean(each.length for each in answers),
@@ -195,7 +195,8 @@ def summary(answers: Sequence[Answered]) -> dict[str, Any]:
         "turns_mean": mean(len(each.completions) for each in answers),
         REWARDS: rewards,
         LENGTHS: [each.length for each in answers],
-    } | _means(PARTS, [each.parts for each in answers])
+    }
+    return found | _drafts(answers) | _means(PARTS, [each.parts for each in answers])
 
 
 def scores(answers: Sequence[Answered], samples: int) -> dict[str, float]:
@@ -224,6 +225,13 @@ def shown(answers: Sequence[Answered], tokenizer: Any) -> list[Sample]:
         )
         for each in answers[:: max(1, len(answers) // SHOWN)][:SHOWN]
     ]
+
+
+def _drafts(answers: Sequence[Answered]) -> dict[str, float]:
+    """The share of drafts that were right, where any were made."""
+    completions = [completion for each in answers for completion in each.completions]
+    drafted = sum(each.drafted for each in completions)
+    return {DRAFTS: sum(each.accepted for each in completions) / drafted} if drafted else {}
 
 
 def _lengths(answers: Sequence[Answered]) -> list[int]:

@@ -353,7 +353,7 @@ def check_draft(draft: str, config: ModelConfig) -> None:
     if not config.pattern.mtp:
         raise ValueError(
             f'draft="mtp" guesses tokens by a multi-token-prediction depth, but pattern {config.pattern} has none. '
-            f"Leave draft out, or train a depth: {config.pattern}/[*-]."
+            f"Leave draft out, or give it one: {config.pattern}/[*-], or mtp in a recipe."
         )
 
 

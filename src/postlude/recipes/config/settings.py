@@ -182,6 +182,9 @@ class Answers(Settings):
     """Choose among tokens at least this share as likely as the likeliest."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end an answer."""
+    draft: Literal["mtp"] | None = None
+    """Whether tokens are guessed ahead, by the model's first multi-token-prediction depth: the same answers, and sooner
+    where it guesses well."""
 
     @property
     def sampling(self) -> Sampling:

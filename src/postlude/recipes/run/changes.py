@@ -15,6 +15,8 @@ MAY_CHANGE = (
     "budget",
     "recompute",
     "overlap",
+    "answers.draft",
+    "data.answers.draft",
     # how long, and how fast
     "steps",
     "epochs",
