@@ -1,0 +1,106 @@
+"""Tokens a second of the generator with drafts and without, by a model whose depth was trained a little on a text.
+
+    PYTHONPATH=src python benchmarks/draft.py                 # 200 steps on this repository's pages, then answers
+    PYTHONPATH=src python benchmarks/draft.py --device cuda
+    PYTHONPATH=src python benchmarks/draft.py --smoke         # a few steps and tokens, on any machine
+
+The answers of both are compared token by token: drafts change none. How often a draft is right depends on the model and
+the text. What it gains depends on what a second token a row costs: little where reading the weights is most of a step,
+as with few answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from postlude import LanguageModel, ModelConfig, Pattern, pack
+from postlude.engine.scale import Scale
+from postlude.hf.load import read_model
+from postlude.model.blocks import AttentionConfig, MLPConfig
+from postlude.objectives import MTP, SFT
+from postlude.rollout.generator import Generator
+from postlude.rollout.protocol import Completion
+from postlude.rollout.sampling import Sampling
+
+PAGES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--steps", type=int, default=200, help="of training")
+    parser.add_argument("--answers", type=int, nargs="+", default=[1, 8], help="how many at once")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--repeat", type=int, default=3, help="the median counts")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--smoke", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.steps, arguments.answers, arguments.tokens, arguments.repeat = 2, [4], 8, 1
+        arguments.layers, arguments.hidden = 2, 64
+    return arguments
+
+
+def trained(arguments: argparse.Namespace, text: torch.Tensor) -> LanguageModel:
+    """A transformer over bytes, and one depth, both trained on random windows of the text."""
+    heads = arguments.hidden // 64
+    config = ModelConfig(
+        pattern=Pattern.parse(f"[*-]{{{arguments.layers}}}/[*-]"),
+        hidden_size=arguments.hidden,
+        vocab_size=read_model("tiny-dense")[1].vocab_size,
+        blocks={
+            "*": AttentionConfig(heads=heads, kv_heads=heads, head_dim=64),
+            "-": MLPConfig(intermediate_size=3 * arguments.hidden),
+        },
+    )
+    model = LanguageModel(config).to(arguments.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    objective = MTP(objective=SFT(), weight=0.5)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(arguments.steps):
+        starts = torch.randint(len(text) - 129, (8,), generator=generator).tolist()
+        (microbatch,) = pack([text[start : start + 129] for start in starts], budget=2048, depths=1)
+        microbatch = microbatch.to(arguments.device)
+        loss = Scale([microbatch]).loss(model(microbatch, output_processor=lambda i, _: objective(i)), microbatch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"{config.pattern}, hidden {arguments.hidden}: loss {float(loss.detach()):.2f} after {arguments.steps} steps")
+    return model.eval()
+
+
+def main() -> None:
+    arguments = options()
+    text = torch.tensor(list("\n".join(page.read_text() for page in PAGES).encode()))
+    model = trained(arguments, text)
+    for answers, temperature in itertools.product(arguments.answers, (0.0, 1.0)):
+        prompts = [text[start : start + 32].tolist() for start in range(0, 997 * answers, 997)]
+        sampling = Sampling(max_new_tokens=arguments.tokens, temperature=temperature)
+        seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
+        found: dict[str, list[Completion]] = {}
+        for turn in range(arguments.repeat + 1):  # the first warms up
+            for name, draft in (("plain", None), ("drafted", "mtp")):
+                start = time.perf_counter()
+                groups = Generator(model, draft=draft).generate(prompts, sampling)  # type: ignore[arg-type]
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
+                found[name] = [answer for group in groups for answer in group]
+        plain, drafted = (answers * arguments.tokens / statistics.median(each) for each in seconds.values())
+        right = sum(each.accepted for each in found["drafted"]) / sum(each.drafted for each in found["drafted"])
+        same = sum(one.tokens == other.tokens for one, other in zip(*found.values(), strict=True))
+        print(
+            f"{answers} at once, temperature {temperature}: {plain:.0f} tokens/s, drafted {drafted:.0f} "
+            f"({drafted / plain:.2f}x), {right:.0%} of drafts right, {same} of {answers} answers equal"
+        )
+
+
+if __name__ == "__main__":
+    main()
