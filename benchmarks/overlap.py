@@ -143,7 +143,7 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
     if on_gpu and not STREAMS:
         STREAMS.append(torch.cuda.Stream())
     config = model(device)
-    tokens = options.tokens or (8192 if on_gpu else 512)
+    tokens = options.tokens or (8192 if on_gpu else 256)
     generator = torch.Generator().manual_seed(0)
     ranks = 1 if on_gpu else 2
     lengths = [tokens // 4] * 4 * options.microbatches * ranks
@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=0, help="of a microbatch; by default 8192, on the CPU 512")
+    parser.add_argument("--tokens", type=int, default=0, help="of a microbatch; by default 8192, on the CPU 256")
     parser.add_argument("--share", type=float, nargs="+", default=[0.25, 0.5], help="of compute that exchanges take")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)

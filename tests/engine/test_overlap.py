@@ -82,6 +82,13 @@ def test_a_few_steps(ranks: Any, layout: str) -> None:
     assert_one(ranks(LAYOUTS[layout], both, layout, config("[GE][*E]/[*E]"), 2, {}))
 
 
+def test_in_bf16(ranks: Any) -> None:
+    """Where gradients of single microbatches are bf16, and their sums fp32."""
+    options = {"compute_dtype": torch.bfloat16}
+    for layout in ("dp_shard=2,ep=2", "pp=2"):
+        assert_one(ranks(2, both, layout, config("[ME][*E]"), 2, options))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2,vpp=2,dp_shard=2,ep=2", "pp=2,cp=2,ep=2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -121,17 +122,23 @@ class ByHand(ByCalls):
         last = stage in self.ending
         layers = {id(each) for layer in stage.logical_layers for each in layer.modules()} if module is stage else set()
         own = [each for each in module.modules() if isinstance(each, FSDPModule) and id(each) not in layers]
+        self._hand_over(own, stage)  # some may have been added to the sums in fp32 already: so that all are
+        if not (last or self.mesh.pp.size == 1):
+            return
         for each in own:
-            each.set_requires_gradient_sync(last or self.mesh.pp.size == 1, recurse=False)
+            each.set_requires_gradient_sync(True, recurse=False)
             each.set_requires_all_reduce(last, recurse=False)
         if module is stage and last:
             assert isinstance(stage, FSDPModule)
             stage.set_is_last_backward(True)
             stage.set_reshard_after_backward(True)
-        for each in reversed(own):  # a layer's parts before the layer
-            cast(Gathered, each).hand_over(_nothing(stage).requires_grad_()).backward()
+        self._hand_over(own, stage)
         for each in own:
             each.set_requires_gradient_sync(False, recurse=False)
+
+    def _hand_over(self, modules: Sequence[FSDPModule], stage: LanguageModel) -> None:
+        for each in reversed(modules):  # a layer's parts before the layer
+            cast(Gathered, each).hand_over(_nothing(stage).requires_grad_()).backward()
 
 
 def _nothing(stage: LanguageModel) -> Tensor:

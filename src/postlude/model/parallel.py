@@ -176,8 +176,11 @@ class HeadVectors(Gathered):
         for name in names:
             self.register_parameter(name, stored(heads, axis=tp, dim=0, dtype=torch.float32))
 
-    def forward(self) -> dict[str, Tensor]:
-        """Each vector by its name, [heads / tp] fp32, in memory of its own: what is gathered is let go of again."""
+    def forward(self, hidden: Tensor) -> dict[str, Tensor]:
+        """Each vector by its name, [heads / tp] fp32, in memory of its own: what is gathered is let go of again.
+
+        They are the same for all `hidden`; FSDP cannot do with a call without arguments on a GPU.
+        """
         return {name: local(vector).float().clone() for name, vector in self.named_parameters()}
 
 

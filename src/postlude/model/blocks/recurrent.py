@@ -54,9 +54,9 @@ class Recurrent(Block):
         """What decays are made of stays in fp32."""
         return (Part(self.vectors, fp32=True),)
 
-    def read_vectors(self, context: ForwardContext) -> Mapping[str, Any]:
+    def read_vectors(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
         """The vectors of this rank's heads."""
-        return {"vectors": self.vectors()}
+        return {"vectors": self.vectors(hidden.detach())}
 
     def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
         """Everything else."""
