@@ -128,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
     command.set_defaults(module="verify", parser=command)
 
+    _add_trace(
+        commands.add_parser("trace", help="draw what every rank does when, from a real step", allow_abbrev=False)
+    )
+
     for name, recipe in RECIPES.items():
         command = commands.add_parser(
             name,
@@ -168,6 +172,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", metavar="FILE", type=Path, help="where to (default: report.html in the first one)")
     command.set_defaults(module="report", parser=command)
     return parser
+
+
+def _add_trace(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
+    command.add_argument("--layout", default="", metavar="dp_shard=2,ep=2", help="how to divide it (default: one rank)")
+    command.add_argument("--overlap", action="store_true", help="hide exchanges with experts behind compute")
+    command.add_argument("--plain", action="store_true", help="with --overlap: draw a step without it, too")
+    command.add_argument("--microbatches", type=int, help="of each data-parallel rank (default: 2·pp, at least 4)")
+    command.add_argument("--tokens", type=int, default=512, help="of a microbatch (default: 512)")
+    command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
+    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32, on a GPU bfloat16)")
+    command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
+    command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
+    command.add_argument("--nproc", type=int, help="ranks to start on this machine (default: as the layout needs)")
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
+    command.add_argument("--to", metavar="DIR", type=Path, required=True, help="where timeline.svg and trace.json go")
+    command.set_defaults(module="trace", parser=command)
 
 
 def _add_convert(command: argparse.ArgumentParser) -> None:

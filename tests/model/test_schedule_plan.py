@@ -131,10 +131,10 @@ class LoggedWay:
     def back(self) -> LoggedWay:
         return LoggedWay(f"{self.name}'", self.log)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, *told: Any) -> Tensor:
         return rows * 1.0
 
-    def start(self, rows: Tensor) -> Callable[[], Tensor]:
+    def start(self, rows: Tensor, *told: Any) -> Callable[[], Tensor]:
         self.log.append(f"start {self.name}")
 
         def wait() -> Tensor:

@@ -42,6 +42,7 @@ from postlude.ops.backend import ScanBackend
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.parts import Staging
 from postlude.pipeline import Executor
+from postlude.trace.recorder import SILENT, Recorder
 from postlude.world.agreement import first_rank_says
 from postlude.world.devices import group_device
 from postlude.world.mesh import Mesh
@@ -180,12 +181,18 @@ class Engine:
         return self.layout.stages - 1 in self.stages
 
     def forward_backward(
-        self, batch: Batch, objective: Objective, *, counts: Mapping[str, float] | None = None
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        counts: Mapping[str, float] | None = None,
+        recorder: Recorder = SILENT,
     ) -> Result:
         """Run the batch forward and backward, and add its gradients to those already there.
 
         `counts` are the denominators of a step that this batch is only part of, by the names its losses are over;
-        "all_tokens", every token of the step, is what routers' side losses are a mean over.
+        "all_tokens", every token of the step, is what routers' side losses are a mean over. A `recorder` is told what
+        this rank does when.
 
         If it fails on one rank, the gradients of the step are lost: `zero_grad`, and run its batches again. If it fails
         on one of several, so does every later call: the others may be anywhere.
@@ -198,7 +205,8 @@ class Engine:
         with self.condition.passing("forward_backward", self._renew, gradients=True):
             for stage in self.stages.values():
                 stage.train()
-                self.gathering.begin(stage)
+                with recorder.during("shards", "weights"):
+                    self.gathering.begin(stage)
             for name in self.shared & self.parameters.keys():
                 if self._is_second_copy(name):
                     self.parameters[name].grad = None  # the first stage holds what was summed before
@@ -208,6 +216,7 @@ class Engine:
                 loss=lambda value: value,
                 before_last_backward=self.gathering.before_last_backward,
                 complete=self.gathering.complete,
+                recorder=recorder,
             )
             self._finish_gradients()
             for block in self._blocks:

@@ -15,6 +15,7 @@ from postlude.ops.attention import Scores
 from postlude.ops.backend import ScanBackend
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, rotary_table
+from postlude.trace.recorder import SILENT, Recorder
 from postlude.world.mesh import Mesh
 
 Inputs = tuple[Tensor, ...]
@@ -85,6 +86,7 @@ class ForwardContext:
         recompute: Recompute = "none",
         scans: ScanBackend = "auto",
         routers: Sequence[str] = (),
+        recorder: Recorder = SILENT,
     ) -> None:
         self.microbatch = microbatch
         self.mesh = mesh or Mesh.alone()
@@ -92,6 +94,7 @@ class ForwardContext:
         self.recompute = recompute
         self.scans = scans
         self.routers = routers
+        self.recorder = recorder
         self.real = self._real()
         self.reports: dict[str, Tensor] = {}
         self._done: set[str] = set()

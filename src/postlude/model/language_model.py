@@ -38,6 +38,7 @@ from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.model.steps import compute
 from postlude.ops.backend import ScanBackend
 from postlude.ops.linear_logprobs import Logits
+from postlude.trace.recorder import SILENT, Recorder
 from postlude.world.mesh import Mesh
 
 
@@ -125,16 +126,18 @@ class LanguageModel(Gathered):
         output_processor: OutputProcessor | None = None,
         output_processor_context: Any = None,
         running: Running | None = None,
+        recorder: Recorder = SILENT,
     ) -> Any:
         """Run this stage. The last one returns what the output processor returns, as it is.
 
         `hidden` [T / tp, H] comes from the stage before and is given on every stage but the first; stages but the last
         return the same. Without a processor the last stage returns logits [T, vocab], or per-token losses [T] when
         `targets` are asked for: True for the microbatch's own next tokens, or a tensor [T] with -100 where there is
-        none. `running` is what blocks kept of the sequences' earlier tokens, where they are generated.
+        none. `running` is what blocks kept of the sequences' earlier tokens, where they are generated. `recorder` is
+        told of exchanges and waits, there and on the way back.
         """
         processor, context = self._processor(targets, output_processor, output_processor_context)
-        forward = self._context(microbatch, running)
+        forward = self._context(microbatch, running, recorder)
         embedding = self._embedding()
         hidden = self.layers(self._enter(hidden, embedding, forward), forward)
         return self._leave(hidden, embedding, processor, context, forward) if self.stage.last else hidden
@@ -147,13 +150,14 @@ class LanguageModel(Gathered):
         targets: Tensor | bool | None = None,
         output_processor: OutputProcessor | None = None,
         output_processor_context: Any = None,
+        recorder: Recorder = SILENT,
     ) -> SchedulePlan:
         """The same, not yet run, in pieces that can be interleaved with another microbatch's.
 
         With data parallelism, whole weights must be there while it runs: its steps are not run by calling a layer.
         """
         processor, given = self._processor(targets, output_processor, output_processor_context)
-        context = self._context(microbatch)
+        context = self._context(microbatch, recorder=recorder)
 
         def enter(context: ForwardContext) -> Mapping[str, Any]:
             embedding = self._embedding()
@@ -167,15 +171,17 @@ class LanguageModel(Gathered):
         ahead = tuple(self.mtp.layers) if self.predicts_ahead else ()
         return SchedulePlan(
             [
-                Planned(compute("enter", enter, once=True), completes=(self,)),
+                Planned(compute("enter", enter, once=True), name="enter", completes=(self,)),
                 *inside,
-                Planned(compute("leave", leave, once=True), completes=ahead),
+                Planned(compute("leave", leave, once=True), name="leave", completes=ahead),
             ],
             context,
             put_off=not (ahead and self.config.mtp_repeated),  # a weight that is used twice has one gradient
         )
 
-    def _context(self, microbatch: Microbatch, running: Running | None = None) -> ForwardContext:
+    def _context(
+        self, microbatch: Microbatch, running: Running | None = None, recorder: Recorder = SILENT
+    ) -> ForwardContext:
         if microbatch.routing is not None:
             check_routing(microbatch.routing, self.routers)
         return ForwardContext(
@@ -185,6 +191,7 @@ class LanguageModel(Gathered):
             recompute=self.recompute,
             scans=self.scans,
             routers=tuple(self.routers),
+            recorder=recorder,
         )
 
     def _leave(
@@ -199,7 +206,9 @@ class LanguageModel(Gathered):
         inputs = self._outputs(self.norm(hidden), context, embedding)
         if self.predicts_ahead:
             embed = functools.partial(self._embed, weight=embedding)
-            inputs = replace(inputs, ahead=Ahead(self.mtp, self.mesh, self.recompute, self.scans, embed))
+            inputs = replace(
+                inputs, ahead=Ahead(self.mtp, self.mesh, self.recompute, self.scans, embed, context.recorder)
+            )
         return processor(inputs, given)
 
     def draft(self, hidden: Tensor, microbatch: Microbatch, running: Running) -> OutputInputs:

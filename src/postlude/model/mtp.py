@@ -22,6 +22,7 @@ from postlude.model.parallel import Linear, RMSNorm
 from postlude.model.recompute import Recompute
 from postlude.model.stack import LogicalLayer
 from postlude.ops.backend import ScanBackend
+from postlude.trace.recorder import SILENT, Recorder
 from postlude.world.mesh import Mesh
 
 
@@ -74,6 +75,7 @@ class Ahead:
     scans: ScanBackend
     embed: Callable[[Tensor], Tensor]
     """Tokens [T] -> [T / tp, H]."""
+    recorder: Recorder = SILENT
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
         """See `postlude.model.output.Depths`."""
@@ -88,7 +90,9 @@ class Ahead:
             )
         for depth, microbatch in enumerate(inputs.microbatch.ahead[: self.mtp.depths]):
             embedded = self.embed(microbatch.tokens)
-            context = ForwardContext(microbatch, self.mesh, recompute=self.recompute, scans=self.scans)
+            context = ForwardContext(
+                microbatch, self.mesh, recompute=self.recompute, scans=self.scans, recorder=self.recorder
+            )
             hidden = self.mtp[depth % len(self.mtp)](hidden, embedded.detach() if stop_trunk else embedded, context)
             yield replace(
                 inputs,

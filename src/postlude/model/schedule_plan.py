@@ -40,6 +40,8 @@ class Planned:
 
     step: Step
     owner: object = None
+    name: str = ""
+    """What a timeline calls it."""
     completes: tuple[Gathered, ...] = ()
     """Modules of which no step comes before this one, so that with its backward all of theirs is done. A cut is made
     before it."""
@@ -82,6 +84,7 @@ class Piece:
 
     steps: tuple[Planned, ...]
     lasting: frozenset[str]
+    name: str
     written: list[Value] = field(default_factory=list)
 
 
@@ -90,6 +93,7 @@ class Crossing:
     """An exchange between two pieces."""
 
     step: Step
+    name: str
     left: Value = field(default_factory=lambda: Value(None))
     arrived: Value = field(default_factory=lambda: Value(None))
     way: Way | None = None
@@ -117,13 +121,13 @@ class SchedulePlan:
 
     def forward_moves(self) -> Moves:
         """Run every step. Returns what the last one wrote, as it is."""
-        values: dict[str, Value] = {}
+        recorder, values = self.context.recorder, dict[str, Value]()
         for part in self.parts:
             if isinstance(part, Crossing):
                 moved, along = part.step.reads
                 part.left, part.way = values[moved], values[along].tensor
                 assert part.way is not None
-                arrive = part.way.start(part.left.tensor.detach())
+                arrive = part.way.start(part.left.tensor.detach(), "exchange", part.name, recorder)
                 yield
                 arrived = arrive().requires_grad_(part.left.edge is not None)
                 part.left.tensor = None  # what was sent is of no more use
@@ -131,7 +135,8 @@ class SchedulePlan:
                 continue
             if part.steps[0].step.waits:
                 yield
-            found = self._run(part, {name: value.tensor for name, value in values.items()})
+            with recorder.during("forward", part.name):
+                found = self._run(part, {name: value.tensor for name, value in values.items()})
             if LEAVING in found:
                 return found[LEAVING]
             kept = {name: Value.of(each) for name, each in found.items() if name in part.lasting}
@@ -144,6 +149,7 @@ class SchedulePlan:
 
         `gradient` is that of `output`, if it is no scalar.
         """
+        recorder = self.context.recorder
         edges: list[Any] = [output]
         upstream: list[Tensor | None] = [gradient]
         done: list[Gathered] = []
@@ -153,7 +159,7 @@ class SchedulePlan:
                 arriving = part.arrived.take()
                 if arriving is not None and part.left.edge is not None:
                     assert part.way is not None
-                    arrive = part.way.back.start(arriving)
+                    arrive = part.way.back.start(arriving, "exchange back", part.name, recorder)
                     del arriving
                     self._catch_up(done, complete)
                     yield
@@ -165,7 +171,8 @@ class SchedulePlan:
                     upstream.append(found)
             part.written = []
             if edges:
-                torch.autograd.backward(edges, upstream)
+                with recorder.during("backward", part.name):
+                    torch.autograd.backward(edges, upstream)
             edges, upstream = [], []
             done += [module for each in reversed(part.steps) for module in each.completes]
             if not any(isinstance(each, Crossing) for each in self.parts[-2:]):
@@ -193,11 +200,14 @@ class SchedulePlan:
 
     def _catch_up(self, done: list[Gathered], complete: Complete | None) -> None:
         """Make the gradients that were put off, and tell of the modules that have all of theirs."""
-        while self.later:
-            self.later.pop(0)()
-        if complete is not None:
-            for module in done:
-                complete(module)
+        if self.later:
+            with self.context.recorder.during("weights", "gradients"):
+                while self.later:
+                    self.later.pop(0)()
+        if complete is not None and done:
+            with self.context.recorder.during("shards", "gradients"):
+                for module in done:
+                    complete(module)
         done.clear()
 
 
@@ -228,7 +238,7 @@ def _cut(steps: Iterable[Planned]) -> list[Piece | Crossing]:
     parts: list[Piece | Crossing] = []
     for index, group in enumerate(groups):
         if group[0].step.kind == "exchange":
-            parts.append(Crossing(group[0].step))
+            parts.append(Crossing(group[0].step, group[0].name))
             continue
         owner = group[-1].owner
         read = {
@@ -238,5 +248,11 @@ def _cut(steps: Iterable[Planned]) -> list[Piece | Crossing]:
             for name in each.step.reads
             if name in SHARED or each.owner is owner
         }
-        parts.append(Piece(tuple(group), frozenset(read)))
+        parts.append(Piece(tuple(group), frozenset(read), _together([each.name for each in group])))
     return parts
+
+
+def _together(names: Sequence[str]) -> str:
+    """ "layers.0 attention.work" and "layers.0 moe.route" -> "layers.0 attention.work+moe.route"."""
+    layer = names[0].rpartition(" ")[0]
+    return "+".join([names[0], *(name.removeprefix(f"{layer} ") for name in names[1:])])

@@ -33,9 +33,10 @@ class LogicalLayer(Gathered):
         within: str = "layers",
     ) -> None:
         super().__init__()
+        self.name = f"{within}.{layer.index}"
         self.block_names = layer.names
         for symbol, name in zip(layer.blocks, layer.names, strict=True):
-            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"{within}.{layer.index}.{name}", mesh))
+            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"{self.name}.{name}", mesh))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -48,7 +49,11 @@ class LogicalLayer(Gathered):
 
     def planned(self) -> tuple[Planned, ...]:
         """The same for a schedule plan."""
-        found = [Planned(step, block) for block in self.blocks for step in block.steps()]
+        found = [
+            Planned(step, block, f"{self.name} {name}.{step.name}")
+            for name, block in zip(self.block_names, self.blocks, strict=True)
+            for step in block.steps()
+        ]
         return (replace(found[0], completes=(self,)), *found[1:])
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:

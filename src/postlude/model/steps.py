@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +47,7 @@ def exchange(name: str, moved: str, *, along: str) -> Step:
     """A step that moves the value called `moved` along the `Way` called `along`."""
 
     def run(rows: Tensor, way: Way, context: ForwardContext) -> Mapping[str, Tensor]:
-        return {moved: way(rows)}
+        return {moved: way(rows, name, context.recorder)}
 
     return Step(name, "exchange", (moved, along), run)
 
@@ -63,7 +64,8 @@ def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) ->
 def run_step(step: Step, values: dict[str, Any], context: ForwardContext) -> None:
     """Run one step on the values that it reads, and add those that it writes."""
     mode: Recompute = context.recompute if step.again and context.recompute == "selective" else "none"
-    values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))
+    with context.recorder.during("wait", step.name) if step.waits else contextlib.nullcontext():
+        values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))
 
 
 def _reads(run: Run) -> tuple[str, ...]:

@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from postlude.trace.recorder import SILENT, Recorder
+from postlude.trace.spans import Kind
+
 
 @dataclass(frozen=True)
 class Permutation:
@@ -56,21 +59,25 @@ class Way:
             self.before.undone if self.before is not None else None,
         )
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[sum(sent), ...] -> [sum(received), ...], with a gradient."""
-        moved: Tensor = _Moved.apply(rows, self)
+    def __call__(self, rows: Tensor, name: str = "", recorder: Recorder = SILENT) -> Tensor:
+        """[sum(sent), ...] -> [sum(received), ...], with a gradient. `recorder` is told of both ways by `name`."""
+        moved: Tensor = _Moved.apply(rows, self, name, recorder)
         return moved
 
-    def start(self, rows: Tensor) -> Callable[[], Tensor]:
+    def start(
+        self, rows: Tensor, kind: Kind = "exchange", name: str = "", recorder: Recorder = SILENT
+    ) -> Callable[[], Tensor]:
         """Send them off, without a gradient. Call what this returns to wait: on a GPU it is the stream that waits."""
         ordered = rows if self.before is None else self.before(rows)
         arrived = rows.new_empty(sum(self.received), *rows.shape[1:])
         sending = ordered.contiguous()
+        under_way = recorder.begin(kind, name)
         work = dist.all_to_all_single(arrived, sending, self.received, self.sent, group=self.group, async_op=True)
+        wait_for = under_way.until(work, self.group)
 
         def wait() -> Tensor:
             nonlocal sending
-            work.wait()
+            wait_for()
             del sending  # the backend reads it until now
             return arrived if self.after is None else self.after(arrived)
 
@@ -79,13 +86,13 @@ class Way:
 
 class _Moved(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
-        ctx.way = way
-        return way.start(rows)()
+    def forward(ctx: Any, rows: Tensor, way: Way, name: str, recorder: Recorder) -> Tensor:
+        ctx.way, ctx.told = way, (name, recorder)
+        return way.start(rows, "exchange", name, recorder)()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.back.start(gradients[0])(), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.way.back.start(gradients[0], "exchange back", *ctx.told)(), None, None, None
 
 
 def exchange_sizes(sizes: Tensor, group: dist.ProcessGroup) -> Callable[[], tuple[Tensor, list[int], list[int]]]:

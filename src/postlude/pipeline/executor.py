@@ -22,6 +22,7 @@ from postlude.model.parallel import Gathered
 from postlude.model.schedule_plan import Complete, Moves, SchedulePlan, in_turn
 from postlude.ops.products import plain_products
 from postlude.pipeline.order import Action, Turn, turns
+from postlude.trace.recorder import SILENT, Recorder
 from postlude.world.mesh import Channel, Mesh
 
 MOST_UNSENT = 2
@@ -70,13 +71,15 @@ class Executor:
         loss: Callable[[Any], Tensor] | None = None,
         before_last_backward: Callable[[LanguageModel], None] | None = None,
         complete: Callable[[LanguageModel, Gathered], None] = lambda stage, module: None,
+        recorder: Recorder = SILENT,
     ) -> list[Any]:
         """Every microbatch through every stage. Returns what the processor returned for each, [] on the other ranks.
 
         `loss` takes a result to the scalar that is differentiated; gradients are added to the parameters'. Without it
         the pipeline runs forward only, and nothing is kept for a backward. All ranks of the pipeline pass the same
         microbatches. `before_last_backward` is told of each stage when all but one of its backwards are done. With
-        overlap, `complete` is told of a stage's layer, or of the stage, when a backward is done with it.
+        overlap, `complete` is told of a stage's layer, or of the stage, when a backward is done with it. `recorder` is
+        told of everything.
 
         What an action starts from is asked for before the turn ahead of it is run. Backwards keep a rank from running
         ahead of the next one; forwards alone wait for what they have sent.
@@ -93,11 +96,11 @@ class Executor:
         results: dict[int, Any] = {}
         passes: dict[tuple[int, int], _Pass] = {}
         unsent = MOST_UNSENT if loss is None else None
-        expected = self._expect(all_turns[:1], microbatches)
+        expected = self._expect(all_turns[:1], microbatches, recorder)
         with torch.set_grad_enabled(loss is not None), plain_products(self.dtype):
             for index, turn in enumerate(all_turns):
                 arrived = [arrive() for arrive in expected]
-                expected = self._expect(all_turns[index + 1 : index + 2], microbatches)
+                expected = self._expect(all_turns[index + 1 : index + 2], microbatches, recorder)
                 moves = []
                 for action, given in zip(turn, arrived, strict=True):
                     place, stage = (action.stage, action.microbatch), self.stages[action.stage]
@@ -109,7 +112,8 @@ class Executor:
                     if given is not None and loss is not None:
                         given.requires_grad_()
                     processor = (output_processor, output_processor_context) if stage.stage.last else (None, None)
-                    passes[place] = _Pass(stage, microbatches[action.microbatch], given, *processor)
+                    told = recorder.of(action.microbatch)
+                    passes[place] = _Pass(stage, microbatches[action.microbatch], given, told, *processor)
                     planned = self.overlap and loss is not None
                     moves.append(passes[place].forward(planned=planned))
                 for action, output in zip(turn, in_turn(*moves), strict=True):
@@ -129,14 +133,21 @@ class Executor:
                         passes[place].left = output
                     if loss is None:
                         del passes[place]
-        self.channels.finish()
+        with recorder.during("wait", "for what was sent"):
+            self.channels.finish()
         return [results[index] for index in sorted(results)]
 
-    def _expect(self, coming: Iterable[Turn], microbatches: Sequence[Microbatch]) -> list[Callable[[], Tensor | None]]:
+    def _expect(
+        self, coming: Iterable[Turn], microbatches: Sequence[Microbatch], recorder: Recorder
+    ) -> list[Callable[[], Tensor | None]]:
         """Ask for what each action of the turns starts from: see `_start_of`."""
-        return [self._start_of(action, microbatches) for turn in coming for action in turn]
+        return [
+            self._start_of(action, microbatches, recorder.of(action.microbatch)) for turn in coming for action in turn
+        ]
 
-    def _start_of(self, action: Action, microbatches: Sequence[Microbatch]) -> Callable[[], Tensor | None]:
+    def _start_of(
+        self, action: Action, microbatches: Sequence[Microbatch], recorder: Recorder
+    ) -> Callable[[], Tensor | None]:
         """Ask for the activations an F starts from, or the gradient a B starts from: [T / tp, H], or None at an end."""
         stage = self.stages[action.stage]
         if stage.stage.first if action.kind == "F" else stage.stage.last:
@@ -144,7 +155,13 @@ class Executor:
         before = action.stage - 1 if action.kind == "F" else action.stage + 1
         shape = (len(microbatches[action.microbatch]) // self.mesh.tp.size, stage.config.hidden_size)
         payload = Action(action.kind, before, action.microbatch)
-        return self.channels.expect(payload, shape, self.dtype, next(stage.parameters()).device)
+        arrive = self.channels.expect(payload, shape, self.dtype, next(stage.parameters()).device)
+
+        def arrived() -> Tensor:
+            with recorder.during("wait", f"for {payload}"):
+                return arrive()
+
+        return arrived
 
 
 @dataclass
@@ -154,6 +171,7 @@ class _Pass:
     stage: LanguageModel
     microbatch: Microbatch
     entered: Tensor | None
+    recorder: Recorder
     processor: OutputProcessor | None
     context: Any
     left: Tensor | None = None
@@ -161,13 +179,14 @@ class _Pass:
 
     def forward(self, *, planned: bool) -> Moves:
         """At once, or as a plan that pauses where others can go on. Returns the stage's output."""
-        options: dict[str, Any] = (
-            {"output_processor": self.processor, "output_processor_context": self.context} if self.processor else {}
-        )
+        options: dict[str, Any] = {"recorder": self.recorder}
+        if self.processor:
+            options |= {"output_processor": self.processor, "output_processor_context": self.context}
         if planned:
             self.plan = self.stage.build_schedule_plan(self.microbatch, self.entered, **options)
             return (yield from self.plan.forward_moves())
-        return self.stage(self.microbatch, self.entered, **options)
+        with self.recorder.during("forward", f"stage {self.stage.stage.index}"):
+            return self.stage(self.microbatch, self.entered, **options)
 
     def backward(self, gradient: Tensor | None, complete: Complete) -> Moves:
         """The same for the backward of what `left` became."""
@@ -175,7 +194,8 @@ class _Pass:
         if self.plan is not None:
             yield from self.plan.backward_moves(self.left, gradient, complete)
         else:
-            self.left.backward(gradient)
+            with self.recorder.during("backward", f"stage {self.stage.stage.index}"):
+                self.left.backward(gradient)
 
 
 class Channels:

@@ -1,0 +1,148 @@
+"""`postlude trace`: what every rank of a layout did when, in one step of training, as a picture and for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from postlude.data import Batch
+from postlude.engine import Engine
+from postlude.hf.load import read_model
+from postlude.hf.source import Source
+from postlude.layout import Layout
+from postlude.model.recompute import Recompute
+from postlude.objectives import MTP, SFT
+from postlude.trace.chrome import as_json, trace
+from postlude.trace.recorder import Recording
+from postlude.trace.spans import Span, from_zero
+from postlude.trace.svg import Timeline, drawing
+from postlude.verify.cases import source_of
+from postlude.world.devices import check_device, default_device
+from postlude.world.launcher import on_ranks
+
+PICTURE, EVENTS = "timeline.svg", "trace.json"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What is run: `microbatches` of one sequence of `tokens` tokens on every data-parallel rank."""
+
+    source: Source
+    layout: Layout
+    overlap: bool
+    microbatches: int
+    tokens: int
+    compute_dtype: torch.dtype | None = None
+    recompute: Recompute = "none"
+    seed: int = 0
+
+
+def run(options: argparse.Namespace) -> int | None:
+    """Run a step on the ranks of a layout, and write what they did when."""
+    if options.to.exists() and not options.to.is_dir():
+        raise FileExistsError(f"--to {options.to} is a file; name a directory, which is made if it is not there.")
+    layout = Layout.parse(options.layout)
+    least = 2 * layout.pp
+    if options.microbatches is not None and options.microbatches < 1:
+        raise ValueError(f"--microbatches {options.microbatches}: a step has at least 1.")
+    if options.tokens < 2:
+        raise ValueError(f"--tokens {options.tokens}: a microbatch has at least 2, one to predict the other from.")
+    if options.nproc is not None and options.nproc != layout.world_size:
+        raise ValueError(
+            f"--nproc {options.nproc}: {layout} runs on {layout.world_size} rank(s). Leave --nproc out, or change the "
+            "layout."
+        )
+    device = options.device or default_device()
+    check_device(device)
+    source, _ = source_of(options.model)
+    read_model(source)[1].fits(layout)  # no rank is started for what cannot be
+    plain = Traced(
+        source,
+        layout,
+        overlap=False,
+        microbatches=options.microbatches or max(4, least),
+        tokens=options.tokens,
+        compute_dtype=options.dtype and getattr(torch, options.dtype),
+        recompute=options.recompute,
+        seed=options.seed,
+    )
+    overlapped = replace(plain, overlap=True)
+    chosen = [*([plain] if options.plain or not options.overlap else []), *([overlapped] if options.overlap else [])]
+    found = on_ranks(record_all, chosen, device, nproc=layout.world_size, timeout=options.timeout, device=device)
+    if not found:
+        return None  # a rank other than the first, which writes
+    timelines = [
+        Timeline("overlapped" if each.overlap else "plain", spans) for each, spans in zip(chosen, found, strict=True)
+    ]
+    write(timelines, options.to)
+    console = Console()
+    for line in (*(each.summary for each in timelines), f"wrote {options.to / PICTURE} and {options.to / EVENTS}"):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return None
+
+
+def write(timelines: list[Timeline], directory: Path) -> None:
+    """The picture and the events, in a directory that is made if it is not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / PICTURE).write_text(drawing(timelines), encoding="utf-8")
+    events, first = [], 0
+    for timeline in timelines:
+        events += trace(timeline.spans, first_process=first, title=timeline.title)
+        first += len(timeline.ranks)
+    (directory / EVENTS).write_text(as_json(events), encoding="utf-8")
+
+
+def record_all(chosen: list[Traced], device: str) -> list[list[Span]]:
+    """The spans of each, of all ranks; [] on all ranks but the first. Runs on ranks."""
+    found = []
+    for each in chosen:
+        found.append(record(each))
+        gc.collect()  # the engine that was, before the next is made
+    return found if dist.get_rank() == 0 else []
+
+
+def record(traced: Traced) -> list[Span]:
+    """What every rank did in a step like the one before it, from zero on. Runs on ranks."""
+    engine = Engine(
+        traced.source,
+        layout=traced.layout,
+        budget=traced.tokens,
+        compute_dtype=traced.compute_dtype,
+        recompute=traced.recompute,
+        overlap=traced.overlap,
+        seed=traced.seed,
+        mtp=bool(read_model(traced.source)[1].pattern.mtp),
+    )
+    generator = torch.Generator().manual_seed(traced.seed)
+    count = traced.microbatches * traced.layout.dp
+    batch = Batch(
+        [torch.randint(engine.config.vocab_size, (traced.tokens,), generator=generator) for _ in range(count)]
+    )
+    objective = MTP(objective=SFT()) if engine.mtp else SFT()
+    engine.forward_backward(batch, objective)
+    engine.zero_grad()
+    dist.barrier()
+    recording = Recording(dist.get_rank(), engine.device)
+    engine.forward_backward(batch, objective, recorder=recording)
+    return from_zero(together(recording))
+
+
+def together(recording: Recording) -> list[Span]:
+    """The spans of all ranks. Those of a machine share its clock; those of others are from their own zero on."""
+    said: list[tuple[str, float, list[Span]]] = [("", 0.0, [])] * dist.get_world_size()
+    dist.all_gather_object(said, (socket.gethostname(), recording.began, recording.spans()))
+    zeros: dict[str, float] = {}
+    for host, began, _ in said:
+        zeros[host] = min(began, zeros.get(host, began))
+    return [
+        replace(span, start=span.start - zeros[host], end=span.end - zeros[host])
+        for host, _, spans in said
+        for span in spans
+    ]

@@ -1,0 +1,63 @@
+"""`postlude trace`: it writes a picture and a trace of every rank; a mistake is a sentence, and no rank is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.cli import main
+from postlude.commands import trace
+from postlude.trace.spans import Span
+
+
+def on_pool(group: Any, chosen: list[trace.Traced], device: str) -> list[list[Span]]:
+    return trace.record_all(chosen, device)
+
+
+def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    def on_ranks(function: Any, *arguments: Any, nproc: int, **options: Any) -> Any:
+        first, second = ranks(nproc, on_pool, *arguments)
+        assert second == []
+        return first
+
+    monkeypatch.setattr(trace, "on_ranks", on_ranks)
+    words = "trace tiny-moe --layout dp_shard=2,ep=2 --overlap --plain --microbatches 2 --tokens 12 --device cpu"
+    assert main([*words.split(), "--to", str(tmp_path / "new" / "trace")]) == 0
+    told = capsys.readouterr().out
+    assert "plain: " in told
+    assert f"wrote {tmp_path}/new/trace/timeline.svg and {tmp_path}/new/trace/trace.json" in told
+    events = json.loads((tmp_path / "new/trace/trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["plain rank 0", "plain rank 1", "overlapped rank 0", "overlapped rank 1"]
+    shown = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in shown} == {0, 1, 2, 3}
+    # Dispatch and combine of four layers, for two microbatches, on two ranks, twice.
+    assert sum(event["cat"] == "exchange" for event in shown) == 2 * 4 * 2 * 2 * 2
+    assert min(event["ts"] for event in shown) == 0
+    picture = (tmp_path / "new/trace/timeline.svg").read_text()
+    assert "hidden</text>" in picture
+    assert all(line in picture for line in told.splitlines()[:2])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--layout dp_shard=2,ep=3", "ep=3 does not divide"),
+        ("--layout tp=3", "8 heads"),
+        ("--layout pp=2 --nproc 4", "--nproc 4: Layout(pp=2) runs on 2 rank(s)"),
+        ("--microbatches 0", "--microbatches 0: a step has at least 1"),
+        ("--tokens 1", "--tokens 1: a microbatch has at least 2"),
+        ("--to FILE", "is a file; name a directory"),
+    ],
+)
+def test_a_mistake_is_a_sentence(words: str, sentence: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(trace, "on_ranks", lambda *args, **options: pytest.fail("ranks were started"))
+    (tmp_path / "FILE").touch()
+    given = [*words.replace("FILE", str(tmp_path / "FILE")).split()]
+    target = [] if "--to" in given else ["--to", str(tmp_path / "to")]
+    assert main(["trace", "tiny-moe", *given, *target]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "to").exists()

@@ -1,0 +1,101 @@
+"""A recorded step does what it does unrecorded, to the bit, and tells every piece, exchange and wait once."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from postlude import Engine
+from postlude.data import Batch
+from postlude.model.parallel import held
+from postlude.objectives import SFT
+from postlude.trace.recorder import SILENT, Recorder, Recording
+from postlude.trace.spans import COMPUTE, Span
+from tests.engine.test_overlap import config
+from tests.engine.training import BUDGET, build
+from tests.model.small import sequences
+
+MICROBATCHES = 3
+
+
+def step(engine: Engine, recorder: Recorder = SILENT) -> tuple[float, dict[str, Tensor]]:
+    lengths = [BUDGET] * MICROBATCHES * engine.layout.dp
+    loss = engine.forward_backward(Batch(sequences(*lengths)), SFT(), recorder=recorder).loss
+    found = {name: held(each.grad).clone() for name, each in engine.parameters.items() if each.grad is not None}
+    engine.zero_grad()
+    return loss, found
+
+
+def recorded(group: Any, layout: str, pattern: str, overlap: bool) -> tuple[bool, list[Span]]:
+    """Whether the gradients are those of an unrecorded step, and the spans."""
+    engine = build(layout, config(pattern), overlap=overlap)
+    loss, gradients = step(engine)
+    recording = Recording(dist.get_rank(), engine.device)
+    again, others = step(engine, recording)
+    same = loss == again and gradients.keys() == others.keys()
+    return same and all(torch.equal(gradients[name], others[name]) for name in gradients), recording.spans()
+
+
+def counted(spans: list[Span]) -> Counter[str]:
+    return Counter(span.kind for span in spans)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_recording_changes_nothing_and_misses_nothing(ranks: Any, overlap: bool) -> None:
+    for rank, (same, spans) in enumerate(ranks(2, recorded, "dp_shard=2,ep=2", "[*E]{2}", overlap)):
+        assert same
+        assert all(span.rank == rank and span.start <= span.end for span in spans)
+        found, exchanges = counted(spans), 2 * 2 * MICROBATCHES  # there and back in each of two layers
+        assert found["exchange"] == found["exchange back"] == exchanges
+        # What is exchanged is waited for, and so is how much it will be; at the end for nothing.
+        assert found["wait"] == 2 * exchanges + exchanges // 2 + 1
+        if not overlap:
+            assert found["forward"] == found["backward"] == MICROBATCHES
+            assert found["weights"] == 0
+            continue
+        # A layer is cut before the wait for sizes and at both exchanges; the embedding stands before the first.
+        assert found["forward"] == MICROBATCHES * (2 * 4 + 1)
+        assert found["weights"] >= MICROBATCHES * 2
+        names = {span.label for span in spans}
+        assert {"F2 layers.0 attention.work+moe.route+moe.ask", "B0 layers.1 moe.experts"} <= names
+        assert {"F0 layers.1 moe.dispatch", "B1 layers.0 moe.combine", "wait 1 layers.0 moe.combine"} <= names
+
+
+def test_no_two_things_are_computed_at_a_time(ranks: Any) -> None:
+    """And an exchange goes on beside another microbatch's compute: it is begun before that and waited for after."""
+    for _, spans in ranks(2, recorded, "dp_shard=2,ep=2", "[*E]{2}", True):
+        computed = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start)
+        assert all(one.end <= other.start for one, other in itertools.pairwise(computed))
+        sent = next(span for span in spans if span.label == "B0 layers.1 moe.combine")
+        waited = next(
+            span for span in spans if span.label == "wait 0 layers.1 moe.combine" and span.start >= sent.start
+        )
+        between = [span for span in computed if sent.start <= span.start and span.end <= waited.start]
+        assert {"forward"} <= {span.kind for span in between if span.microbatch != 0}
+
+
+def test_a_pipeline_tells_what_it_waits_for(ranks: Any) -> None:
+    (first, spans), (second, others) = ranks(2, recorded, "pp=2", "[*-]{2}", False)
+    assert first
+    assert second
+    assert [span.label for span in spans if span.kind == "wait"] == [
+        *(f"wait {index} for B{index}@1" for index in range(MICROBATCHES)),
+        "wait for what was sent",
+    ]
+    assert counted(others)["forward"] == MICROBATCHES
+    assert {span.label for span in others if span.kind == "forward"} == {"F0 stage 1", "F1 stage 1", "F2 stage 1"}
+
+
+def test_a_failed_step_tells_what_had_ended() -> None:
+    recording = Recording(0, torch.device("cpu"))
+    with recording.during("forward", "whole"):
+        pass
+    with pytest.raises(RuntimeError), recording.during("forward", "half"):
+        raise RuntimeError
+    assert [span.name for span in recording.spans()] == ["whole"]
