@@ -18,6 +18,7 @@ from typing import NoReturn, cast
 from postlude.checks import MISTAKES
 from postlude.complaint import complain
 from postlude.hf.builtin import BUILTIN, PACKAGED
+from postlude.plan.machine import MACHINES
 from postlude.recipes.commands import RECIPES, Recipe
 from postlude.recipes.run.beginning import again
 from postlude.recipes.run.ending import DONE, FAILED, MISTAKE, RunFailed
@@ -131,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(
         commands.add_parser("trace", help="draw what every rank does when, from a real step", allow_abbrev=False)
     )
+    _add_plan(commands.add_parser("plan", help="what a step in a layout takes, before it runs", allow_abbrev=False))
 
     for name, recipe in RECIPES.items():
         command = commands.add_parser(
@@ -189,6 +191,26 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
     command.add_argument("--to", metavar="DIR", type=Path, required=True, help="where timeline.svg and trace.json go")
     command.set_defaults(module="trace", parser=command)
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json alone")
+    command.add_argument("--layout", metavar="pp=2,ep=8", help="degrees of parallelism (default: data-parallel alone)")
+    command.add_argument("--gpus", type=int, help="GPUs in all (default: as the layout needs); dp_shard takes the rest")
+    command.add_argument("--seq", type=int, required=True, help="tokens of a sequence")
+    command.add_argument("--budget", type=int, help="tokens of a microbatch (default: one sequence)")
+    command.add_argument("--batch-tokens", type=int, help="tokens of a step (default: 4 microbatches a pipeline rank)")
+    command.add_argument("--overlap", action="store_true", help="hide experts' exchange behind another microbatch")
+    command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
+    command.add_argument("--mtp", type=int, default=0, metavar="DEPTHS", help="train so many tokens further ahead")
+    command.add_argument(
+        "--gpu",
+        default="h100",
+        metavar="NAME",
+        help=f"{', '.join(MACHINES)}, or a .json of numbers (default: h100)",
+    )
+    command.add_argument("--search", action="store_true", help="propose the best layouts of --gpus that fit")
+    command.set_defaults(module="plan", parser=command)
 
 
 def _add_convert(command: argparse.ArgumentParser) -> None:

@@ -40,6 +40,25 @@ class BlockConfig:
         """Forward FLOPs a token, roughly: pipeline stages are balanced by it."""
         raise NotImplementedError(f"{type(self).__name__} must estimate its cost in flops().")
 
+    def attends(self, length: float) -> float:
+        """Forward FLOPs a token spends on those before it, on average, in a sequence of this length: part of `flops`.
+
+        `flops` has them at the nominal length.
+        """
+        return 0.0
+
+    def moved_by_tp(self, hidden_size: int) -> float:
+        """Numbers a token moves among tensor-parallel ranks in a forward: by default it is gathered and spread."""
+        return 2 * hidden_size
+
+    def moved_by_cp(self, cp: int) -> float:
+        """Numbers that come to a context-parallel rank in a forward, for each of its own tokens."""
+        return 0.0
+
+    def moved_by_ep(self, hidden_size: int) -> float:
+        """Numbers a token takes to its experts in a forward; as many come back."""
+        return 0.0
+
     def kept(self, hidden_size: int) -> float:
         """Numbers a token leaves for the backward, roughly: memory is estimated by it."""
         return 4 * hidden_size

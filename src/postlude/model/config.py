@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from postlude.layout import Layout, Stage
@@ -89,10 +90,18 @@ class ModelConfig:
 
     def stage_layers(self, stage: Stage) -> range:
         """Logical layers of one pipeline stage: where the pattern is cut, else balanced by cost."""
+        if stage.count not in self._stages:
+            self._stages[stage.count] = self._divided(stage.count)
+        return self._stages[stage.count][stage.index]
 
+    @cached_property
+    def _stages(self) -> dict[int, tuple[range, ...]]:
+        return {}
+
+    def _divided(self, count: int) -> tuple[range, ...]:
         def cost(symbol: str) -> float:
             return self.blocks[symbol].flops(self.hidden_size)
 
         head = 2.0 * self.hidden_size * self.vocab_size
         depths = [sum(cost(symbol) for layer in depth for symbol in layer) + head for depth in self.pattern.mtp]
-        return self.pattern.stages(stage.count, cost=cost, head_cost=head + sum(depths))[stage.index]
+        return self.pattern.stages(count, cost=cost, head_cost=head + sum(depths))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from postlude.layout import Layout, Stage
 from postlude.model import ModelConfig
@@ -17,7 +18,7 @@ from postlude.model.recompute import Recompute
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
 from postlude.pipeline.order import Turn, turns
 from postlude.plan.clock import most_held
-from postlude.plan.sizes import Sizes, sizes_of
+from postlude.plan.sizes import Sizes, layers_of, sizes_of
 
 STORED = 4  # bytes of a parameter as it is stored; of its gradient and each of the optimizer's numbers too
 AT_WORK = 0.35  # of what its largest block keeps, roughly: gradients of features that a backward holds beside it
@@ -106,12 +107,14 @@ def estimate(
     return found
 
 
-def schedule_of(layout: Layout, microbatches: int | None, *, overlap: bool) -> list[Sequence[Turn]]:
+def schedule_of(layout: Layout, microbatches: int | None, *, overlap: bool) -> tuple[tuple[Turn, ...], ...]:
     """The turns of every pipeline rank; without a number, of enough microbatches that no more would be in flight."""
-    count = 4 * layout.pp if microbatches is None else microbatches
-    return [
-        turns(pp=layout.pp, vpp=layout.vpp, microbatches=count, rank=rank, overlap=overlap) for rank in range(layout.pp)
-    ]
+    return _schedule(layout.pp, layout.vpp, 4 * layout.pp if microbatches is None else microbatches, overlap)
+
+
+@lru_cache(maxsize=64)  # a search asks for few of them many times
+def _schedule(pp: int, vpp: int, microbatches: int, overlap: bool) -> tuple[tuple[Turn, ...], ...]:
+    return tuple(turns(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, overlap=overlap) for rank in range(pp))
 
 
 def _gathered(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int) -> int:
@@ -134,9 +137,9 @@ def _summed(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes
     return largest.used * (made + STORED) + largest.stored(layout) * STORED
 
 
-def _symbols(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
+def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
     """The blocks that a stage runs in order; those of its multi-token-prediction depths, too."""
-    own = [symbol for index in config.stage_layers(stage) for symbol in config.pattern.layer(index).blocks]
+    own = [symbol for layer in layers_of(config, stage) for symbol in layer]
     ahead = [symbol for depth in config.pattern.mtp for layer in depth for symbol in layer]
     return own + ahead if mtp and stage.last else own
 
@@ -146,7 +149,7 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
     hidden = config.hidden_size
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     layers = len(config.stage_layers(stage)) + depths * len(config.pattern.mtp[0] if depths else ())
-    own = [config.blocks[symbol] for symbol in _symbols(config, stage, mtp)]
+    own = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
     kept = sum(block.kept(hidden) * (block.selective if recompute == "selective" else 1.0) for block in own)
     if recompute == "full":
         kept = layers * hidden
@@ -157,7 +160,7 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
 def _at_work(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
     """Numbers a token that the backward of one block holds besides: gradients, and what it makes again."""
     hidden = config.hidden_size
-    layers = [config.pattern.layer(index).blocks for index in config.stage_layers(stage)]
+    layers = [*layers_of(config, stage)]
     layers += [layer for depth in config.pattern.mtp for layer in depth] if mtp and stage.last else []
     kept = [[config.blocks[symbol].kept(hidden) for symbol in layer] for layer in layers] or [[0.0]]
     largest = max(max(layer) for layer in kept)

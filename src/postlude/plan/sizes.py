@@ -68,13 +68,18 @@ class Sizes:
 
     def inside(self, stage: Stage) -> list[Held]:
         """Of each layer of a stage in order, and of each multi-token-prediction depth after them."""
-        config = self.config
-        layers = [self.layers[config.pattern.layer(index).blocks] for index in config.stage_layers(stage)]
-        return layers + [self.depth] * (config.own_depths if stage.last else 0)
+        layers = [self.layers[layer] for layer in layers_of(self.config, stage)]
+        return layers + [self.depth] * (self.config.own_depths if stage.last else 0)
 
     def stage(self, stage: Stage) -> Held:
         """Of all of a stage."""
         return total([self.outside(stage), *self.inside(stage)])
+
+
+def layers_of(config: ModelConfig, stage: Stage) -> tuple[str, ...]:
+    """The logical layers of a stage, by their blocks."""
+    own = config.stage_layers(stage)
+    return config.pattern.layers[own.start : own.stop]
 
 
 def total(parts: Iterable[Held]) -> Held:
@@ -86,7 +91,7 @@ def sizes_of(config: ModelConfig, layout: Layout | None = None, blocks: Mapping[
     """Count the parameters that the first rank of each stage of a layout uses; by default of one rank alone."""
     mesh = Mesh.imagined(layout or Layout())
     pattern = config.pattern
-    kinds = {pattern.layer(index).blocks: index for index in reversed(range(len(pattern)))}
+    kinds = {blocks: index for index, blocks in enumerate(pattern.layers)}
     vocabulary = Held(_whole_or_block(config.vocab_size, mesh) * config.hidden_size)
     with torch.device("meta"):
         layers = {

@@ -83,10 +83,17 @@ class AttentionConfig(BlockConfig):
 
     def flops(self, hidden_size: int) -> float:
         """Projections, and scores over half of a nominal sequence."""
-        seen = min(NOMINAL_LENGTH / 2, self.window or NOMINAL_LENGTH)
         gate = self.heads if self.output_gate else 0
         projections = 2 * hidden_size * self.head_dim * (2 * (self.heads + self.kv_heads) + gate)
-        return projections + 4 * seen * self.heads * self.head_dim
+        return projections + self.attends(NOMINAL_LENGTH)
+
+    def attends(self, length: float) -> float:
+        """Scores, and what they make of the values: over half of a sequence, or the window."""
+        return 4 * min(length / 2, self.window or length) * self.heads * self.head_dim
+
+    def moved_by_cp(self, cp: int) -> float:
+        """Keys and values of the other ranks."""
+        return (cp - 1) * 2 * self.kv_heads * self.head_dim
 
     def kept(self, hidden_size: int) -> float:
         """The norm's input and output, queries, keys and values before and after they are turned, and the heads.

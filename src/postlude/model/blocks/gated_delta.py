@@ -78,6 +78,10 @@ class GatedDeltaConfig(BlockConfig):
         inside = 4 * self.chunk * self.value_heads * (self.key_dim + self.value_dim)
         return projections + convolutions + inside + 6 * self.value_heads * self.key_dim * self.value_dim
 
+    def moved_by_cp(self, cp: int) -> float:
+        """Every sequence is exchanged for heads, and back."""
+        return (cp - 1) / cp * (2 * self.keys + 2 * self.values + 2 * self.value_heads)
+
     def kept(self, hidden_size: int) -> float:
         """The norm's input and output; queries, keys and values as projected, together, and convolved; then the heads
         before and after their norm, the gate before and after its activation, and their product.

@@ -95,7 +95,20 @@ class LatentAttentionConfig(BlockConfig):
         latent = hidden_size * (self.latent_size + self.rope_dim)
         expanded = self.latent_size * heads * (self.nope_dim + self.value_dim)
         projections = 2 * (queries + latent + expanded + heads * self.value_dim * hidden_size)
-        return projections + NOMINAL_LENGTH * heads * (self.query_dim + self.value_dim)
+        return projections + self.attends(NOMINAL_LENGTH)
+
+    def attends(self, length: float) -> float:
+        """Scores, and what they make of the values, over half of a sequence."""
+        return length * self.heads * (self.query_dim + self.value_dim)
+
+    def moved_by_tp(self, hidden_size: int) -> float:
+        """Latents, where queries have one, are gathered in place of the token; the output is spread."""
+        gathered = hidden_size if self.query_latent_size is None else self.query_latent_size
+        return gathered + self.latent_size + self.rope_dim + hidden_size
+
+    def moved_by_cp(self, cp: int) -> float:
+        """Latents of the other ranks."""
+        return (cp - 1) * (self.latent_size + self.rope_dim)
 
     def kept(self, hidden_size: int) -> float:
         """The norm's input and output, the latents, and queries, keys and values before and after they are joined."""

@@ -96,6 +96,10 @@ class MambaConfig(BlockConfig):
             projections + convolution + 2 * self.chunk * (self.inner + self.shared) + 4 * self.inner * self.state_size
         )
 
+    def moved_by_cp(self, cp: int) -> float:
+        """Every sequence is exchanged for heads, and back."""
+        return (cp - 1) / cp * (2 * self.inner + 2 * self.shared + self.heads)
+
     def kept(self, hidden_size: int) -> float:
         """The norm's input and output; x, B and C before and after the convolution; z; the scan's output, twice."""
         return 3 * hidden_size + 3 * (self.inner + 2 * self.shared) + 5 * self.inner

@@ -120,6 +120,14 @@ class MoEConfig(GatedConfig):
         others = products * self.shared_intermediate_size + self.experts + 2 * self.latent_size
         return 2 * (chosen + hidden_size * others)
 
+    def moved_by_tp(self, hidden_size: int) -> float:
+        """Nothing: every rank routes its own tokens."""
+        return 0.0
+
+    def moved_by_ep(self, hidden_size: int) -> float:
+        """The token, or its latent, once for each expert."""
+        return self.top_k * (self.latent_size or hidden_size)
+
     def kept(self, hidden_size: int) -> float:
         """Each chosen expert's tokens and features, the shared one's, and the router's scores."""
         wide = 4 if self.gated else 2

@@ -1,0 +1,165 @@
+"""`postlude plan`: what a step of a model in a layout takes, and what its ranks need; or which layout is best."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from postlude.hf.load import read_description, read_model
+from postlude.layout import Layout
+from postlude.model import ModelConfig, Pattern
+from postlude.plan.cost import CostModel
+from postlude.plan.forecast import Forecast, forecast
+from postlude.plan.machine import Machine, machine_named
+from postlude.plan.search import ROOM, Found, reason, search
+from postlude.plan.sizes import parameters_in
+from postlude.recipes.numbers import duration, in_bytes
+
+USUAL_MICROBATCHES = 4  # for each pipeline rank, where no batch is named
+MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the forecast of a layout, or the best layouts. Returns 1 where nothing fits in memory."""
+    console, machine = Console(), machine_named(options.gpu)
+    config = _config(options.model, options.mtp)
+    model = _model(options, config, machine)
+    says = f"{options.model}  {parameters_in(config) / 1e9:,.2f}B parameters, {config.pattern}"
+    console.print(says, markup=False, highlight=False, soft_wrap=True)
+    if options.search:
+        tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
+        found = search(model, options.gpus, tokens, overlap=options.overlap)
+        return _told(console, found, options, machine)
+    _show(console, made := forecast(model, overlap=options.overlap), options.gpu)
+    return int(made.peak > machine.memory)
+
+
+def _config(model: str, mtp: int) -> ModelConfig:
+    """The config of a model directory, a config.json or postlude.json alone, a GGUF file or a built-in model."""
+    path = Path(model).expanduser()
+    source = read_description(path.parent) if path.suffix == ".json" and path.is_file() else model
+    config = read_model(source)[1]
+    if mtp and not config.pattern.mtp:
+        ahead = f"/[{config.pattern.layers[-1]}]" * mtp
+        config = replace(config, pattern=Pattern.parse(f"{config.pattern}{ahead}", symbols=config.pattern.symbols))
+    return config
+
+
+def _model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> CostModel:
+    """What was asked for, or a sentence."""
+    for name in ("gpus", "seq", "budget", "batch_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
+    budget = options.budget or options.seq
+    if budget < options.seq:
+        raise ValueError(f"--budget is {budget}, but a sequence has {options.seq} tokens. Raise it, or lower --seq.")
+    if options.search:
+        if options.gpus is None or options.layout is not None:
+            raise ValueError("--search needs --gpus, and finds the layout itself: leave out --layout.")
+        layout = Layout()
+    else:
+        layout = _layout(options, config)
+    tokens = options.batch_tokens or USUAL_MICROBATCHES * layout.pp * layout.dp * budget
+    return CostModel(
+        config=config,
+        layout=layout,
+        machine=machine,
+        budget=budget,
+        length=options.seq,
+        microbatches=-(-tokens // (layout.dp * budget)),
+        recompute=options.recompute,
+        mtp=bool(options.mtp),
+    )
+
+
+def _layout(options: argparse.Namespace, config: ModelConfig) -> Layout:
+    """The layout, with data-parallel ranks up to --gpus where it names none."""
+    text = options.layout or ""
+    without_experts = ",".join(part for part in text.split(",") if part.partition("=")[0].strip() != "ep")
+    ranks = Layout.parse(without_experts)
+    if options.gpus not in (None, ranks.world_size):
+        if ranks.dp > 1 or options.gpus % ranks.world_size:
+            raise ValueError(
+                f"{ranks} runs on {ranks.world_size} GPU(s), but --gpus is {options.gpus}. Choose degrees whose "
+                "product pp·dp_replicate·dp_shard·cp·tp it is; or, where it is a multiple, leave out dp_shard."
+            )
+        text += f",dp_shard={options.gpus // ranks.world_size}"
+    layout = Layout.parse(text)
+    config.fits(layout)
+    if layout.ep > 1 and not any(block.has_experts for block in config.blocks.values()):
+        raise ValueError(f"ep is {layout.ep}, but {options.model} has no experts to spread. Use ep=1.")
+    return layout
+
+
+def _show(console: Console, made: Forecast, gpu: str) -> None:
+    model, step, layout = made.model, made.step, made.model.layout
+    table = Table(show_header=False, box=None)
+    room = model.machine.memory
+    for name, value in (
+        ("layout", f"{_short(layout)} on {layout.world_size} {gpu}"),
+        ("batch", f"{made.tokens:,} tokens, {model.microbatches} microbatches of {model.budget:,} for each dp rank"),
+        ("step", f"{duration(step.seconds)}, {made.tokens_a_second:,.0f} tokens/s a GPU, MFU {made.mfu:.1%}"),
+        ("bubble", f"{step.bubble:.1%} of the schedule"),
+        ("exchange", f"{duration(step.exchange)} with experts, of which {duration(step.exposed)} exposed"),
+        ("waited", f"{duration(step.waited)} for tokens, weights and gradients"),
+        ("memory", f"{in_bytes(made.peak)} of {in_bytes(room)}" + ("" if made.peak <= room else ": does not fit")),
+    ):  # fmt: skip
+        table.add_row(name, value)
+    console.print(table)
+    shown = range(layout.pp)
+    if layout.pp > MOST_RANKS:
+        shown = range(0, layout.pp, -(-layout.pp // (MOST_RANKS - 1)))
+    ranks = sorted({*shown, layout.pp - 1})
+    table = Table("pipeline rank", *map(str, ranks))
+    rows = {
+        "in flight": [str(step.in_flight[rank]) for rank in ranks],
+        "busy": [f"{step.timeline.busy[rank] / step.timeline.makespan:.0%}" for rank in ranks],
+    }
+    parts = {
+        "weights": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "gathered": "gathered",
+        "activations": "activations",
+        "a layer's backward": "working",
+        "head": "head",
+        "peak": "total",
+    }
+    for name, part in parts.items():
+        rows[name] = [in_bytes(getattr(made.memory[rank], part)) for rank in ranks]
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def _told(console: Console, found: Found, options: argparse.Namespace, machine: Machine) -> int:
+    room = in_bytes(ROOM * machine.memory)
+    if not found.best:
+        needs = f"the least needs about {in_bytes(found.least)} a rank" if found.fitting else "none divides the model"
+        mend = "Use more GPUs, --recompute full, or a smaller --budget." if found.fitting else "Raise --batch-tokens."
+        console.print(f"No layout of {options.gpus} {options.gpu} fits in {room}: {needs}. {mend}", highlight=False)
+        return 1
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("layout", overflow="fold")
+    for name in ("step", "tok/s", "MFU", "memory", "bubble", "exchange", "waiting"):
+        table.add_column(name, no_wrap=True, justify="right")
+    for made in found.best:
+        step, makespan = made.step, made.step.timeline.makespan
+        shares = (step.bubble, step.exposed / makespan, step.waited / makespan)
+        cells = (duration(step.seconds), f"{made.tokens_a_second:,.0f}", f"{made.mfu:.1%}", in_bytes(made.peak))
+        table.add_row(_short(made.model.layout), *cells, *(f"{share:.1%}" for share in shares))
+    console.print(table)
+    best, tokens = found.best[0], found.best[0].tokens
+    console.print(f"{_short(best.model.layout)}: {reason(best)}.", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"Steps of {tokens:,} tokens; tok/s are those of one GPU.", highlight=False)
+    console.print(f"The best of {found.fitting:,} layouts that divide the model, in {room} a GPU.", highlight=False)
+    return 0
+
+
+def _short(layout: Layout) -> str:
+    return str(layout)[7:-1].replace(" ", "") or "one rank"

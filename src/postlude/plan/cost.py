@@ -1,0 +1,176 @@
+"""What one action of a schedule takes, from FLOPs, bytes and link speeds: the cost model, written out.
+
+A forward takes its FLOPs over the GPU's rate, a backward twice that, and once more where a layer is made again.
+Tokens that are gathered for tensor or context parallelism are waited for. Exchanges with experts are waited for, too,
+unless another microbatch's compute hides them: that is the schedule's affair (`forecast.py`). Gathers of weights and
+sums of gradients run behind the action that they belong to, and are waited for where they take longer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from postlude.layout import Layout, Stage
+from postlude.model import ModelConfig
+from postlude.model.block_config import NOMINAL_LENGTH
+from postlude.model.blocks import BLOCKS, Block
+from postlude.model.recompute import Recompute
+from postlude.pipeline.order import Action
+from postlude.plan.machine import Machine
+from postlude.plan.memory import STORED, symbols_of
+from postlude.plan.sizes import Held, Sizes, sizes_of
+
+AGAIN: Mapping[Recompute, float] = {"none": 0.0, "selective": 0.1, "full": 1.0}
+"""Of a forward, what the backward does again; of "selective" it is only what is cheap."""
+STEPPED = 28  # bytes that a fused AdamW reads and writes for each parameter, all in fp32
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one action on one rank. `exchange` is with experts, and can hide behind another action's compute."""
+
+    compute: float
+    exchange: float = 0.0
+    waited: float = 0.0
+    """For tokens of other ranks, and for weights and gradients that compute does not hide."""
+
+    @property
+    def alone(self) -> float:
+        """With nothing to hide behind."""
+        return self.compute + self.exchange + self.waited
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """The cost of every action of a model in a layout on a machine, at a full microbatch.
+
+    `length` is that of its sequences. With `mtp` the last stage runs and trains its depths.
+    """
+
+    config: ModelConfig
+    layout: Layout
+    machine: Machine
+    budget: int
+    length: int
+    microbatches: int
+    recompute: Recompute = "none"
+    compute_bytes: int = 2
+    mtp: bool = True
+    blocks: Mapping[str, type[Block]] | None = None
+    known: Sizes | None = None
+    """What a rank of this layout holds, where somebody has counted already."""
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """What a rank of this layout holds."""
+        return self.known or sizes_of(self.config, self.layout, self.blocks or BLOCKS)
+
+    @cached_property
+    def works(self) -> Mapping[tuple[str, int], Work]:
+        """A forward and a backward of each stage, between the first microbatch and the last."""
+        return {
+            (kind, index): self._work(kind, Stage(index, self.layout.stages), once=False)
+            for index in range(self.layout.stages)
+            for kind in "FB"
+        }
+
+    @cached_property
+    def once(self) -> Mapping[tuple[str, int], Work]:
+        """The same, where weights are gathered for all microbatches, and gradients summed after all."""
+        return {
+            (kind, index): self._work(kind, Stage(index, self.layout.stages), once=True)
+            for index in range(self.layout.stages)
+            for kind in "FB"
+        }
+
+    def __call__(self, action: Action) -> Work:
+        """What an action takes. In a pipeline, the first forward of a stage gathers, and its last backward sums."""
+        which = 0 if action.kind == "F" else self.microbatches - 1
+        table = self.once if action.microbatch == which else self.works
+        return table[action.kind, action.stage]
+
+    @property
+    def transfer_seconds(self) -> float:
+        """From one pipeline rank to the next: this rank's tokens, [T / tp, H]."""
+        layout, machine = self.layout, self.machine
+        if layout.pp == 1:
+            return 0.0
+        size = self.tokens * self.config.hidden_size * self.compute_bytes
+        rate = machine.inside if machine.near(2, layout.world_size // layout.pp) == 2 else machine.between
+        return machine.latency + size / (rate * machine.link_efficiency)
+
+    @property
+    def step_seconds(self) -> float:
+        """The optimizer's step on the rank that stores most."""
+        layout, stored = self.layout, [0] * self.layout.pp
+        for index in range(layout.stages):
+            stored[index % layout.pp] += self.sizes.stage(Stage(index, layout.stages)).stored(layout)
+        return max(stored) * STEPPED / self.machine.bandwidth
+
+    @property
+    def tokens(self) -> float:
+        """Of one microbatch, those that one rank holds between blocks."""
+        return self.budget / (self.layout.cp * self.layout.tp)
+
+    @cached_property
+    def model_flops(self) -> float:
+        """FLOPs of a forward and a backward of one token through the whole model, nothing made again."""
+        stages = [Stage(index, self.layout.stages) for index in range(self.layout.stages)]
+        return 3 * sum(self._flops(stage) for stage in stages)
+
+    def _flops(self, stage: Stage) -> float:
+        """Forward, a token."""
+        config, hidden = self.config, self.config.hidden_size
+        total = 0.0
+        for symbol, count in self._counts(stage).items():
+            block = config.blocks[symbol]
+            total += count * (block.flops(hidden) - block.attends(NOMINAL_LENGTH) + block.attends(self.length))
+        if stage.last:
+            depths = len(config.pattern.mtp) if self.mtp else 0
+            total += (1 + depths) * 2.0 * hidden * config.vocab_size + depths * 4.0 * hidden**2
+        return total
+
+    def _counts(self, stage: Stage) -> Counter[str]:
+        return Counter(symbols_of(self.config, stage, self.mtp))
+
+    def _work(self, kind: str, stage: Stage, *, once: bool) -> Work:
+        config, layout, machine = self.config, self.layout, self.machine
+        blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
+        hidden, size = config.hidden_size, self.compute_bytes
+        times = 1.0 if kind == "F" else 2.0 + AGAIN[self.recompute]
+        trips = 2.0 if kind == "B" and self.recompute == "full" else 1.0  # a backward moves what its forward did
+        compute = times * self._flops(stage) * self.tokens / (machine.flops * machine.efficiency)
+        by_tp = sum(count * block.moved_by_tp(hidden) for block, count in blocks) * (layout.tp - 1)
+        by_cp = sum(count * block.moved_by_cp(layout.cp) for block, count in blocks)
+        waited = by_tp / machine.ring_rate(layout.tp, 1) + by_cp / machine.ring_rate(layout.cp, layout.tp)
+        exchange = 0.0
+        for block, count in blocks:
+            if sent := block.moved_by_ep(hidden):
+                exchange += 2 * count * machine.exchange_seconds(sent * self.tokens * size, layout.ep, 1)
+        weights = self._weights(kind, self.sizes.stage(stage), once)
+        return Work(compute, trips * exchange, trips * waited * self.tokens * size + max(0.0, weights - compute))
+
+    def _weights(self, kind: str, held: Held, once: bool) -> float:
+        """Seconds that weights are gathered in this action, and gradients summed, by themselves."""
+        layout, machine = self.layout, self.machine
+        if layout.pp > 1 and not once:
+            return 0.0
+        bytes_moved = self.compute_bytes if kind == "F" else STORED
+        if kind == "B" and layout.pp == 1:
+            bytes_moved += self.compute_bytes  # gathered once more
+        shards = layout.dp_shard * layout.cp
+        of_experts = shards * layout.tp // layout.ep
+        seconds = _ring(machine, held.dense * bytes_moved, shards, layout.tp)
+        seconds += _ring(machine, held.experts * bytes_moved, of_experts, layout.ep)
+        if kind == "B" and once and layout.dp_replicate > 1:
+            replica = layout.dp_shard * layout.cp * layout.tp
+            seconds += 2 * _ring(machine, held.stored(layout) * STORED, layout.dp_replicate, replica)
+        return seconds
+
+
+def _ring(machine: Machine, size: float, ranks: int, stride: int) -> float:
+    """Seconds to gather `size` bytes in all on each of so many ranks, or to sum so many to shards."""
+    return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / machine.ring_rate(ranks, stride)

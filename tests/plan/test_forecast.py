@@ -1,0 +1,175 @@
+"""The planner's arithmetic against cases that can be worked out by hand, and its command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import DeepseekV3Config
+
+from postlude.cli import main
+from postlude.hf.load import read_model
+from postlude.layout import Layout
+from postlude.model.block_config import NOMINAL_LENGTH
+from postlude.pipeline.order import Action
+from postlude.plan.cost import CostModel, Work
+from postlude.plan.forecast import forecast, simulate, turn_seconds
+from postlude.plan.machine import MACHINES, Machine, machine_named
+from postlude.plan.search import search
+
+ROUND = Machine(flops=1e12, memory=1e9, bandwidth=1e12, inside=100.0, between=10.0, latency=0, link_efficiency=1.0)
+
+
+def model_of(name: str, layout: str = "", **change: Any) -> CostModel:
+    config = read_model(name)[1]
+    how = {"machine": MACHINES["h100"], "budget": 1024, "length": 512, "microbatches": 8} | change
+    return CostModel(config=config, layout=Layout.parse(layout), **how)
+
+
+def test_a_turn_of_two_hides_what_it_can() -> None:
+    forward, backward = Work(compute=2.0, exchange=1.0), Work(compute=4.0, exchange=1.5, waited=0.5)
+    assert turn_seconds([forward]) == 3.0
+    assert turn_seconds([forward, backward]) == 2.0 + 4.5  # both exchanges behind the other's compute
+    assert turn_seconds([Work(1.0, 9.0), Work(2.0, 1.0)]) == 10.0  # its own compute and exchange take turns
+    assert turn_seconds([Work(1.0, 9.0), Work(2.0, 9.0)]) == 18.0  # one link
+    assert turn_seconds([Work(1.0), Work(2.0)]) == 3.0
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (4, 1), (4, 2)])
+def test_equal_stages_take_what_theory_says(pp: int, vpp: int) -> None:
+    layout, microbatches = Layout(pp=pp, vpp=vpp), 8
+    cost = {"F": Work(1.0), "B": Work(2.0)}
+    found = simulate(layout, lambda action: cost[action.kind], microbatches=microbatches, after=0.5)
+    assert found.seconds == 3 * (vpp * microbatches + pp - 1) + 0.5
+    assert found.bubble == pytest.approx((pp - 1) / (vpp * microbatches + pp - 1))
+    assert found.exposed == found.exchange == found.waited == 0
+
+
+def test_overlap_exposes_only_the_ends() -> None:
+    def cost(action: Action) -> Work:
+        return Work(2.0, exchange=1.0) if action.kind == "F" else Work(4.0, exchange=1.0)
+
+    plain = simulate(Layout(), cost, microbatches=10)
+    hidden = simulate(Layout(), cost, microbatches=10, overlap=True)
+    assert (plain.seconds, plain.exposed) == (80, 20)
+    assert (hidden.seconds, hidden.exposed) == (62, 2)  # the first forward and the last backward are alone
+    assert (plain.in_flight, hidden.in_flight) == ((1,), (2,))
+
+
+def test_links_inside_a_node_and_between() -> None:
+    assert ROUND.ring_rate(8, 1) == 100
+    assert ROUND.ring_rate(16, 1) == 80  # eight links to the other node
+    assert ROUND.ring_rate(2, 8) == 10
+    assert ROUND.exchange_seconds(800, 8, 1) == pytest.approx(7.0)  # 7 of 8 parts to others
+    assert ROUND.exchange_seconds(1600, 16, 1) == pytest.approx(80.0)  # 8 of 16 to the other node
+    assert ROUND.exchange_seconds(1600, 1, 1) == 0
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-hybrid"])
+def test_compute_is_the_models_flops_however_it_is_divided(name: str) -> None:
+    whole = sum(work.compute for work in model_of(name).works.values())
+    for layout in ("tp=2", "cp=2", "pp=2,vpp=2"):
+        parts = model_of(name, layout)
+        ranks = parts.layout.tp * parts.layout.cp
+        assert sum(work.compute for work in parts.works.values()) * ranks == pytest.approx(whole)
+    one = model_of(name)
+    assert whole == pytest.approx(one.model_flops * one.budget / (one.machine.flops * one.machine.efficiency))
+    again = model_of(name, recompute="full")
+    assert sum(work.compute for work in again.works.values()) == pytest.approx(whole * 4 / 3)
+
+
+def test_longer_sequences_cost_more_by_what_attends_alone() -> None:
+    config = read_model("tiny-dense")[1]
+    block = config.blocks["*"]
+    short, long = (model_of("tiny-dense", length=length).model_flops for length in (512, 1024))
+    assert long - short == pytest.approx(3 * 4 * block.attends(512))
+    assert block.attends(512) == 4 * 256 * block.heads * block.head_dim
+    assert block.flops(64) - block.attends(NOMINAL_LENGTH) < block.flops(64)
+    window = read_model("tiny-hybrid")[1].blocks["S"]
+    assert window.attends(1e6) == window.attends(1e5)
+
+
+def test_only_experts_that_are_elsewhere_are_exchanged_with() -> None:
+    assert all(work.exchange == 0 for work in model_of("tiny-moe", "dp_shard=2").works.values())
+    works = model_of("tiny-moe", "dp_shard=2,ep=2").works
+    assert works["F", 0].exchange == works["B", 0].exchange > 0
+
+
+def test_weights_are_waited_for_where_compute_does_not_hide_them() -> None:
+    slow = Machine(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
+    assert model_of("tiny-dense", "dp_shard=2", machine=slow).works["F", 0].waited > 0
+    pipeline = model_of("tiny-dense", "pp=2,dp_shard=2", machine=slow)
+    assert pipeline(Action("F", 0, 0)).waited > 0  # gathered once
+    assert pipeline(Action("F", 0, 1)).waited == 0
+    assert pipeline(Action("B", 1, 7)).waited > 0  # summed once
+    assert pipeline(Action("B", 1, 6)).waited == 0
+
+
+def test_a_found_layout_is_what_its_forecast_says_and_fits() -> None:
+    start = model_of("tiny-moe", budget=4096, length=4096)
+    found = search(start, 8, 64 * 4096)
+    assert found.best
+    speeds = [each.tokens_a_second for each in found.best]
+    assert speeds == sorted(speeds, reverse=True)
+    for each in found.best:
+        assert each.model.layout.world_size == 8
+        again = forecast(each.model)
+        assert (again.step.seconds, again.peak) == (each.step.seconds, each.peak)
+    none = search(model_of("tiny-moe", budget=4096, length=4096, machine=ROUND), 8, 64 * 4096)
+    assert none.best or none.least > 0
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """DeepSeek-V3's config.json, without a weight."""
+    DeepseekV3Config().save_pretrained(tmp_path)
+    return tmp_path / "config.json"
+
+
+def test_a_671b_model_is_planned_from_its_config_alone(large: Path, capsys) -> None:
+    layout = "pp=16,vpp=2,ep=64"
+    arguments = ["plan", str(large), "--seq", "4096", "--recompute", "full", "--overlap"]
+    assert main([*arguments, "--layout", layout, "--gpus", "2048"]) == 0
+    told = capsys.readouterr().out
+    assert "671.03B parameters" in told
+    assert "dp_shard=128" in told
+    assert "MFU" in told
+    assert main([*arguments, "--layout", "pp=2", "--gpus", "2"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--layout pp=2 --gpus 3", "runs on 2 GPU(s), but --gpus is 3"),
+        ("--layout tp=3", "tp=3"),
+        ("--layout dp_shard=2,ep=2", "has no experts to spread"),
+        ("--search", "--search needs --gpus"),
+        ("--gpu h1000", "GPU 'h1000' is unknown; use a100, h100"),
+        ("--gpu numbers.json", "numbers.json does not exist"),
+        ("--budget 64", "--budget is 64, but a sequence has 128 tokens"),
+        ("--batch-tokens 0", "--batch-tokens is 0; give at least 1"),
+    ],
+)
+def test_a_mistake_is_a_sentence(arguments: str, sentence: str, capsys) -> None:
+    assert main(["plan", "tiny-dense", "--seq", "128", *arguments.split()]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"like": "h100", "between": 25e9}))
+    assert machine_named(str(path)).between == 25e9
+    assert machine_named(str(path)).flops == MACHINES["h100"].flops
+    for given, sentence in (
+        ('{"like": "h100", "speed": 1}', "'speed' in it is unknown"),
+        ('{"flops": 1}', "does not say memory, bandwidth"),
+        ('{"like": "h100", "efficiency": 2}', "efficiency is 2, but is a share"),
+        ('{"like": "h100", "node": 0}', "node of a GPU is 0"),
+        ("[", "is not JSON"),
+    ):
+        path.write_text(given)
+        with pytest.raises(ValueError, match=sentence):
+            machine_named(str(path))
