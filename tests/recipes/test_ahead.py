@@ -65,6 +65,7 @@ def test_depths_learn_and_leave_the_rest_alone(ranks: Ranks, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_answers_that_are_drafted_teach_the_same(ranks: Ranks, tmp_path: Path) -> None:
     """And are drafted by the weights of the engine, as they are."""
     pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")

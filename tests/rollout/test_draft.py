@@ -46,6 +46,8 @@ def assert_same(found: list[list[Completion]], expected: list[list[Completion]])
         for one, other in zip(group, reference, strict=True):
             assert one.tokens == other.tokens
             assert one.finish_reason == other.finish_reason
+            assert (one.routing is None) == (other.routing is None)
+            assert one.routing is None or torch.equal(one.routing, other.routing)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
             assert one.sampled_logprobs == pytest.approx(other.sampled_logprobs, abs=1e-4)
 
@@ -63,8 +65,9 @@ def test_answers_are_those_without_drafts(model: LanguageModel, way: str) -> Non
         replace(SAMPLINGS[way], max_new_tokens=1 + 4 * place, stop_tokens=(one.tokens[2 + place],) * (place % 2))
         for place, (one,) in enumerate(free)
     ]
-    expected = Generator(model).generate(asked, sampling, n=2)
-    found = Generator(model, draft="mtp", max_sequences=4).generate(asked, sampling, n=2)
+    routing = bool(model.config.routers)
+    expected = Generator(model, routing=routing).generate(asked, sampling, n=2)
+    found = Generator(model, routing=routing, draft="mtp", max_sequences=4).generate(asked, sampling, n=2)
     assert_same(found, expected)
     assert {one.finish_reason for group in found for one in group} == {"stop", "length"}
 
@@ -72,8 +75,9 @@ def test_answers_are_those_without_drafts(model: LanguageModel, way: str) -> Non
 @pytest.mark.parametrize("draft", [None, "mtp"])
 def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, evicted = small_model("[M-][*-]/[*-]"), []
-    sampling = [replace(SAMPLINGS["sampled"], max_new_tokens=39 + place) for place in range(len(LENGTHS))]
-    expected = Generator(model).generate(prompts(model), sampling, n=2)
+    asked = [prompts(model)[place] for place in (1, 3, 0)]
+    sampling = [replace(SAMPLINGS["sampled"], max_new_tokens=45 + place) for place in range(len(asked))]
+    expected = Generator(model).generate(asked, sampling)
     evict = Schedule.evict
 
     def counted(schedule: Schedule) -> list[Move]:
@@ -83,13 +87,15 @@ def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: py
         return moves
 
     monkeypatch.setattr(Schedule, "evict", counted)
-    found = Generator(model, draft=draft, max_batch_tokens=80).generate(prompts(model), sampling, n=2)
+    found = Generator(model, draft=draft, max_batch_tokens=90).generate(asked, sampling)
     assert_same(found, expected)
     assert sum(evicted) > 0
 
 
 @pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
-@pytest.mark.parametrize("kind", ["right", pytest.param("wrong", marks=pytest.mark.thorough), "now and then"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(each, marks=pytest.mark.thorough) for each in ("right", "wrong")), "now and then"]
+)
 def test_answers_do_not_depend_on_what_is_guessed(
     model: LanguageModel, way: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
