@@ -122,6 +122,11 @@ BAD = [
     sft("virtual stages alone", "--layout=vpp=2", says=("vpp=2", "at least 2", "Use vpp=1, or raise pp")),
     sft("an axis that is none", "--layout=pq=2", says=("'pq' is no axis", "the axes are pp, vpp")),
     # the model
+    grpo(
+        "experts replayed where there are none",
+        "--replay_routing=true",
+        says=("replay_routing", "tiny-dense has none", "Set it to false"),
+    ),
     sft(
         "no such model", "--model=modle", says=("'modle'", "neither a model directory"), mended=(*SFT, "--model=model")
     ),

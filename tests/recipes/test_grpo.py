@@ -156,6 +156,7 @@ def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
             id="kl",
             marks=pytest.mark.thorough,  # test_killed.py goes on with a reference, too
         ),
+        pytest.param(("--model=tiny-moe", "--replay_routing=true"), id="replay", marks=pytest.mark.thorough),
     ],
 )
 def test_a_continued_run_is_the_run_that_was_not_interrupted(
@@ -259,6 +260,12 @@ def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
         assert rows[-1]["reward_mean"] == reward
         assert rows[-1]["turns_mean"] == min(turns, 2)
         assert rows[-1]["length_mean"] <= 3 * min(turns, 2)
+    (tmp_path / "replayed").mkdir()
+    replay = ("--model=tiny-moe", "--replay_routing=true", "--old_logprobs=recompute", "--objective.kl.coefficient=0.1")
+    (rows,) = ranks(1, trained, str(tmp_path / "replayed"), *talk, "--environment.max_turns=3", *replay)
+    assert rows[-1]["turns_mean"] == 2
+    assert rows[-1]["routing/changed"] == 0, "the weights are still those that sampled"
+    assert rows[-1]["rollout_kl"] < 1e-9
 
 
 @pytest.mark.slow

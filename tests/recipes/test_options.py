@@ -122,6 +122,7 @@ HEARD: dict[str, Heard] = {
         "minibatches": ("2",),
         "advantages": ("rloo",),
         "old_logprobs": ("recompute",),
+        "replay_routing": ("true", "--model=tiny-moe"),
         "dynamic_sampling": ("1", "--samples=2"),  # of two answers, many are alike
         "overlong": ("mask", SHORT),
         "overlong_penalty": ("0.5", SHORT),
@@ -173,6 +174,7 @@ ELSEWHERE = {
     "layout": "test_grpo.py and test_supervised.py: test_every_layout_gives_the_same_losses; tests/verify",
     "budget": "it divides the work and changes no number; tests/data/test_packing.py",
     "recompute": "it changes no number; tests/verify",
+    "overlap": "it changes no number; tests/engine/test_overlap.py",
     "dtype": "test_grpo.py: test_what_is_computed_in",
     "wandb": "test_run.py",
     "save_every": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from postlude.data.chat import Encoder
 from postlude.data.datasets import read_rows
@@ -221,3 +222,17 @@ def test_impossible_gyms_are_sentences() -> None:
         ReasoningGym("chain_sum", {"seed": 1})
     with pytest.raises(ValueError, match="size is 0"):
         ReasoningGym("chain_sum", size=0)
+
+
+def test_a_transcript_keeps_the_experts_that_tokens_were_sampled_with() -> None:
+    def routing(length: int, expert: int) -> torch.Tensor:
+        return torch.cat((torch.full((length - 1, 2, 1), expert), torch.full((1, 2, 1), -1))).short()
+
+    transcript = Transcript([5, 6])
+    transcript.answer([7, 8], [0.0, 0.0], routing(4, 1))
+    transcript.observe([9])
+    transcript.answer([3], [0.0], routing(6, 2))
+    assert transcript.routing is not None
+    assert transcript.routing[:, 0, 0].tolist() == [1, 1, 1, 2, 2, -1]
+    with pytest.raises(ValueError, match="routing is of 3 tokens, but there are 7"):
+        transcript.answer([4], [0.0], routing(3, 1))

@@ -10,10 +10,12 @@ from statistics import mean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from postlude.data import Batch
 from postlude.data.chat import ChatTokenizer, Encoded, Encoder, TooLong
 from postlude.data.datasets import Sampler
+from postlude.data.microbatch import ROUTING
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
@@ -57,7 +59,7 @@ class GRPOTrainer(Trainer):
             self.objective = replace(self.objective, temperature=config.answers.temperature)
         self.reference: Reference | None = None
         self.rollouts = Rollouts(
-            GatheredGenerator(self.engine, self.tokenizer, draft=config.answers.draft),
+            GatheredGenerator(self.engine, self.tokenizer, draft=config.answers.draft, routing=config.replay_routing),
             self.environment,
             self.tokenizer,
             config.answers,
@@ -180,12 +182,19 @@ class GRPOTrainer(Trainer):
             "rollout_logprobs": logprobs,
             "old_logprobs": logprobs,
         }
-        batch, temperature = Batch([each.tokens for each in transcripts]), self.config.answers.temperature
+        if self.config.replay_routing:
+            columns[ROUTING] = routing_of(answered)
+        replayed = {ROUTING: columns[ROUTING]} if ROUTING in columns else {}
+        sequences, temperature = [each.tokens for each in transcripts], self.config.answers.temperature
         with self.timed("score"):
             if self.config.old_logprobs == "recompute":
-                columns["old_logprobs"] = self.engine.logprobs(batch, temperature=temperature).logprob
+                columns["old_logprobs"] = self.engine.logprobs(
+                    Batch(sequences, replayed), temperature=temperature
+                ).logprob
             if self.reference is not None:
-                columns["reference_logprobs"] = self.reference.logprobs(batch, temperature=temperature).logprob
+                columns["reference_logprobs"] = self.reference.logprobs(
+                    Batch(sequences), temperature=temperature
+                ).logprob
         return columns
 
     def _advantages(self, answered: Sequence[Answered]) -> list[float]:
@@ -217,6 +226,18 @@ def example_of(task: Task, tokenizer: ChatTokenizer, budget: int) -> Encoded:
         ) from error
 
 
+def routing_of(answered: Sequence[Answered]) -> list[Tensor]:
+    """Which experts the tokens of each answer were sent to when it was sampled."""
+    found = [each.transcript.routing for each in answered if each.transcript.routing is not None]
+    if len(found) < len(answered):
+        raise ValueError(
+            f"replay_routing needs the experts that sampled tokens were sent to, but {len(answered) - len(found)} of "
+            f"{len(answered)} answers came without. Draw them with Generator(routing=True), as servers do not tell; or "
+            "set replay_routing to false."
+        )
+    return found
+
+
 def checks(subject: Subject) -> list[Check]:
     """What must hold before a run begins."""
     config: GRPOConfig = subject.config
@@ -227,8 +248,10 @@ def checks(subject: Subject) -> list[Check]:
 
     warm = example if config.warm_start.steps else None
     held_out = config.evaluation.tasks if config.evaluation.every else 0
+    replay = [Check("replay_routing", lambda: _replay(subject), after=("model",))] if config.replay_routing else []
     return [
         *of_training(subject),
+        *replay,
         *of_environment(subject, config.environment, config.answers, example=warm, held_out=held_out),
     ]
 
@@ -236,6 +259,16 @@ def checks(subject: Subject) -> list[Check]:
 def run(config: GRPOConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
     """Run or continue `config` on the ranks that are started."""
     return train(GRPOTrainer(config, device), beginning)
+
+
+def _replay(subject: Subject) -> str:
+    routers = subject.model[1].routers
+    if not routers:
+        raise ValueError(
+            f"replay_routing sends tokens to the experts that they were sampled with, but {subject.config.model} has "
+            "none. Set it to false."
+        )
+    return f"of {len(routers)} blocks with experts"
 
 
 def _differing(answers: Sequence[Answered]) -> set[int]:

@@ -114,6 +114,15 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
             "Further ahead, loss", "what a processor of yours returned for depth D, its mean", "any", "as you made it"
         ),
     },
+    "Experts": {
+        "routing/changed": Metric(
+            "Routing replayed",
+            "share of the replayed choices of experts that the trainer's router would not have made; with "
+            "`replay_routing`",
+            "0 to 1",
+            "a few hundredths in bf16, 0 in fp32; it rises from one minibatch of a rollout to the next",
+        ),
+    },
     "Answers": {
         REWARD: Metric(
             "Reward", "mean over the step's answers, before any penalty for length", "as the reward", "it should rise"

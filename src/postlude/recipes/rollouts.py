@@ -105,7 +105,7 @@ class Rollouts:
         while said:
             for place, completion in said.items():
                 attempts[place].completions.append(completion)
-                attempts[place].transcript.answer(completion.tokens, completion.logprobs)
+                attempts[place].transcript.answer(completion.tokens, completion.logprobs, completion.routing)
             with self.timed("reward"):
                 turns = self._turns(own, {place: completion.text or "" for place, completion in said.items()})
             with self.timed("rollout"):

@@ -7,7 +7,7 @@ A rollout loop needs no more than this, `Encoder` and a rollout engine:
     while some are not done:
         completions = engine.generate([transcript.tokens for transcript in those], sampling)
         turns = environment.step(those episodes, [completion.text for ...])
-        for each: transcript.answer(completion.tokens, completion.logprobs)
+        for each: transcript.answer(completion.tokens, completion.logprobs, completion.routing)
             if not turn.done: transcript.observe(encoder.observation(turn.observation, completion.tokens, chat=...))
 
 Tokens that were sampled are never decoded and encoded again, and observations are never learned.
@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from postlude.data.chat import Prompt
 from postlude.data.messages import Message
 from postlude.rollout.rewards import RewardPool, Sample, Score
 from postlude.rollout.tasks import Task, Tasks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -172,19 +175,32 @@ class Transcript:
     """1 for each token that was sampled, for the column "response_mask"."""
     logprobs: list[float] = field(init=False)
     """Of each sampled token as its sampler said, 0 for the others; for the column "rollout_logprobs"."""
+    routing: Tensor | None = field(init=False, default=None)
+    """Which experts each token up to the last sampled one was sent to, [length, routers, top_k] int16, for the column
+    "routing"; None where the sampler does not tell."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.mask = [0] * len(self.tokens)
         self.logprobs = [0.0] * len(self.tokens)
 
-    def answer(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add what the model sampled, as it sampled it."""
+    def answer(self, tokens: Sequence[int], logprobs: Sequence[float], routing: Tensor | None = None) -> None:
+        """Add what the model sampled, as it sampled it.
+
+        `routing` is a completion's, of all tokens so far. Tokens of earlier turns have passed the model again for it;
+        they keep the experts that they were sampled with.
+        """
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens come with {len(logprobs)} log-probs. Give one of each token.")
         self.tokens += tokens
         self.mask += [1] * len(tokens)
         self.logprobs += logprobs
+        if routing is not None and len(routing) != len(self.tokens):
+            raise ValueError(f"routing is of {len(routing)} tokens, but there are {len(self.tokens)}. Give it of all.")
+        if routing is not None and self.routing is not None:
+            routing, known = routing.clone(), len(self.routing) - 1  # its last token had not been sent anywhere
+            routing[:known] = self.routing[:known]
+        self.routing = routing
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Add what the model was given to read, which is not learned."""

@@ -109,6 +109,9 @@ class GRPOConfig(Training):
     """Optimizer steps a rollout; each takes an equal share of the prompts."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Whether the ratio starts from what the sampler said or from what the trainer computes."""
+    replay_routing: bool = False
+    """Whether training sends tokens to the experts that they were sent to when they were sampled, in models that have
+    experts. A reference still chooses for itself."""
     dynamic_sampling: NonNegativeInt = 0
     """How many more rounds of prompts to draw in place of groups whose rewards are all alike (DAPO)."""
     overlong: Literal["learn", "mask"] = "learn"
