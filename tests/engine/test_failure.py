@@ -59,9 +59,9 @@ FAILURES: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str) -> None:
+def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str, overlap: bool = False) -> None:
     """Two engines take the same steps, and the one fails in between."""
-    one, other = build("", config(model)), build("", config(model))
+    one, other = (build("", config(model), overlap=overlap) for _ in range(2))
     for engine in (one, other):
         train(engine, [1])
         engine.forward_backward(batch(2), policy)
@@ -94,6 +94,12 @@ def test_one_rank_is_whole_after_a_failure(ranks, failure: str) -> None:
 @pytest.mark.parametrize("failure", ["measure", "backward"])
 def test_experts_and_what_their_routers_counted_are_kept(ranks, failure: str) -> None:
     ranks(1, failed_and_fresh, "tiny-moe", failure)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", ["measure", "forward", "backward"])
+def test_a_failure_while_two_microbatches_take_turns(ranks, failure: str) -> None:
+    ranks(1, failed_and_fresh, "tiny-moe", failure, True)
 
 
 def reference_that_fails(group: dist.ProcessGroup) -> None:

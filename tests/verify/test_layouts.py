@@ -186,3 +186,20 @@ def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
 def test_recomputing_changes_nothing(ranks: Any, layout: Layout, recompute: Any) -> None:
     report = check(ranks, Case("tiny-moe", layout, "grpo", recompute, initializer_range=0.1))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("tiny-moe", "dp_shard=2,ep=2"),
+        *(
+            pytest.param(model, layout, marks=pytest.mark.thorough)
+            for model in ("tiny-moe", "tiny-hybrid")
+            for layout in ("dp_replicate=2,dp_shard=2,ep=2", "cp=2,tp=2,ep=2", "tp=2,pp=2,cp=2,ep=2", "pp=2,vpp=2")
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_overlapped_layouts_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
+    report = check(ranks, Case(model, Layout.parse(layout), "grpo", overlap=True, initializer_range=0.1))
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
