@@ -55,11 +55,11 @@ class SlowWay:
     def back(self) -> SlowWay:
         return SlowWay(self.way.back if self.way is not None else None, self.stream)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, *told: Any) -> Tensor:
         moved: Tensor = _Slowly.apply(rows, self)
         return moved
 
-    def start(self, rows: Tensor) -> Callable[[], Tensor]:
+    def start(self, rows: Tensor, *told: Any) -> Callable[[], Tensor]:
         PAUSE.taken += 1
         if self.stream is not None:
             return self._on_gpu(rows, self.stream)

@@ -146,20 +146,24 @@ def _read(module: str) -> dict[str, dict[str, str]]:
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None or not path.endswith(".py"):
         return {}
-    found = {}
-    for each in ast.parse(Path(path).read_bytes()).body:
-        if isinstance(each, ast.ClassDef):
-            pairs = itertools.pairwise(each.body)
-            found[each.name] = {
-                field.target.id: inspect.cleandoc(text.value.value)
-                for field, text in pairs
-                if isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-                and isinstance(text.value.value, str)
-            }
-    return found
+    return dict(_classes(ast.parse(Path(path).read_bytes()), ""))
+
+
+def _classes(tree: ast.AST, within: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Every class below, by the name that Python gives it, and the strings under its fields."""
+    for each in ast.iter_child_nodes(tree):
+        if isinstance(each, ast.FunctionDef):
+            yield from _classes(each, f"{within}{each.name}.<locals>.")
+        elif isinstance(each, ast.ClassDef):
+            yield f"{within}{each.name}", dict(_strings(each))
+            yield from _classes(each, f"{within}{each.name}.")
+
+
+def _strings(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for line, below in itertools.pairwise(body.body):
+        text = below.value if isinstance(below, ast.Expr) else None
+        if isinstance(line, ast.AnnAssign) and isinstance(text, ast.Constant) and isinstance(text.value, str):
+            yield ast.unparse(line.target), inspect.cleandoc(text.value)
 
 
 def is_section(value: Any) -> bool:
