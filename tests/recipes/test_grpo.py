@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from postlude.recipes.config.reading import ConfigError, load, undocumented
-from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
+from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_of, run
 from postlude.recipes.metrics import explain
-from postlude.recipes.rollouts import SHOWN
+from postlude.recipes.rollouts import SHOWN, Answered
 from postlude.recipes.run.ending import Ending, RunFailed, read_ending
 from postlude.recipes.trainer import train
 from postlude.recipes.verdict import read_verdict
+from postlude.rollout.environments import Transcript
+from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
@@ -317,3 +320,13 @@ def test_tasks_that_cannot_be(
     else:
         (found,) = ranks(1, trained, str(tmp_path), *given)
         assert 0.0 < found[-1]["reward/failed"] < 1.0, "it costs its samples, not the run"
+
+
+def test_answers_without_their_routing_cannot_be_replayed() -> None:
+    """As of a server, which does not tell it."""
+    answers = [Answered(Task("p", {}, "task"), 0, Transcript([1, 2])) for _ in range(2)]
+    answers[0].transcript.answer([3], [0.0], torch.zeros(3, 1, 1).short())
+    answers[1].transcript.answer([3], [0.0])
+    assert len(routing_of(answers[:1])) == 1
+    with pytest.raises(ValueError, match=r"1 of 2 answers came without. Draw them with Generator\(routing=True\)"):
+        routing_of(answers)

@@ -12,6 +12,7 @@ from postlude.layout import Layout
 from postlude.rollout.generator import Generator
 from postlude.rollout.protocol import Completion
 from postlude.rollout.sampling import Sampling
+from postlude.rollout.schedule import Schedule
 from tests.meshes import mesh
 from tests.model.small import VOCABULARY, small_config, small_model
 from tests.model.test_replay import own_choices
@@ -57,11 +58,28 @@ def replayed(of: LanguageModel, found: list[list[Completion]], patch: pytest.Mon
             assert row[len(prompt) :].tolist() == pytest.approx(completion.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_batch_tokens": 60, "max_sequences": 8}], ids=["rows", "evicted"])
-def test_recorded_choices_are_those_of_a_forward(limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_choices_are_those_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model()
-    found = answered(moe, **limits)
+    found = answered(moe)
     assert {len(completion.tokens) for group in found for completion in group} > {12}  # some end before
+    replayed(moe, found, monkeypatch)
+
+
+def test_answers_that_had_to_wait_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that outgrow the cache pass the model again when there is room."""
+    monkeypatch.setattr("postlude.rollout.schedule.MARGIN", 1)
+    waited, evict = [], Schedule.evict
+
+    def evicted(self: Schedule) -> Any:
+        before = len(self.running)
+        moves = evict(self)
+        waited.append(before - len(self.running))
+        return moves
+
+    monkeypatch.setattr(Schedule, "evict", evicted)
+    moe = model()
+    found = answered(moe, max_batch_tokens=60, max_sequences=8)
+    assert sum(waited) > 0
     replayed(moe, found, monkeypatch)
 
 

@@ -25,8 +25,9 @@ class Batch:
 
     It is the *global* batch: every rank has all of it, the same. `Batch.held` makes one of which each rank has its own
     sequences only. A column holds one entry per sequence given: its value for every token, [length, ...], or one scalar
-    for all of them; the value of token i is seen where token i is predicted. `groups`, one per sequence of the global
-    batch, keep sequences together in a microbatch, such as the two of a pair.
+    for all of them; the value of token i is seen where token i is predicted. Only what "routing" says of token i, the
+    experts that it is sent to ([length, routers, top_k]), is seen where it is the input. `groups`, one per sequence of
+    the global batch, keep sequences together in a microbatch, such as the two of a pair.
     """
 
     sequences: Sequence[Sequence[int] | Tensor]
