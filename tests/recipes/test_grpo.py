@@ -110,13 +110,19 @@ def test_a_run_that_fails_says_so_in_its_report(ranks: Ranks, tmp_path: Path) ->
     assert ending == Ending("finished", 5), "going on takes it back"
 
 
+REPLAY = ("--model=tiny-moe", "--replay_routing=true")
+
+
 @pytest.mark.slow
-def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [pytest.param((), id=""), pytest.param(REPLAY, id="replay", marks=pytest.mark.thorough)]
+)
+def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, settings: tuple[str, ...]) -> None:
     (tmp_path / "one").mkdir()
-    (alone,) = ranks(1, trained, str(tmp_path / "one"), *UNKEPT)
+    (alone,) = ranks(1, trained, str(tmp_path / "one"), *UNKEPT, *settings)
     for layout in ("pp=2", "tp=2", "cp=2"):
         (tmp_path / layout).mkdir()
-        spread, _ = ranks(2, trained, str(tmp_path / layout), *UNKEPT, "--layout", layout)
+        spread, _ = ranks(2, trained, str(tmp_path / layout), *UNKEPT, *settings, "--layout", layout)
         for expected, found in zip(alone, spread, strict=True):
             assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4, rel=1e-4), layout
             assert found.get("rewards") == expected.get("rewards"), layout
@@ -159,7 +165,7 @@ def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
             id="kl",
             marks=pytest.mark.thorough,  # test_killed.py goes on with a reference, too
         ),
-        pytest.param(("--model=tiny-moe", "--replay_routing=true"), id="replay", marks=pytest.mark.thorough),
+        pytest.param(REPLAY, id="replay", marks=pytest.mark.thorough),
     ],
 )
 def test_a_continued_run_is_the_run_that_was_not_interrupted(
@@ -264,8 +270,8 @@ def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
         assert rows[-1]["turns_mean"] == min(turns, 2)
         assert rows[-1]["length_mean"] <= 3 * min(turns, 2)
     (tmp_path / "replayed").mkdir()
-    replay = ("--model=tiny-moe", "--replay_routing=true", "--old_logprobs=recompute", "--objective.kl.coefficient=0.1")
-    (rows,) = ranks(1, trained, str(tmp_path / "replayed"), *talk, "--environment.max_turns=3", *replay)
+    settings = (*REPLAY, "--environment.max_turns=3", "--old_logprobs=recompute", "--objective.kl.coefficient=0.1")
+    (rows,) = ranks(1, trained, str(tmp_path / "replayed"), *talk, *settings)
     assert rows[-1]["turns_mean"] == 2
     assert rows[-1]["routing/changed"] == 0, "the weights are still those that sampled"
     assert rows[-1]["rollout_kl"] < 1e-9
