@@ -97,6 +97,7 @@ def test_generated_answers_equal_transformers(tokenizer, ours, theirs) -> None:
     assert len(set(answered[-1][0].tokens)) > 8, answered[-1][0].text
 
 
+@pytest.mark.thorough  # as tiny models show
 def test_logprobs_equal_a_forward_and_a_stop_string_ends_an_answer(tokenizer, ours) -> None:
     prompt = asked(tokenizer, "Name three colours of the rainbow.")
     generator = Generator(ours, tokenizer)

@@ -277,7 +277,7 @@ def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
     assert rows[-1]["rollout_kl"] < 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_example_objective_is_the_same_in_a_pipeline(ranks: Ranks, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "objective.py"
     own = (f"--objective={example}:soft_clip", "--objective.settings.bonus=0.1")

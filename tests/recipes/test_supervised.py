@@ -86,7 +86,9 @@ def test_a_run_learns_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["sft", "dpo", "distill"])
+@pytest.mark.parametrize(
+    "command", ["sft", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dpo", "distill"))]
+)
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (tmp_path / "one").mkdir()
     unkept = ("--save_every=0", "--export=false")
