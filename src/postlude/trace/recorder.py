@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -70,7 +70,8 @@ class Sent(UnderWay):
     def until(self, work: dist.Work, group: dist.ProcessGroup) -> Callable[[], object]:
         """Gloo's thread looks at the clock; on a GPU a stream of its own waits for the work, and then has an event.
 
-        Where threads are kept from running, the look comes late; what was waited for had ended by then.
+        Where threads are kept from running, the look comes late; what was waited for had ended by then. While it is
+        handed over, a rank does not compute, either.
         """
         device = self.recording.device
         if device.type == "cpu" or dist.get_backend(group) == "gloo":
@@ -79,6 +80,8 @@ class Sent(UnderWay):
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 work.wait()
                 self.record.end = moment(device)
+        handed = replace(self.record, kind="wait", name=f"to send {self.record.name}", end=moment(device))
+        self.recording.records.append(handed)
 
         def wait() -> None:
             with self.recording.during("wait", self.record.name):

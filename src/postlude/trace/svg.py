@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from postlude.trace.spans import LANES, Kind, Span, exchange_seconds
+from postlude.trace.spans import COMPUTE, LANES, Kind, Span, exchange_seconds
 
 COLOURS: dict[Kind, str] = {
     "forward": "#7fb0ff",
@@ -28,7 +28,7 @@ WORDS: dict[Kind, str] = {
     "wait": "wait",
 }
 LEFT, RIGHT, WIDTH, TOP, TITLE = 70, 12, 1000, 44, 22
-HEIGHTS = {LANES[0]: 18, LANES[1]: 7, LANES[2]: 7}
+HEIGHTS = {LANES[0]: 24, LANES[1]: 9, LANES[2]: 9}
 BAND, AXIS = sum(HEIGHTS.values()) + 12, 30
 LEAST = 0.2  # pixels; what is thinner is not drawn
 
@@ -80,7 +80,7 @@ def drawing(timelines: Sequence[Timeline]) -> str:
         lines.append(f'<text x="12" y="{y + 12}" fill="#222222" font-weight="bold">{escape(timeline.summary)}</text>')
         y += TITLE
         for rank in timeline.ranks:
-            lines.append(f'<text x="12" y="{y + 13}" fill="#222222">rank {rank}</text>')
+            lines.append(f'<text x="12" y="{y + 16}" fill="#222222">rank {rank}</text>')
             lines += _band([span for span in timeline.spans if span.rank == rank], y, scale)
             y += BAND
     return "\n".join([*lines, "</svg>", ""])
@@ -124,6 +124,6 @@ def _band(spans: Sequence[Span], top: int, scale: float) -> list[str]:
             f"<title>{words}</title></rect>"
         )
         short = escape(span.label.split()[0])
-        if span.lane == LANES[0] and span.kind != "wait" and width > 7 * len(short) + 4:
-            lines.append(f'<text x="{x + 2:.1f}" y="{y + 13}" fill="#ffffff" font-size="10">{short}</text>')
+        if span.kind in COMPUTE and width > 7 * len(short) + 4:
+            lines.append(f'<text x="{x + 2:.1f}" y="{y + 16}" fill="#ffffff" font-size="10">{short}</text>')
     return lines
