@@ -44,8 +44,8 @@ class Span:
     @property
     def label(self) -> str:
         """Such as "F2 layers.0 attention+moe.route"."""
-        number = "" if self.microbatch is None else f"{self.microbatch} "
-        return f"{LETTERS[self.kind]}{number}{self.name}"
+        number = "" if self.microbatch is None else str(self.microbatch)
+        return " ".join(filter(None, (f"{LETTERS[self.kind]}{number}".strip(), self.name)))
 
 
 def from_zero(spans: Iterable[Span]) -> list[Span]:

@@ -1,0 +1,42 @@
+"""On a GPU a span is as long as the device takes, and recording waits for nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from postlude import ranks
+from postlude.ops.exchange import Way
+from postlude.trace.recorder import Recording
+
+pytestmark = pytest.mark.gpu
+
+CYCLES = 100_000_000  # some 50 ms
+
+
+def test_moments_are_the_devices() -> None:
+    with ranks(device="cuda") as rank:
+        group = dist.group.WORLD
+        assert group is not None
+        rows, way = torch.randn(8, 4, device=rank.device), Way([8], [8], group)
+        way.start(rows)()  # NCCL is made at its first exchange
+        recording = Recording(0, rank.device)
+        before = time.perf_counter()
+        with recording.during("forward", "long"):
+            torch.cuda._sleep(CYCLES)
+        arrive = way.start(rows, "exchange", "there", recording)
+        with recording.during("forward", "beside"):
+            torch.cuda._sleep(CYCLES)
+        arrived = arrive()
+        told = time.perf_counter() - before
+        spans = {span.label: span for span in recording.spans()}
+        assert torch.equal(arrived, rows)
+        long, beside, there = spans["F long"], spans["F beside"], spans["F there"]
+        assert long.end - long.start > 2 * told  # the host was through long before
+        assert there.start >= long.end
+        assert there.end < beside.end  # it went on beside
+        assert spans["wait there"].end - spans["wait there"].start < 0.2 * (beside.end - beside.start)
+        assert before <= long.start <= before + 1.0
