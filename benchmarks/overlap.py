@@ -150,13 +150,18 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
     batch = Batch([torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths])
     layout = Layout() if on_gpu else Layout(dp_shard=2, ep=2)
 
+    peaks: dict[bool, float] = {}
+
     def step(engine: Engine) -> float:
         if on_gpu:
             torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
         began = time.perf_counter()
         engine.forward_backward(batch, SFT())
         if on_gpu:
             torch.cuda.synchronize()
+            peaks[engine.overlap] = (torch.cuda.max_memory_allocated() - held) / 2**30
         taken = time.perf_counter() - began
         engine.zero_grad()
         return taken
@@ -196,7 +201,7 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
             for name, overlap in (("plain", False), ("overlapped", True))
         },
         "hidden": {"plain": 1 - exposed[False], "overlapped": 1 - exposed[True]},
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "step_gib": {"plain": peaks[False], "overlapped": peaks[True]} if on_gpu else None,
     }
 
 
