@@ -18,7 +18,7 @@ from postlude.model.recompute import Recompute
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
 from postlude.pipeline.order import Turn, turns
 from postlude.plan.clock import most_held
-from postlude.plan.sizes import Sizes, layers_of, sizes_of
+from postlude.plan.sizes import Sizes, layers_of, sizes_of, total
 
 STORED = 4  # bytes of a parameter as it is stored; of its gradient and each of the optimizer's numbers too
 AT_WORK = 0.35  # of what its largest block keeps, roughly: gradients of features that a backward holds beside it
@@ -97,7 +97,7 @@ def estimate(
                 gradients=(stored - idle) * STORED,
                 optimizer=(stored - idle) * STORED * moments,
                 frozen=frozen * STORED // (layout.dp_shard * layout.cp * layout.tp * layout.pp),
-                gathered=_gathered(sizes, stages, layout, compute_bytes),
+                gathered=_gathered(sizes, stages, layout, compute_bytes, overlap=overlap),
                 activations=int(in_flight * tokens * compute_bytes),
                 working=int(at_work * tokens * compute_bytes),
                 head=_head(config, layout, -(-budget // layout.cp), device, compute_bytes) if last else 0,
@@ -117,15 +117,19 @@ def _schedule(pp: int, vpp: int, microbatches: int, overlap: bool) -> tuple[tupl
     return tuple(turns(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, overlap=overlap) for rank in range(pp))
 
 
-def _gathered(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int) -> int:
+def _gathered(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, overlap: bool) -> int:
     """Whole weights beside the stored ones: a layer's and the next one's; or, in a pipeline, all of the rank's.
 
     There they stay whole between microbatches, and gradients with them, in fp32. Without a pipeline what is outside
-    the layers is gathered for the whole pass.
+    the layers is gathered for the whole pass; with overlap all of it, and a layer's gradient waits in fp32.
     """
     if layout.pp > 1:
-        return sum(sizes.stage(stage).used for stage in stages) * (compute_bytes + STORED)
+        held = total(sizes.stage(stage) for stage in stages)
+        own = sum(sizes.stage(stage).stored(layout) for stage in stages)  # of gradients, which come as these go
+        return held.used * (compute_bytes + STORED) - own * STORED
     largest = max((each.used for each in sizes.inside(stages[0])), default=0)
+    if overlap:
+        return sizes.stage(stages[0]).used * compute_bytes + largest * STORED
     return (2 * largest + sizes.outside(stages[0]).used) * compute_bytes
 
 

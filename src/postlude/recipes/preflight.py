@@ -141,6 +141,7 @@ class Subject:
             frozen=sum(parameters_in(read_model(name)[1]) for name in self.others),
             device=self.start.device,
             mtp=config.mtp is not None,
+            overlap=config.overlap,
         )
 
 
