@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from postlude.plan.memory import STORED
 from postlude.plan.sizes import Sizes, sizes_of
 
 ROOM = 0.92  # of a GPU's memory: the rest is for NCCL, CUDA and what lies between blocks of the allocator
-SIMULATED = 16  # layouts that are run on the clock; the others are told apart by what theory says of their time
+SIMULATED = 32  # layouts that are run on the clock; the others are told apart by what theory says of their time
+VARIANTS = 3  # of them, that differ in ep or replicas alone
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,15 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: bool = Fa
             if needed <= room:
                 ranked.append((_foretold(model, overlap), len(ranked), model))
     chosen: list[Forecast] = []
+    tried: Counter[tuple[int, ...]] = Counter()
     for _, _, model in sorted(ranked):
+        kind = _kind(model.layout)
+        if tried[kind] == VARIANTS:
+            continue
         needed = max(each.total for each in memory_of(model, overlap=overlap))
         least = needed if not chosen else least
         if needed <= room:
+            tried[kind] += 1
             chosen.append(forecast(model, overlap=overlap))
         if len(chosen) == SIMULATED:
             break
@@ -95,8 +102,8 @@ def _foretold(model: CostModel, overlap: bool) -> float:
     layout = model.layout
     busy = [0.0] * layout.pp
     for (kind, stage), work in model.works.items():
-        hidden = work.exchange if not overlap else max(0.0, work.exchange - work.compute)
-        busy[stage % layout.pp] += work.compute + work.waited + hidden
+        exposed = work.exchange if not overlap else max(0.0, work.exchange - work.compute)
+        busy[stage % layout.pp] += work.compute + work.waited + exposed
         busy[stage % layout.pp] += (model.once[kind, stage].waited - work.waited) / model.microbatches
     rounds = model.microbatches + (layout.pp - 1) / layout.vpp
     return max(busy) * rounds / (model.microbatches * layout.dp)
@@ -104,14 +111,12 @@ def _foretold(model: CostModel, overlap: bool) -> float:
 
 def _apart(ranked: Sequence[Forecast]) -> list[Forecast]:
     """Without those that differ from a faster one in ep or replicas alone."""
-    seen, kept = set(), []
-    for each in ranked:
-        layout = each.model.layout
-        kind = layout.pp, layout.vpp, layout.cp, layout.tp
-        if kind not in seen:
-            seen.add(kind)
-            kept.append(each)
-    return kept
+    first = {_kind(each.model.layout): each for each in reversed(ranked)}
+    return [each for each in ranked if first[_kind(each.model.layout)] is each]
+
+
+def _kind(layout: Layout) -> tuple[int, ...]:
+    return layout.pp, layout.vpp, layout.cp, layout.tp
 
 
 def reason(found: Forecast) -> str:

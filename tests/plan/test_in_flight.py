@@ -1,0 +1,40 @@
+"""The microbatches that the planner counts in flight are those that a running pipeline holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from postlude import Batch, Engine, Layout
+from postlude.objectives import SFT
+from postlude.plan.clock import most_held
+from postlude.plan.memory import schedule_of
+from postlude.trace.recorder import Recording
+from tests.conftest import Ranks
+
+MICROBATCHES = 5
+
+
+def held(group: Any, layout: str, overlap: bool) -> int:
+    """The most passes of a microbatch through a stage between the begin of its forward and the end of its backward."""
+    engine = Engine("tiny-dense", layout=Layout.parse(layout), budget=16, device="cpu", overlap=overlap)
+    recording = Recording(dist.get_rank(), torch.device("cpu"))
+    batch = Batch([list(range(16))] * MICROBATCHES)
+    engine.forward_backward(batch, SFT(), recorder=recording)
+    several = len(engine.stages) > 1
+    passes: dict[tuple[str, int], tuple[float, float]] = {}
+    for span in recording.spans():
+        if span.kind in ("forward", "backward") and span.microbatch is not None:
+            key = span.name if several else "", span.microbatch
+            begin, end = passes.get(key, (span.start, span.end))
+            passes[key] = min(begin, span.start), max(end, span.end)
+    return max(sum(begin <= at < end for begin, end in passes.values()) for at, _ in passes.values())
+
+
+@pytest.mark.parametrize(("layout", "overlap"), [("pp=2", False), ("pp=2", True), ("pp=2,vpp=2", False)])
+def test_a_pipeline_holds_as_many_as_the_planner_counts(ranks: Ranks, layout: str, overlap: bool) -> None:
+    schedule = schedule_of(Layout.parse(layout), MICROBATCHES, overlap=overlap)
+    assert ranks(2, held, layout, overlap) == [most_held(turns, lambda _: 1) for turns in schedule]
