@@ -39,4 +39,4 @@ def test_moments_are_the_devices() -> None:
         assert there.start >= long.end
         assert there.end < beside.end  # it went on beside
         assert spans["wait there"].end - spans["wait there"].start < 0.2 * (beside.end - beside.start)
-        assert before <= long.start <= before + 1.0
+        assert before - 1e-3 <= long.start <= before + 1.0  # two clocks, laid over each other once

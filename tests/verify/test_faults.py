@@ -19,7 +19,7 @@ from postlude import Layout
 from postlude.engine import engine as engine_module
 from postlude.engine.scale import Scale
 from postlude.model import context as context_module
-from postlude.ops import collectives
+from postlude.ops import collectives, exchange
 from postlude.pipeline import executor
 from postlude.verify.cases import Case
 from postlude.verify.compare import Report, in_layout, on_one_rank, report
@@ -38,7 +38,7 @@ def doubled(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
 
 
 def lost(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-    return gradients[0].new_zeros(sum(ctx.sent), *gradients[0].shape[1:]), None, None, None
+    return gradients[0].new_zeros(sum(ctx.way.sent), *gradients[0].shape[1:]), None, None, None
 
 
 def unshared(self: Scale, microbatches: Any, counts: Any = None, *, sharers: int = 1) -> None:
@@ -115,7 +115,7 @@ FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
         Layout(dp_shard=2, ep=2),
         "tiny-moe",
         "sft",
-        lambda: patch.object(collectives._ExchangeRows, "backward", staticmethod(lost)),
+        lambda: patch.object(exchange._Moved, "backward", staticmethod(lost)),
     ),
     "ep: an expert's share is that of one rank's tokens": (
         Layout(cp=2, ep=2),

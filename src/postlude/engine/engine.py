@@ -140,7 +140,7 @@ class Engine:
             )
         if stage.predicts_ahead:
             stage.mtp.requires_grad_(self.mtp)
-        shard(stage, self.mesh, self.compute_dtype, whole_between=self.gathering.whole or self.layout.pp > 1)
+        shard(stage, self.mesh, self.compute_dtype, whole=self.gathering.whole)
         return stage
 
     def _renew(self) -> None:

@@ -17,15 +17,16 @@ from postlude.model.parallel import Gathered, held
 from postlude.world.mesh import Mesh
 
 
-def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, whole_between: bool) -> None:
+def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, whole: bool = False) -> None:
     """Shard a stage over the data-parallel ranks: what blocks keep apart, each logical layer, then the rest.
 
-    Gradients are summed, never divided: the one scale has divided already. With `whole_between` the weights stay whole
-    between microbatches, as a pipeline and overlap want it. In a pipeline gradients wait for the last backward; without
-    one, each microbatch's are summed at once, so that no rank ever holds the gradient of more than a layer.
+    Gradients are summed, never divided: the one scale has divided already. With `whole`, and in a
+    pipeline, weights stay whole between microbatches. In a pipeline gradients wait for the last backward; without one,
+    each microbatch's are summed at once, so that no rank ever holds the gradient of more than a layer.
     """
     assert mesh.shards is not None
     assert mesh.expert_shards is not None
+    whole_between = whole or mesh.pp.size > 1
     even = functools.partial(_evenly, ranks=mesh.expert_shards.shape[-1])
     for part in model.apart():
         fully_shard(

@@ -78,6 +78,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if _grouped_kernel_fits(rows, weight):
         product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32), list_for(weight))
         return product
+    if not len(rows):
+        return rows @ weight[0].T  # as empty, with a gradient of zero
     pieces = rows.split(counts.tolist())
     return torch.cat([piece @ matrix.T for piece, matrix in zip(pieces, weight, strict=True)])
 
@@ -93,7 +95,7 @@ def _grouped_kernel_fits(rows: Tensor, weight: Tensor) -> bool:
     """The grouped kernel wants rows of whole 16 bytes, and bf16 on CUDA."""
     aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
     dtype_fits = not rows.is_cuda or rows.dtype == torch.bfloat16
-    return rows.shape[0] > 0 and aligned and dtype_fits and rows.dtype == weight.dtype
+    return len(rows) > 0 and aligned and dtype_fits and rows.dtype == weight.dtype
 
 
 class _Rows(Function):
