@@ -344,13 +344,13 @@ def main() -> None:
             f"{found['memory_ratio']:.2f} of it",
             flush=True,
         )
+        if options.json:  # after every case, so that what was measured is not lost
+            device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+            told = {"device": device, "torch": str(torch.__version__), "results": results}
+            options.json.write_text(json.dumps(told, indent=2) + "\n")
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    told = {"device": device, "torch": str(torch.__version__), "results": results}
-    if options.json:
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
 
 
 if __name__ == "__main__":

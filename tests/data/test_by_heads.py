@@ -44,8 +44,8 @@ def swapped(group: Any, size: int) -> list[Any]:
     return [microbatch.places, heads, entered.detach(), back.detach(), own.grad]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
-@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.thorough
 def test_scans_over_whole_sequences_equal_one_rank(ranks: Any, size: int) -> None:
     (whole,) = pack(sequences(), budget=64)
     one = features(whole.tokens, whole.positions).requires_grad_()

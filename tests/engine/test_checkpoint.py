@@ -101,7 +101,7 @@ def load_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str
             )
         ),
         pytest.param(
-            ODD, "tp=2,dp_shard=2", "", id="odd vocabulary, tp=2,dp_shard=2 -> one rank", marks=pytest.mark.slow
+            ODD, "tp=2,dp_shard=2", "", id="odd vocabulary, tp=2,dp_shard=2 -> one rank", marks=pytest.mark.thorough
         ),
         pytest.param(
             ODD, "", "tp=2,dp_shard=2", id="odd vocabulary, one rank -> tp=2,dp_shard=2", marks=pytest.mark.thorough

@@ -77,7 +77,8 @@ def assert_one(answers: list[Any]) -> None:
 LAYOUTS = {"": 1, "dp_shard=2,ep=2": 2, "pp=2": 2, "pp=2,vpp=2,dp_shard=2,ep=2": 4, "pp=2,cp=2,ep=2": 4}
 
 
-@pytest.mark.parametrize("layout", ["", "dp_shard=2,ep=2", "pp=2,cp=2,ep=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2,cp=2,ep=2"])
 def test_a_few_steps(ranks: Any, layout: str) -> None:
     assert_one(ranks(LAYOUTS[layout], both, layout, config("[GE][*E]/[*E]"), 2, {}))
 
@@ -98,17 +99,18 @@ def in_between(group: Any, layout: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2", marks=pytest.mark.thorough)])
 def test_gradients_add_up_and_evaluations_see_whole_weights(ranks: Any, layout: str) -> None:
     for plain, overlapped in ranks(2, in_between, layout):
         assert all(torch.equal(*each) for each in zip(plain, overlapped, strict=True))
 
 
-def test_in_bf16(ranks: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2", marks=pytest.mark.thorough)])
+def test_in_bf16(ranks: Any, layout: str) -> None:
     """Where gradients of single microbatches are bf16, and their sums fp32."""
-    options = {"compute_dtype": torch.bfloat16}
-    for layout in ("dp_shard=2,ep=2", "pp=2"):
-        assert_one(ranks(2, both, layout, config("[ME][*E]"), 2, options))
+    assert_one(ranks(2, both, layout, config("[ME][*E]"), 2, {"compute_dtype": torch.bfloat16}))
 
 
 @pytest.mark.thorough

@@ -41,7 +41,7 @@ def moved(group: Any, layout: str, other: str, experts: int, directory: str) -> 
 
 LAYOUTS = [
     pytest.param("dp_shard=2", "dp_replicate=2", 3, marks=pytest.mark.slow),  # neither divides the experts
-    pytest.param("dp_shard=4", "dp_shard=4,ep=2", 2, marks=pytest.mark.slow),  # more ranks than experts
+    pytest.param("dp_shard=4", "dp_shard=4,ep=2", 2, marks=pytest.mark.thorough),  # more ranks than experts
     pytest.param("dp_shard=4,ep=2", "tp=2,dp_shard=2", 2, marks=pytest.mark.thorough),  # two ranks share one expert
 ]
 

@@ -78,7 +78,7 @@ def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list
     ("layout", "model", "recompute"),
     [
         ("", "tiny-moe", "none"),
-        pytest.param("tp=2", "tiny-moe", "none", marks=pytest.mark.slow),
+        pytest.param("tp=2", "tiny-moe", "none", marks=pytest.mark.thorough),
         ("", "[M-]*", "none"),
         pytest.param("cp=2", "[M-]*", "selective", marks=pytest.mark.thorough),
         pytest.param("", "tiny-dense", "none", marks=pytest.mark.thorough),

@@ -62,12 +62,8 @@ def layouts() -> list[Any]:
         for kind in kinds[:2] if Layout.parse(layout).cp * Layout.parse(layout).tp > 2 else kinds:
             ranks = Layout.parse(layout).world_size
             quick = ranks == 2 and kind == kinds[turn % 3]
-            once = layout == "cp=2,tp=2" and kind == "shared"
-            found.append(pytest.param(kind, layout, marks=() if quick else SLOW if once else MORE))
+            found.append(pytest.param(kind, layout, marks=() if quick else pytest.mark.thorough))
     return found
-
-
-SLOW, MORE = pytest.mark.slow, pytest.mark.thorough
 
 
 @pytest.mark.parametrize(("kind", "layout"), layouts())

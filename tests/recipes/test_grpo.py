@@ -210,7 +210,7 @@ def test_what_is_left_out(ranks: Ranks, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000005"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_is_computed_in(ranks: Ranks, tmp_path: Path) -> None:
     for name in ("float32", "bfloat16"):
         (tmp_path / name).mkdir()

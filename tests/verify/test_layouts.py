@@ -45,6 +45,7 @@ def cases() -> list[Any]:
             quick = layout.world_size == 2 and model == "tiny-moe"
             more = layout.world_size > 2 and model == "tiny-dense"  # whose blocks are in the other as well
             more = more or layout == Layout(tp=2, pp=2, cp=2)  # in which the hybrid below has all of its blocks
+            more = more or 4 in (layout.tp, layout.cp, layout.dp_shard)  # as two are
             name = f"{label(layout)}-{model}-{objective}"
             case = Case(model, layout, objective, initializer_range=0.1)
             mark = pytest.mark.thorough if more else pytest.mark.slow

@@ -138,8 +138,11 @@ class ByHand(ByCalls):
             each.set_requires_gradient_sync(False, recurse=False)
 
     def _hand_over(self, modules: Sequence[FSDPModule], stage: LanguageModel) -> None:
-        for each in reversed(modules):  # a layer's parts before the layer
-            cast(Gathered, each).hand_over(_nothing(stage).requires_grad_()).backward()
+        """One empty backward through all: at its end FSDP looks at every module of the stage, so each costs."""
+        passed = _nothing(stage).requires_grad_()
+        for each in modules:
+            passed = cast(Gathered, each).hand_over(passed)
+        passed.backward()
 
 
 def _nothing(stage: LanguageModel) -> Tensor:
