@@ -59,6 +59,7 @@ def test_help_and_mistakes_need_no_torch(arguments: str, code: int, said: str) -
     assert not modules & {"torch", "transformers", "tokenizers", "numpy"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", sorted(BUILTIN))
 def test_a_built_in_model_is_described_without_what_it_does_not_need(model: str) -> None:
     code, told, modules = started("info", model)

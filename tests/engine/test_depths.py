@@ -33,6 +33,7 @@ def in_layout(group: Any, directory: Path, layout: str) -> tuple[Report | None, 
     return compare(case, mesh=mesh(case.layout)), streamed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -73,6 +74,7 @@ def go_on(group: Any, directory: Path, checkpoint: Path) -> None:
     assert step(engine) == step(again) == step(other)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_them(ranks: Any, tmp_path: Path) -> None:
     published = publish("glm4_moe", tmp_path / "published")
     ranks(1, go_on, published.directory, tmp_path / "step-1")

@@ -128,6 +128,7 @@ def generated(group: Any, source: ModelConfig, layout: Layout) -> list[list[int]
     return [one.tokens for (one,) in completions]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_answer_as_one_does(ranks: Any) -> None:
     source = config("one", initializer_range=0.4)
     expected = generated(None, source, Layout())

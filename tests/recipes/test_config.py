@@ -178,6 +178,7 @@ runs = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(runs)
 def test_what_is_written_is_read_back(run: Run) -> None:

@@ -249,6 +249,7 @@ def reply(prompt, completions, example):
 """
 
 
+@pytest.mark.slow
 def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "reply.py").write_text(REPLY)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"ask": f"{each}+1="}) + "\n" for each in range(9)))

@@ -17,6 +17,7 @@ def on_pool(group: Any, chosen: list[trace.Traced], device: str) -> list[list[Sp
     return trace.record_all(chosen, device)
 
 
+@pytest.mark.slow
 def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     def on_ranks(function: Any, *arguments: Any, nproc: int, **options: Any) -> Any:
         first, second = ranks(nproc, on_pool, *arguments)
