@@ -105,7 +105,7 @@ class ByHand(ByCalls):
     def begin(self, stage: LanguageModel) -> None:
         """Gather all weights."""
         assert isinstance(stage, FSDPModule)
-        self.ending.discard(stage)
+        self.ending.clear()  # of the step before, or of stages that a failure has renewed
         stage.set_requires_gradient_sync(False)
         stage.set_reshard_after_backward(False)
         stage.set_is_last_backward(False)
