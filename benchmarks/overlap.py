@@ -16,7 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,9 @@ class SlowMoE(MoE):
     def steps(self) -> tuple[Step, ...]:
         def between() -> Iterator[Step]:
             for step in super(SlowMoE, self).steps():
-                if step.name == "experts" and self.mesh.ep.group is None:
+                if step.name == "plan":
+                    yield replace(step, waits=True)
+                elif step.name == "experts" and self.mesh.ep.group is None:
                     yield exchange("dispatch", "rows", along="there")
                     yield step
                     yield exchange("combine", "rows", along="back")

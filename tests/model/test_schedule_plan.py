@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from postlude.model.context import ForwardContext
 from postlude.model.schedule_plan import in_turn
 from postlude.model.steps import Step, exchange
 from postlude.ops.linear import linear, putting_off
+from postlude.trace.recorder import Recorder
 from tests.model.small import sequences, small_config
 
 Gradients = dict[str, Tensor | None]
@@ -121,69 +123,83 @@ def test_without_a_processor_it_returns_what_a_forward_does() -> None:
 
 
 @dataclass(frozen=True)
+class Heard(Recorder):
+    """Writes down what a plan says that it does, and for which microbatch."""
+
+    log: list[tuple[int, str, str]]
+    microbatch: int = 0
+
+    @contextlib.contextmanager
+    def during(self, kind: str, name: str) -> Iterator[None]:
+        self.log.append((self.microbatch, kind, name))
+        yield
+
+
+@dataclass(frozen=True)
 class LoggedWay:
     """A way to nowhere, which says when rows leave and arrive."""
 
-    name: str
-    log: list[str]
-
     @property
     def back(self) -> LoggedWay:
-        return LoggedWay(f"{self.name}'", self.log)
+        return self
 
     def __call__(self, rows: Tensor, *told: Any) -> Tensor:
         return rows * 1.0
 
-    def start(self, rows: Tensor, *told: Any) -> Callable[[], Tensor]:
-        self.log.append(f"start {self.name}")
+    def start(self, rows: Tensor, kind: str, name: str, heard: Heard) -> Callable[[], Tensor]:
+        heard.log.append((heard.microbatch, "start", f"{kind} {name}"))
 
         def wait() -> Tensor:
-            self.log.append(f"wait {self.name}")
+            heard.log.append((heard.microbatch, "arrived", f"{kind} {name}"))
             return rows * 1.0
 
         return wait
 
 
-class LoggedMoE(MoE):
+class FarMoE(MoE):
     """Experts that rows are sent to and back from, though all are here."""
-
-    log: list[str] = []  # noqa: RUF012
 
     def steps(self) -> tuple[Step, ...]:
         def between() -> Iterator[Step]:
-            for step in super(LoggedMoE, self).steps():
+            for step in super(FarMoE, self).steps():
                 yield from [exchange("dispatch", "rows", along="there")] if step.name == "experts" else []
-                yield step
+                yield replace(step, waits=True) if step.name == "plan" else step
                 yield from [exchange("combine", "rows", along="back")] if step.name == "experts" else []
 
         return tuple(between())
 
     def plan(self, asked: Any, context: ForwardContext) -> dict[str, Any]:
-        index = context.microbatch.index
-        ways = {name: LoggedWay(f"{name}{index}", self.log) for name in ("there", "back")}
-        return {**super().plan(asked, context), **ways}
-
-    def run_experts(self, rows: Tensor, counts: Tensor, context: ForwardContext) -> Any:
-        self.log.append(f"experts{context.microbatch.index}")
-        return super().run_experts(rows, counts, context)
+        return {**super().plan(asked, context), "there": LoggedWay(), "back": LoggedWay()}
 
 
-def test_every_exchange_is_under_way_while_the_other_computes() -> None:
-    """In a turn of two, whatever is begun is waited for after the other has begun its own."""
-    config, blocks = small_config("[*E]{2}"), {**BLOCKS, "E": LoggedMoE}
-    one, other = LanguageModel(config), LanguageModel(config, blocks=blocks)
+@pytest.mark.parametrize("pattern", ["[*E]{3}", "-[*E][*-][*E]-"])
+def test_every_exchange_is_under_way_while_the_other_computes(pattern: str) -> None:
+    """In a turn of two nobody arrives, nor hears how many rows come, before the other has computed something."""
+    config = small_config(pattern)
+    one, other = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "E": FarMoE})
     first, second, *_ = batch()
-    LoggedMoE.log.clear()
-    assert_alike(one, other, at_once(one, [first, second]), planned(other, [first, second]))
-    log = LoggedMoE.log
-    both = log[log.index(f"start there{second.index}") : log.index(f"wait there{first.index}'", 0) + 1]
-    for name in ("there", "back"):
-        started, waited = both.index(f"start {name}{second.index}"), both.index(f"wait {name}{second.index}")
-        assert any(entry.startswith("start") and entry.endswith("'") for entry in both[started + 1 : waited])
-    alone = [entry for entry in log if entry.endswith(f"{first.index}'")]
-    assert alone == [
-        f"{what} {way}{first.index}'" for _ in range(2) for way in ("back", "there") for what in ("start", "wait")
+    log: list[tuple[int, str, str]] = []
+    plans = [
+        other.build_schedule_plan(
+            each, output_processor=processor, output_processor_context=0.1, recorder=Heard(log, number)
+        )
+        for number, each in enumerate((first, second))
     ]
+    results = [plans[0].forward()]
+    log.clear()
+    results.append(in_turn(plans[1].forward_moves(), plans[0].backward_moves(results[0]["loss"]))[0])
+    found, log = log.copy(), []
+    plans[1].backward(results[1]["loss"])
+    assert_alike(one, other, at_once(one, [first, second]), results)
+    starts = [index for index, (_, kind, _) in enumerate(found) if kind == "start"]
+    assert len(starts) == 4 * sum(layer.count("E") for layer in config.pattern.layers)
+    for index in starts:
+        who, _, name = found[index]
+        arrived = found.index((who, "arrived", name))
+        assert any(each[0] != who and each[1] in ("forward", "backward") for each in found[index:arrived]), name
+    waits = [index for index, (_, kind, name) in enumerate(found) if kind == "forward" and name.endswith("moe.plan")]
+    for index in waits[1:]:  # the first time a backward has not begun
+        assert found[index - 1][0] == 0
 
 
 @pytest.mark.parametrize("bias", [False, True])

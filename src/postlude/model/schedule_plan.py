@@ -80,11 +80,17 @@ class Value:
 
 @dataclass(slots=True)
 class Piece:
-    """Steps between two cuts, and the names of what is read after the second."""
+    """Steps between two cuts, and the names of what is read after the second.
+
+    A forward pauses before a step that waits, so a backward `pauses` once for the same owner, before its last piece, or
+    the first time at the very beginning: with as many pauses they stay abreast, and what one has begun is always
+    followed by work of the other.
+    """
 
     steps: tuple[Planned, ...]
     lasting: frozenset[str]
     name: str
+    pauses: bool = False
     written: list[Value] = field(default_factory=list)
 
 
@@ -165,6 +171,8 @@ class SchedulePlan:
                     yield
                     part.left.gradient = arrive()
                 continue
+            if part.pauses:
+                yield
             for value in part.written:
                 if (found := value.take()) is not None:
                     edges.append(value.edge)
@@ -231,7 +239,7 @@ def _cut(steps: Iterable[Planned]) -> list[Piece | Crossing]:
         if each.step.kind == "exchange":
             groups += [[each], []]
             continue
-        if each.step.waits or each.completes:
+        if each.step.waits or each.completes or each.owner is None:
             groups.append([])
         groups[-1].append(each)
     groups = [group for group in groups if group]
@@ -248,7 +256,17 @@ def _cut(steps: Iterable[Planned]) -> list[Piece | Crossing]:
             for name in each.step.reads
             if name in SHARED or each.owner is owner
         }
-        parts.append(Piece(tuple(group), frozenset(read), _together([each.name for each in group])))
+        begun = group[0].owner
+        waited = any(each.step.waits for earlier in groups[:index] for each in earlier if each.owner is begun)
+        last = all(each.owner is not begun for later in groups[index + 1 :] for each in later)
+        name = _together([each.name for each in group])
+        parts.append(Piece(tuple(group), frozenset(read), name, pauses=waited and last))
+    pausing = [part for part in parts if isinstance(part, Piece) and part.pauses]
+    if pausing:
+        pausing[-1].pauses = False
+        end = parts[-1]
+        assert isinstance(end, Piece)  # an exchange ends nothing
+        end.pauses = True
     return parts
 
 
