@@ -1,0 +1,276 @@
+"""A training step on one GPU: real tokens a second, MFU and peak memory, beside what a user would run instead.
+
+    PYTHONPATH=src python benchmarks/train_step.py --shape 0.6b --json benchmarks/results/train_step_h200.json
+    PYTHONPATH=src python benchmarks/train_step.py --shape 8b --cases update trl --profile
+    PYTHONPATH=src python benchmarks/train_step.py --smoke          # tiny, on any machine
+
+Every case learns from the same sequences, once through, and steps its optimizer. How FLOPs are counted stands in
+workloads.py. Where memory runs out that is the result; where rows are padded, half as many at a time are tried then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peers
+import torch
+from transformers import PretrainedConfig
+from workloads import (
+    MIXES,
+    OUT_OF_MEMORY,
+    PEAK_FLOPS,
+    SHAPES,
+    Clock,
+    Results,
+    Sample,
+    attempt,
+    forget,
+    forward_flops,
+    peak_gib,
+    profile,
+)
+
+from postlude import AdamW, Batch, Engine, ranks
+from postlude.objectives import SFT, Objective, PolicyGradient
+
+ROWS = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every case is given."""
+
+    config: PretrainedConfig
+    sample: Sample
+    device: str
+    budget: int
+    rows: int
+    options: dict[str, Any]
+    """Of the engine."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. `make` returns the step to time; a `passes` of 1 is forward alone."""
+
+    says: str
+    make: Callable[[Work], Callable[[], Any]]
+    passes: int = 3
+    padded: bool = False
+    """Whether it runs rows at a time, of which fewer take less memory."""
+    alone: bool = False
+    """Whether it changes transformers' classes, so that it needs a process of its own."""
+
+
+def batch(sample: Sample) -> Batch:
+    """All tokens are learned, as if answers were all there is."""
+    columns = {
+        "response_mask": [1.0] * len(sample.sequences),
+        "advantages": sample.advantages,
+        "old_logprobs": [sample.old_logprob] * len(sample.sequences),
+    }
+    return Batch(sample.sequences, columns)
+
+
+def padded_batch(sample: Sample, rows: int) -> tuple[Batch, int]:
+    """The same, each sequence padded to the longest of its rows, which stay together; and the tokens of the largest."""
+    sequences, masks, groups, most = [], [], [], 0
+    for first in range(0, len(sample.sequences), rows):
+        some = sample.sequences[first : first + rows]
+        width = max(map(len, some))
+        most = max(most, width * len(some))
+        for each in some:
+            sequences.append(torch.cat((each, each.new_zeros(width - len(each)))))
+            masks.append((torch.arange(width) < len(each)).float())
+            groups.append(first)
+    old = [sample.old_logprob] * len(sequences)
+    columns = {"response_mask": masks, "advantages": sample.advantages, "old_logprobs": old}
+    return Batch(sequences, columns, groups), most
+
+
+def engine(work: Work, budget: int) -> Engine:
+    return Engine(work.config, device=work.device, budget=budget, **{"optimizer": AdamW(lr=1e-6), **work.options})
+
+
+def update(given: Engine, rows: Batch, objective: Objective) -> Callable[[], None]:
+    def step() -> None:
+        given.forward_backward(rows, objective)
+        given.optimizer_step()
+
+    return step
+
+
+def postlude(objective: Objective) -> Callable[[Work], Callable[[], Any]]:
+    return lambda work: update(engine(work, work.budget), batch(work.sample), objective)
+
+
+def postlude_padded(work: Work) -> Callable[[], Any]:
+    rows, most = padded_batch(work.sample, work.rows)
+    return update(engine(work, most), rows, PolicyGradient())
+
+
+def postlude_logprobs(work: Work) -> Callable[[], Any]:
+    given = engine(work, work.budget)
+    return lambda: given.logprobs(batch(work.sample), entropy=True)
+
+
+def transformers_update(loss: Any, *, autocast: bool = False, liger: bool = False) -> Callable[[Work], Any]:
+    def make(work: Work) -> Callable[[], Any]:
+        if liger:
+            peers.liger(work.config)
+        dtype = torch.float32 if autocast or work.device == "cpu" else torch.bfloat16
+        model = peers.made(work.config, work.device, dtype)
+        rows = list(peers.padded(work.sample, work.rows, work.device))
+        return peers.Update(model, rows, loss(work.sample), autocast=autocast and work.device == "cuda")
+
+    return make
+
+
+def transformers_logprobs(work: Work) -> Callable[[], Any]:
+    model = peers.made(work.config, work.device, torch.float32 if work.device == "cpu" else torch.bfloat16)
+    rows = list(peers.padded(work.sample, work.rows, work.device))
+    return lambda: peers.logprobs_alone(model, rows)
+
+
+def packed_flex(work: Work) -> Callable[[], Any]:
+    dtype = torch.float32 if work.device == "cpu" else torch.bfloat16
+    model = peers.made(work.config, work.device, dtype, "flex_attention")
+    rows = peers.packed(work.sample, max(8192, *work.sample.lengths), work.device)
+    return peers.Update(model, rows, peers.packed_sft(work.sample), autocast=False)
+
+
+CASES = {
+    "update": Case("Postlude, packed: policy gradient, entropy reported", postlude(PolicyGradient())),
+    "sft": Case("Postlude, packed: SFT", postlude(SFT())),
+    "logprobs": Case("Postlude, packed: log-probs and entropy, no gradient", postlude_logprobs, passes=1),
+    "padded": Case("Postlude, rows padded: policy gradient", postlude_padded, padded=True),
+    "trl": Case("transformers, TRL-style GRPO, bf16 weights", transformers_update(peers.grpo), padded=True),
+    "trl-autocast": Case(
+        "transformers, TRL-style GRPO, fp32 weights, bf16 autocast",
+        transformers_update(peers.grpo, autocast=True),
+        padded=True,
+    ),
+    "trl-logprobs": Case("transformers, TRL-style log-probs, no gradient", transformers_logprobs, 1, padded=True),
+    "liger": Case(
+        "transformers + Liger, its GRPO loss, bf16 weights",
+        transformers_update(peers.liger_grpo, liger=True),
+        padded=True,
+        alone=True,
+    ),
+    "liger-sft": Case(
+        "transformers + Liger, SFT, bf16 weights", transformers_update(peers.sft, liger=True), padded=True, alone=True
+    ),
+    "flex-sft": Case("transformers, packed with flex attention: SFT, bf16 weights", packed_flex, alone=True),
+}
+
+
+def run(case: Case, work: Work, clock: Clock, profiled: bool) -> dict[str, Any]:
+    """Make it, time it, and let go of it."""
+    lengths = work.sample.lengths
+    try:
+        step = case.make(work)
+        seconds = clock(step)
+        found = {
+            "tokens_per_second": round(sum(lengths) / seconds),
+            "mfu": round(case.passes * forward_flops(work.config, lengths) / seconds / PEAK_FLOPS, 4),
+            "peak_gib": peak_gib(work.device),
+            "seconds": [round(each, 4) for each in clock.seconds],
+        }
+        return found | (profile(step, work.device) if profiled else {})
+    finally:
+        step = None
+        forget(work.device)
+
+
+def with_fewer_rows(case: Case, work: Work, clock: Clock, profiled: bool) -> dict[str, Any]:
+    """As `run`; where rows at a time take too much memory, with half as many, until it fits."""
+    rows = work.rows
+    while True:
+        tried = Work(work.config, work.sample, work.device, work.budget, rows, work.options)
+        found = attempt(lambda tried=tried: run(case, tried, clock, profiled))
+        found["rows"] = rows
+        if found.get("failed") != OUT_OF_MEMORY or rows == 1:
+            return found if rows == work.rows else {**found, "out_of_memory_at_rows": work.rows}
+        forget(work.device)
+        rows //= 2
+
+
+def in_a_process(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The case in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "found.json"
+        words = [sys.executable, __file__, "--shape", arguments.shape, "--mix", arguments.mix, "--cases", name]
+        words += ["--budget", str(arguments.budget), "--repeats", str(arguments.repeats), "--inside"]
+        words += ["--json", str(path), "--device", arguments.device, "--rows", str(arguments.rows)]
+        subprocess.run([*words, *(["--profile"] if arguments.profile else [])], check=False)
+        if not path.exists():
+            return {"failed": "its process ended without a result"}
+        found: dict[str, Any] = json.loads(path.read_text())["cases"][0]
+        return found
+
+
+def shown(name: str, found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return f"  {name:<14} {found['failed']}"
+    rows = f"  {found['rows']} rows" if "rows" in found else ""
+    memory = "" if found["peak_gib"] is None else f"{found['peak_gib']:7.1f} GiB"
+    return f"  {name:<14} {found['tokens_per_second']:>9,} tokens/s  MFU {found['mfu']:6.1%} {memory}{rows}"
+
+
+def options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
+    parser.add_argument("--mix", choices=list(MIXES), default="log-normal", help="the sequences' lengths")
+    parser.add_argument("--budget", type=int, default=16384, help="most tokens of one of Postlude's microbatches")
+    parser.add_argument("--rows", type=int, default=ROWS, help="rows at a time where they are padded")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none", help="Postlude's")
+    parser.add_argument("--repeats", type=int, default=3, help="the median counts")
+    parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on any machine")
+    parser.add_argument("--json", type=Path, help="written after each case")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    if arguments.smoke:
+        arguments.shape, arguments.mix, arguments.budget, arguments.rows, arguments.repeats = "smoke", "smoke", 64, 2, 1
+    return arguments
+
+
+def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    arguments = options(words)
+    config = SHAPES[arguments.shape]()
+    sample = Sample.of(MIXES[arguments.mix](), config.vocab_size)
+    results = Results(" ".join(sys.argv), arguments.device, arguments.json)
+    if not arguments.inside:
+        print(f"{arguments.shape}, {arguments.mix}: {len(sample.lengths)} sequences, {sum(sample.lengths):,} tokens")
+    chosen = {"recompute": arguments.recompute}
+    work = Work(config, sample, arguments.device, max(arguments.budget, *sample.lengths), arguments.rows, chosen)
+    clock = Clock(arguments.device, arguments.repeats)
+    with ranks(device=arguments.device):
+        for name in arguments.cases:
+            case = CASES[name]
+            forget(arguments.device)
+            if case.alone and not arguments.inside:
+                found = in_a_process(name, arguments)
+            elif case.padded:
+                found = with_fewer_rows(case, work, clock, arguments.profile)
+            else:
+                found = attempt(lambda case=case: run(case, work, clock, arguments.profile))
+            said = {"case": name, "says": case.says, "shape": arguments.shape, "mix": arguments.mix}
+            results.add(said | {"budget": work.budget, **chosen} | found)
+            if not (case.alone and not arguments.inside):
+                print(shown(name, found), flush=True)
+    return results.cases
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The benchmarks of steps: they count FLOPs right, compare like with like, and run on any machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from postlude import Batch, Engine, export_hf, load_model, ranks
+from postlude.objectives import SFT, PolicyGradient
+from tests.equality import assert_equal
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import one as the script that it is: with its own folder on the path, and gone again afterwards."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = ("workloads", "peers", "train_step", "rl_iteration", "growth")
+
+    def imported(name: str) -> ModuleType:
+        return __import__(name)
+
+    yield imported
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_mixes_are_those_of_the_tables(benchmark: Any) -> None:
+    mixes = benchmark("workloads").MIXES
+    lengths, long_tail = mixes["log-normal"](), mixes["long-tail"]()
+    assert (len(lengths), sum(lengths), max(lengths)) == (64, 55_399, 4096)
+    assert (len(long_tail), sum(long_tail), max(long_tail)) == (64, 101_947, 16_384)
+
+
+@pytest.mark.parametrize("shape", ["smoke", "smoke-moe"])
+def test_flops_are_those_that_torch_counts(benchmark: Any, shape: str) -> None:
+    """In transformers' model, whose attention sees all pairs, where half of them are causal."""
+    workloads, length = benchmark("workloads"), 12
+    config = workloads.SHAPES[shape]()
+    config._experts_implementation = "eager"  # the counter knows no grouped product
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.long))
+    unseen = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length**2
+    assert workloads.forward_flops(config, [length]) + unseen == counter.get_total_flops()
+
+
+def test_what_is_compared_computes_the_same(benchmark: Any, tmp_path: Path) -> None:
+    """The same weights and sequences: our losses, packed and padded, are the padded peers'."""
+    workloads, peers, train_step = benchmark("workloads"), benchmark("peers"), benchmark("train_step")
+    config = workloads.SHAPES["smoke"]()
+    sample = workloads.Sample.of(workloads.MIXES["smoke"](), config.vocab_size)
+    theirs = AutoModelForCausalLM.from_pretrained(export_hf(load_model(config), tmp_path), dtype=torch.float32)
+    rows = list(peers.padded(sample, 2, "cpu"))
+    expected = {
+        objective: sum(loss(sample)(theirs, each).item() for each in rows)
+        for objective, loss in ((PolicyGradient(), peers.grpo), (SFT(over="response_mask"), peers.sft))
+    }
+    packed: Batch = train_step.batch(sample)
+    padded, most = train_step.padded_batch(sample, 2)
+    with ranks(device="cpu"):
+        engine = Engine(tmp_path, budget=most, device="cpu")
+        for objective, loss in expected.items():
+            for given in (packed, padded):
+                assert_equal(torch.tensor(engine.measure(given, objective).loss), torch.tensor(loss))
+
+
+SMOKES = {
+    "train_step": ["--cases", "update", "sft", "logprobs", "padded", "trl", "trl-logprobs"],
+    "rl_iteration": [],
+    "growth": ["--axes", "length", "experts"],
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMOKES)
+def test_a_benchmark_runs_and_writes_what_it_found(benchmark: Any, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "found.json"
+    found = benchmark(name).main(["--smoke", "--device", "cpu", "--json", str(path), *SMOKES[name]])
+    assert found
+    assert not [case for case in found if "failed" in json.dumps(case)]
+    assert json.loads(path.read_text())["cases"] == json.loads(json.dumps(found))
+    if name == "growth":
+        benchmark(name).main(["--draw", str(path), str(tmp_path / "drawn.svg")])
+        assert (tmp_path / "drawn.svg").read_text().count("<polyline") > 4
