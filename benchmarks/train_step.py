@@ -80,12 +80,15 @@ def batch(sample: Sample) -> Batch:
     return Batch(sample.sequences, columns)
 
 
-def padded_batch(sample: Sample, rows: int) -> tuple[Batch, int]:
-    """The same, each sequence padded to the longest of its rows, which stay together; and the tokens of the largest."""
+def padded_batch(sample: Sample, rows: int, *, alike: bool = False) -> tuple[Batch, int]:
+    """The same, each sequence padded to the longest of its rows, which stay together; and the tokens of the largest.
+
+    With `alike` to the longest of all.
+    """
     sequences, masks, groups, most = [], [], [], 0
     for first in range(0, len(sample.sequences), rows):
         some = sample.sequences[first : first + rows]
-        width = max(map(len, some))
+        width = max(map(len, sample.sequences if alike else some))
         most = max(most, width * len(some))
         for each in some:
             sequences.append(torch.cat((each, each.new_zeros(width - len(each)))))
@@ -112,9 +115,12 @@ def postlude(objective: Objective) -> Callable[[Work], Callable[[], Any]]:
     return lambda work: update(engine(work, work.budget), batch(work.sample), objective)
 
 
-def postlude_padded(work: Work) -> Callable[[], Any]:
-    rows, most = padded_batch(work.sample, work.rows)
-    return update(engine(work, most), rows, PolicyGradient())
+def postlude_padded(*, alike: bool) -> Callable[[Work], Callable[[], Any]]:
+    def make(work: Work) -> Callable[[], Any]:
+        rows, most = padded_batch(work.sample, work.rows, alike=alike)
+        return update(engine(work, most), rows, PolicyGradient())
+
+    return make
 
 
 def postlude_logprobs(work: Work) -> Callable[[], Any]:
@@ -151,7 +157,8 @@ CASES = {
     "update": Case("Postlude, packed: policy gradient, entropy reported", postlude(PolicyGradient())),
     "sft": Case("Postlude, packed: SFT", postlude(SFT())),
     "logprobs": Case("Postlude, packed: log-probs and entropy, no gradient", postlude_logprobs, passes=1),
-    "padded": Case("Postlude, rows padded: policy gradient", postlude_padded, padded=True),
+    "padded": Case("Postlude, rows padded as TRL-style below", postlude_padded(alike=False), padded=True),
+    "padded-all": Case("Postlude, all rows padded to the longest of all", postlude_padded(alike=True), padded=True),
     "trl": Case("transformers, TRL-style GRPO, bf16 weights", transformers_update(peers.grpo), padded=True),
     "trl-autocast": Case(
         "transformers, TRL-style GRPO, fp32 weights, bf16 autocast",

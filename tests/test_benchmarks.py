@@ -74,6 +74,21 @@ def test_what_is_compared_computes_the_same(benchmark: Any, tmp_path: Path) -> N
                 assert_equal(torch.tensor(engine.measure(given, objective).loss), torch.tensor(loss))
 
 
+def test_growth_is_told_by_the_upper_half_of_an_axis(benchmark: Any) -> None:
+    """Below it a constant part hides the power; what attention takes is no part of the rest."""
+    growth = benchmark("growth")
+    sizes = [2**power for power in range(10, 18)]
+    assert growth.exponent(sizes, [3.0 * size**2 for size in sizes]) == 2.0
+    axis = growth.Axis("", ("update",), lambda _: iter(()), attention=True)
+    points = [
+        {"size": size, "seconds": 2e-6 * size + 1e-9 * size**2, "attention_s": 1e-9 * size**2, "extra_gib": size**1.5}
+        for size in sizes
+    ]
+    found = growth.fitted(axis, [*points, {"size": 2**18, "failed": "out of memory"}])
+    assert found["exponents"]["time without attention"] == 1.0
+    assert found["superlinear"] == ["time", "memory"]
+
+
 SMOKES = {
     "train_step": ["--cases", "update", "sft", "logprobs", "padded", "trl", "trl-logprobs"],
     "rl_iteration": [],
