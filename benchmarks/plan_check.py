@@ -186,7 +186,7 @@ class Bench:
         tally = Tally(Scale(self.dealt.own, self.dealt.counts, sharers=engine.mesh.cp.size), Ledger())
         for index, stage in engine.stages.items():
             stage.train()
-            engine.gathering.begin(stage)
+            engine.gathering[index].begin(train=True)
             microbatch = self.dealt.own[0]
             for turn, last in enumerate((False, False, True)):
                 shape = (len(microbatch) // self.layout.tp, engine.config.hidden_size)
@@ -201,11 +201,13 @@ class Bench:
                     taken, left = self.timed(lambda s=stage, m=microbatch, e=entered, h=how: s(m, e, **h))
                     self.times["F", index, turn == 0].append(taken)
                     if last:
-                        engine.gathering.before_last_backward(stage)
+                        engine.gathering[index].before_last_backward()
                     gradient = None if left.ndim == 0 else torch.randn_like(left)
                     dist.barrier()
                     taken, _ = self.timed(lambda s=stage, out=left, g=gradient: self.backward(s, out, g))
                     self.times["B", index, last].append(taken)
+            engine.gathering[index].settle()
+            engine.gathering[index].end()
         dist.barrier()
         self.rest["optimizer"].append(self.timed(engine.optimizer_step)[0])
         dist.barrier()
@@ -217,7 +219,7 @@ class Bench:
         """With what comes after it: with overlap, gradients are summed when a layer has all of them."""
         left.backward(gradient)
         for module in (*reversed(stage.logical_layers), stage):
-            self.engine.gathering.complete(stage, module)
+            self.engine.gathering[stage.stage.index].complete(module)
 
     def transfer(self) -> float:
         """Half of a way there and back, of what stages hand on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from postlude import LanguageModel, Layout, OutputInputs
 from postlude.data import cut
-from postlude.engine.sharding import shard
+from postlude.engine.sharding import Gathering, shard
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import HeadVectors, held, local, region
 from tests.engine.training import build, same
@@ -24,6 +26,16 @@ WIDE = MoEConfig(experts=5, top_k=2, intermediate_size=12, router_fp32=True, sel
 CONFIG = small_config("[*E]", blocks={"E": WIDE})
 PROMISED = {"layers.0.moe.router.weight", "value_head.weight"}
 RECURRENT = small_config("[M-]G")
+
+
+@contextmanager
+def learning(gathering: Gathering) -> Iterator[None]:
+    """As an engine does around the only microbatch of a step."""
+    gathering.begin(train=True)
+    gathering.before_last_backward()
+    yield
+    gathering.settle()
+    gathering.end()
 
 
 def draw(model: LanguageModel) -> None:
@@ -39,7 +51,7 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     place = mesh(Layout.parse(layout))
     with torch.device("meta"):
         model = LanguageModel(CONFIG, mesh=place, value_head=True, recompute=recompute)
-    shard(model, place, torch.bfloat16)
+    gathering = shard(model, place, torch.bfloat16)
     model.to_empty(device="cpu")
     model.reset()
     draw(model)
@@ -63,7 +75,8 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
         return inputs.head.values(inputs.hidden).square().sum()
 
     microbatch = cut(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
-    model(microbatch, output_processor=values).backward()
+    with learning(gathering):
+        model(microbatch, output_processor=values).backward()
     for name in PROMISED:
         parameter = model.get_parameter(name)
         gradient = torch.zeros(parameter.shape)
@@ -146,7 +159,7 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     place = mesh(Layout.parse(layout))
     with torch.device("meta"):
         model = LanguageModel(RECURRENT, mesh=place, recompute=recompute)
-    shard(model, place, torch.bfloat16)
+    gathering = shard(model, place, torch.bfloat16)
     model.to_empty(device="cpu")
     model.reset()
     found: dict[str, Any] = {}
@@ -161,7 +174,8 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
 
             module.register_forward_hook(after)
     microbatch = cut(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
-    model(microbatch, targets=True).sum().backward()
+    with learning(gathering):
+        model(microbatch, targets=True).sum().backward()
     for name, mine in found.items():
         parameter = model.get_parameter(name)
         assert parameter.grad is not None

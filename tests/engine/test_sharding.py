@@ -1,18 +1,26 @@
-"""Every rank holds as much of the experts as every other, however few they are, and nothing else changes by it."""
+"""Ranks share parameters evenly, or hold them whole, and nothing else changes by it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-from postlude import Layout
+from postlude import LanguageModel, Layout
+from postlude.data import pack
 from postlude.engine import Engine
+from postlude.engine.scale import Scale
+from postlude.hf.load import adapt
 from postlude.model.parallel import held
 from postlude.verify.cases import Case
-from tests.engine.training import build, config, optimizer_state, same, train, weights
+from tests.engine.training import BUDGET, DAMPED, batch, build, config, optimizer_state, policy, same, train, weights
+from tests.equality import assert_equal
 from tests.meshes import verify
 
 
@@ -82,3 +90,71 @@ def exchanges(group: Any) -> dict[str, int]:
 def test_selective_recompute_repeats_no_exchange_and_full_repeats_them(ranks: Any) -> None:
     for found in ranks(2, exchanges):
         assert 0 < found["none"] == found["selective"] < found["full"]
+
+
+def alone(group: Any, model: str, overlap: bool) -> dict[str, torch.Tensor]:
+    """The gradients of two batches, in bf16."""
+    engine = build("", config(model), compute_dtype=torch.bfloat16, overlap=overlap)
+    stored = {name: (parameter, held(parameter).clone()) for name, parameter in engine.parameters.items()}
+    for seed in (1, 2):
+        engine.forward_backward(batch(seed), policy)
+        engine.logprobs(batch(3))
+    assert not any(isinstance(module, FSDPModule) for stage in engine.stages.values() for module in stage.modules())
+    for name, parameter in engine.parameters.items():
+        assert parameter is stored[name][0]
+        assert torch.equal(parameter, stored[name][1])
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+    return {name: parameter.grad for name, parameter in engine.parameters.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "overlap"),
+    [("tiny-dense", False), *(pytest.param("tiny-moe", each, marks=pytest.mark.slow) for each in (False, True))],
+)
+def test_one_rank_alone_adds_gradients_up_in_fp32(ranks: Any, model: str, overlap: bool) -> None:
+    """What a model in bf16 gives for each microbatch, cast and added: to the bit, but for norms, which are not cast."""
+    whole = LanguageModel(adapt(config(model))[1], dtype=torch.bfloat16)
+    expected = {name: torch.zeros(parameter.shape) for name, parameter in whole.named_parameters()}
+    for seed in (1, 2):
+        microbatches = pack(batch(seed).sequences, budget=BUDGET, columns=batch(seed).columns)
+        scale = Scale(microbatches)
+        for each in microbatches:
+            whole.zero_grad()
+            whole(
+                each, output_processor=lambda inputs, _, scale=scale: scale.loss(policy(inputs), inputs.microbatch)
+            ).backward()
+            for name, parameter in whole.named_parameters():
+                expected[name] += parameter.grad
+    (found,) = ranks(1, alone, model, overlap)
+    assert found.keys() == expected.keys()
+    for name, total in expected.items():
+        if total.ndim > 1:
+            assert torch.equal(found[name], total), name
+        else:
+            assert_equal(found[name], total, name, 2.0**-8)
+
+
+def once_and_often(group: Any, layout: str, overlap: bool) -> tuple[Any, ...]:
+    """Losses, norms and weights of some steps, and how many sums a step makes: each microbatch's gradients, or once."""
+    found = []
+    for once in (False, True):
+        engine = build(layout, config("tiny-moe"), gather_once=once, overlap=overlap, optimizer=DAMPED)
+        train(engine, [1])
+        sums = mock.Mock(side_effect=groups.foreach_reduce)
+        with mock.patch.object(groups, "foreach_reduce", sums):
+            losses = [engine.forward_backward(batch(seed), policy).loss for seed in (2, 3)]
+        norm = engine.optimizer_step().grad_norm
+        found.append((torch.tensor([*losses, norm]), weights(engine), sums.call_count))
+    return tuple(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "overlap"), [("dp_shard=2,ep=2", False), pytest.param("dp_shard=2", True, marks=pytest.mark.thorough)]
+)
+def test_gradients_summed_once_are_those_summed_each_time(ranks: Any, layout: str, overlap: bool) -> None:
+    for (numbers, moved, often), (numbers_once, moved_once, once) in ranks(2, once_and_often, layout, overlap):
+        assert_equal(numbers_once, numbers, "losses and norm")
+        for name, expected in moved.items():
+            assert_equal(moved_once[name], expected, name)
+        assert 0 < once < often

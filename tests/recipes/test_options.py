@@ -175,6 +175,7 @@ ELSEWHERE = {
     "budget": "it divides the work and changes no number; tests/data/test_packing.py",
     "recompute": "it changes no number; tests/verify",
     "overlap": "it changes no number; tests/engine/test_overlap.py",
+    "gather_once": "it changes no number; tests/engine/test_sharding.py",
     "dtype": "test_grpo.py: test_what_is_computed_in",
     "wandb": "test_run.py",
     "save_every": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from postlude import Layout
 from postlude.engine import engine as engine_module
+from postlude.engine import sharding
 from postlude.engine.scale import Scale
 from postlude.model import context as context_module
 from postlude.ops import collectives, exchange
@@ -65,6 +66,12 @@ FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
     ),
     "tp: the gradient of what ranks hold alike is not summed": (
         Layout(tp=2),
+        "tiny-dense",
+        "sft",
+        lambda: patch.object(sharding, "sum_alike", lambda parameters: None),
+    ),
+    "tp: the gradient of what ranks hold alike is not summed before it is sharded": (
+        Layout(tp=2, dp_shard=2),
         "tiny-dense",
         "sft",
         lambda: patch.object(torch.distributed.tensor, "Partial", Replicate),  # where `local` takes it from
@@ -141,11 +148,18 @@ def verify_with(group: Any, case: Case, fault: str | None) -> Report | None:
     return report(case, found, on_one_rank(case, "cpu")) if dist.get_rank() == 0 else None
 
 
+MORE_RANKS = ("tp: the gradient of what ranks hold alike is not summed before it is sharded",)
 QUICK = ("cp: every rank counts a sequence's loss", "scale: the loss is a sum")
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow) for fault in FAULTS]
+    "fault",
+    [
+        pytest.param(
+            fault, marks=() if fault in QUICK else pytest.mark.thorough if fault in MORE_RANKS else pytest.mark.slow
+        )
+        for fault in FAULTS
+    ],
 )
 @pytest.mark.slow
 def test_a_fault_is_found(ranks: Any, fault: str) -> None:

@@ -23,7 +23,7 @@ from postlude.engine.gradients import clip, squared_norm, sum_counted
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.result import Result, StepResult
 from postlude.engine.scale import Ledger, Scale, Tally
-from postlude.engine.sharding import ByCalls, ByHand, copies, renewed, reshard, shard, sum_shared
+from postlude.engine.sharding import Gathering, copies, renewed, shard, sum_shared
 from postlude.hf.card import ModelCard
 from postlude.hf.export import describe
 from postlude.hf.families import FAMILIES
@@ -58,7 +58,9 @@ class Engine:
     With `mtp` it has the multi-token-prediction depths of the source's files, too, and depths are trained, by an
     objective that asks for them (`MTP`); without, they stay as they are. `recompute` and `scans` are `LanguageModel`'s.
     With `overlap` one microbatch's forward and another's backward take turns, so that exchanges with experts hide
-    behind compute, with the same result to the bit. Weights then stay whole for a step.
+    behind compute, with the same result to the bit. Weights then stay whole for a step. With `gather_once`, and in a
+    pipeline, so do gradients, which are summed once a step instead of once a microbatch: where ranks shard a model,
+    each needs room for all of its stage's, in fp32. One that shards nothing has them whole anyway.
 
     `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
     its tensors are streamed under our own names. Of a `Recast`, `fresh` names the tensors that the source had not.
@@ -79,6 +81,7 @@ class Engine:
         critic: bool = False,
         mtp: bool = False,
         overlap: bool = False,
+        gather_once: bool = False,
         seed: int = 0,
         mesh: Mesh | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
@@ -95,7 +98,8 @@ class Engine:
         self.critic = critic
         self.mtp = mtp
         self.overlap = overlap
-        self.gathering = ByHand(self.mesh) if overlap else ByCalls(self.mesh)
+        self.gather_once = gather_once
+        self.gathering: dict[int, Gathering] = {}
         self.block_types = blocks
         self.families = families
         source = with_depths(source, families, blocks) if mtp else source
@@ -140,13 +144,15 @@ class Engine:
             )
         if stage.predicts_ahead:
             stage.mtp.requires_grad_(self.mtp)
-        shard(stage, self.mesh, self.compute_dtype, whole=self.gathering.whole)
+        self.gathering[index] = shard(stage, self.mesh, self.compute_dtype, overlap=self.overlap, once=self.gather_once)
         return stage
 
     def _renew(self) -> None:
         """Put new stages around the same parameters: an exception leaves FSDP's own in the middle of a pass."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what is under way on other streams still uses the old ones
+        for gathering in self.gathering.values():
+            gathering.end()
         self.stages = {index: renewed(old, self._without_tensors(index)) for index, old in self.stages.items()}
         self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype, overlap=self.overlap)
 
@@ -203,19 +209,19 @@ class Engine:
             own = [replace(each, batch_tokens=int(counts["all_tokens"])) for each in own]
         tally = Tally(Scale(own, {**dealt.counts, **counts}, sharers=self.mesh.cp.size), self.ledger)
         with self.condition.passing("forward_backward", self._renew, gradients=True):
-            for stage in self.stages.values():
-                stage.train()
-                with recorder.during("shards", "weights"):
-                    self.gathering.begin(stage)
             for name in self.shared & self.parameters.keys():
                 if self._is_second_copy(name):
                     self.parameters[name].grad = None  # the first stage holds what was summed before
+            for index, stage in self.stages.items():
+                stage.train()
+                with recorder.during("shards", "weights"):
+                    self.gathering[index].begin(train=True)
             self.executor.run(
                 own,
                 output_processor=lambda inputs, _: _connected(tally.evaluate(objective, inputs), inputs),
                 loss=lambda value: value,
-                before_last_backward=self.gathering.before_last_backward,
-                complete=self.gathering.complete,
+                before_last_backward=lambda stage: self.gathering[stage.stage.index].before_last_backward(),
+                complete=lambda stage, module: self.gathering[stage.stage.index].complete(module),
                 recorder=recorder,
             )
             self._finish_gradients()
@@ -458,11 +464,12 @@ class Engine:
 
     def _forward(self, own: list[Microbatch], processor: Callable[[OutputInputs], Any]) -> list[Any]:
         """Run this rank's microbatches without gradients."""
-        for stage in self.stages.values():
+        for index, stage in self.stages.items():
             stage.eval()
+            self.gathering[index].begin(train=False)
         found = self.executor.run(own, output_processor=lambda inputs, _: processor(inputs))
-        for stage in self.stages.values():
-            reshard(stage)
+        for gathering in self.gathering.values():
+            gathering.end()
         return found
 
     def _deal(self, batch: Batch) -> Dealt:
@@ -492,6 +499,9 @@ class Engine:
 
         Zero where nothing depended on it: one without would get no optimizer state, which a checkpoint then lacks.
         """
+        for gathering in self.gathering.values():
+            gathering.settle()
+            gathering.end()
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

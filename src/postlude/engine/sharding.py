@@ -1,10 +1,10 @@
-"""Data parallelism by FSDP2: who shards which parameters, and when gradients are summed."""
+"""Data parallelism: who shards which parameters by FSDP2, or holds them whole, and when gradients are summed."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,49 @@ from postlude.model.parallel import Gathered, held
 from postlude.world.mesh import Mesh
 
 
-def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, whole: bool = False) -> None:
+class Gathering(Protocol):
+    """How the weights of one stage are made ready for passes, and what becomes of its gradients."""
+
+    def begin(self, *, train: bool) -> None:
+        """Before the first forward of a pass over microbatches; with `train`, backwards come too."""
+        ...
+
+    def before_last_backward(self) -> None:
+        """When all but one of the backwards are done."""
+        ...
+
+    def complete(self, module: Gathered) -> None:
+        """When a planned backward has added all that it adds to a layer's gradients, or to those of the stage."""
+        ...
+
+    def settle(self) -> None:
+        """After the last backward: make gradients those of all ranks."""
+        ...
+
+    def end(self) -> None:
+        """After the pass, also one that failed: the stage has its stored parameters again."""
+        ...
+
+
+def shard(
+    model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, overlap: bool = False, once: bool = False
+) -> Gathering:
     """Shard a stage over the data-parallel ranks: what blocks keep apart, each logical layer, then the rest.
 
-    Gradients are summed, never divided: the one scale has divided already. With `whole`, and in a
-    pipeline, weights stay whole between microbatches. In a pipeline gradients wait for the last backward; without one,
-    each microbatch's are summed at once, so that no rank ever holds the gradient of more than a layer.
+    Where there is one such rank, nothing is sharded. Gradients are summed, never divided: the one scale has divided
+    already. With `overlap` or `once`, and in a pipeline, weights stay whole between microbatches. With `once`, and in a
+    pipeline, gradients wait for the last backward; otherwise each microbatch's are summed at once, so that no rank ever
+    holds the gradient of more than a layer.
     """
     assert mesh.shards is not None
     assert mesh.expert_shards is not None
-    whole_between = whole or mesh.pp.size > 1
+    apart = model.apart()
+    if is_whole(mesh, experts=any(part.experts for part in apart)):
+        return Whole(model, compute_dtype)
+    once = once or mesh.pp.size > 1
+    whole_between = once or overlap
     even = functools.partial(_evenly, ranks=mesh.expert_shards.shape[-1])
-    for part in model.apart():
+    for part in apart:
         fully_shard(
             part.module,
             mesh=mesh.expert_shards if part.experts else mesh.shards,
@@ -46,6 +77,14 @@ def shard(model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, whole
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             register_fsdp_forward_method(module, "hand_over")
+    return ByHand(model, once=once) if overlap else ByCalls(model, once=once)
+
+
+def is_whole(mesh: Mesh, *, experts: bool) -> bool:
+    """Whether no other rank shares this one's part of a stage, or of its experts where it has some."""
+    assert mesh.shards is not None
+    assert mesh.expert_shards is not None
+    return mesh.shards.size() == 1 and (mesh.expert_shards.size() == 1 or not experts)
 
 
 def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:
@@ -61,33 +100,104 @@ def _evenly(parameter: nn.Parameter, ranks: int) -> Shard:
     return Shard(next((dimension for dimension, size in enumerate(shape) if size % ranks == 0), 0))
 
 
+class Whole:
+    """Nobody shares this rank's part of the stage: no FSDP, which would copy every weight and gradient it handles.
+
+    During a pass each parameter's place is taken by a leaf in the dtype of computation, a plain tensor: a copy made
+    once, or the very memory where the dtypes are one. Autograd adds what it finds to the stored parameter's gradient
+    itself, in its dtype, also to that of a copy which is narrower.
+    """
+
+    def __init__(self, stage: LanguageModel, compute_dtype: torch.dtype) -> None:
+        self.stage, self.compute_dtype = stage, compute_dtype
+        self.wide = {part.module for part in stage.apart() if part.fp32}
+        self.stored: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def begin(self, *, train: bool) -> None:
+        """Put a leaf in every parameter's place, with a gradient to add to."""
+        self.end()
+        for module in self.stage.modules():
+            dtype = torch.float32 if module in self.wide else self.compute_dtype
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                leaf = nn.Parameter(held(parameter).to(dtype), requires_grad=parameter.requires_grad)
+                if train and parameter.requires_grad:
+                    _add_to(leaf, parameter)
+                self.stored.append((module, name, parameter))
+                setattr(module, name, leaf)
+
+    def before_last_backward(self) -> None:
+        """Gradients are where they belong after every one."""
+
+    def complete(self, module: Gathered) -> None:
+        """Its gradients are where they belong."""
+
+    def settle(self) -> None:
+        """Sum the gradients of what tensor-parallel ranks hold alike, each of which has its own addend."""
+        sum_alike([parameter for _, _, parameter in self.stored if parameter.grad is not None])
+
+    def end(self) -> None:
+        """Put the parameters back."""
+        for module, name, parameter in self.stored:
+            setattr(module, name, parameter)
+        self.stored.clear()
+
+
+def _add_to(leaf: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Have autograd add the leaf's gradient to that of a stored parameter, which every rank that holds it shares in."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    total = held(parameter.grad)
+    if isinstance(parameter, DTensor) and parameter.device_mesh.get_local_rank() and copies(parameter) > 1:
+        total.zero_()  # what ranks that hold it alike have summed before, the first one brings into the next sum
+    leaf.grad_dtype = None  # any
+    leaf.grad = total
+
+
+def sum_alike(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum the gradients of what several ranks hold alike over those ranks, all in one go."""
+    alike = [each for each in parameters if isinstance(each, DTensor) and copies(each) > 1]
+    gradients = [held(each.grad) for each in alike if each.grad is not None]
+    if not gradients:
+        return
+    together = torch.cat([each.flatten() for each in gradients])
+    dist.all_reduce(together, group=alike[0].device_mesh.get_group())
+    for each, total in zip(gradients, together.split([each.numel() for each in gradients]), strict=True):
+        each.copy_(total.view_as(each))
+
+
 class ByCalls:
     """Weights are gathered, and gradients summed, where FSDP does so: around the calls of layers."""
 
-    whole = False
-    """Whether weights stay whole between microbatches, though there be no pipeline."""
+    def __init__(self, stage: LanguageModel, *, once: bool) -> None:
+        self.stage, self.once = stage, once
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def begin(self, *, train: bool) -> None:
+        """What FSDP is to do in the backwards but the last."""
+        if train:
+            self._expect(last=False)
 
-    def begin(self, stage: LanguageModel) -> None:
-        """Before the first forward of a step."""
-        self._expect(stage, last=False)
+    def before_last_backward(self) -> None:
+        """What it is to do in the last."""
+        self._expect(last=True)
 
-    def before_last_backward(self, stage: LanguageModel) -> None:
-        """When all but one of the stage's backwards are done."""
-        self._expect(stage, last=True)
+    def complete(self, module: Gathered) -> None:
+        """FSDP knows by itself."""
 
-    def complete(self, stage: LanguageModel, module: Gathered) -> None:
-        """When a backward has added all that it adds to a layer's gradients, or to those of the stage beside them."""
+    def settle(self) -> None:
+        """FSDP has summed them."""
 
-    def _expect(self, stage: LanguageModel, *, last: bool) -> None:
-        assert isinstance(stage, FSDPModule)
-        alone = self.mesh.pp.size == 1
-        stage.set_requires_gradient_sync(last or alone)
-        stage.set_requires_all_reduce(last)
-        stage.set_reshard_after_backward(last or alone)
-        stage.set_is_last_backward(last)
+    def end(self) -> None:
+        """Let go of whole weights, so that the next forward gathers them as they are then."""
+        for module in self.stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _expect(self, *, last: bool) -> None:
+        assert isinstance(self.stage, FSDPModule)
+        self.stage.set_requires_gradient_sync(last or not self.once)
+        self.stage.set_requires_all_reduce(last)
+        self.stage.set_reshard_after_backward(last or not self.once)
+        self.stage.set_is_last_backward(last)
 
 
 class ByHand(ByCalls):
@@ -96,16 +206,15 @@ class ByHand(ByCalls):
     FSDP sums gradients in the backward of a call, so when those of a layer are all there, it gets an empty one.
     """
 
-    whole = True
+    ending = False
 
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh)
-        self.ending: set[LanguageModel] = set()
-
-    def begin(self, stage: LanguageModel) -> None:
+    def begin(self, *, train: bool) -> None:
         """Gather all weights."""
+        self.ending = False
+        if not train:
+            return
+        stage = self.stage
         assert isinstance(stage, FSDPModule)
-        self.ending.clear()  # of the step before, or of stages that a failure has renewed
         stage.set_requires_gradient_sync(False)
         stage.set_reshard_after_backward(False)
         stage.set_is_last_backward(False)
@@ -114,32 +223,32 @@ class ByHand(ByCalls):
             if isinstance(module, FSDPModule):
                 module.unshard()
 
-    def before_last_backward(self, stage: LanguageModel) -> None:
+    def before_last_backward(self) -> None:
         """The gradients that it completes are the step's."""
-        self.ending.add(stage)
+        self.ending = True
 
-    def complete(self, stage: LanguageModel, module: Gathered) -> None:
-        """Sum the gradients: of every backward, or in a pipeline of the last."""
-        last = stage in self.ending
+    def complete(self, module: Gathered) -> None:
+        """Sum the gradients: of every backward, or once, of the last."""
+        stage = self.stage
         layers = {id(each) for layer in stage.logical_layers for each in layer.modules()} if module is stage else set()
         own = [each for each in module.modules() if isinstance(each, FSDPModule) and id(each) not in layers]
-        self._hand_over(own, stage)  # some may have been added to the sums in fp32 already: so that all are
-        if not (last or self.mesh.pp.size == 1):
+        self._hand_over(own)  # some may have been added to the sums in fp32 already: so that all are
+        if self.once and not self.ending:
             return
         for each in own:
             each.set_requires_gradient_sync(True, recurse=False)
-            each.set_requires_all_reduce(last, recurse=False)
-        if module is stage and last:
+            each.set_requires_all_reduce(self.ending, recurse=False)
+        if module is stage and self.ending:
             assert isinstance(stage, FSDPModule)
             stage.set_is_last_backward(True)
             stage.set_reshard_after_backward(True)
-        self._hand_over(own, stage)
+        self._hand_over(own)
         for each in own:
             each.set_requires_gradient_sync(False, recurse=False)
 
-    def _hand_over(self, modules: Sequence[FSDPModule], stage: LanguageModel) -> None:
+    def _hand_over(self, modules: Sequence[FSDPModule]) -> None:
         """One empty backward through all: at its end FSDP looks at every module of the stage, so each costs."""
-        passed = _nothing(stage).requires_grad_()
+        passed = _nothing(self.stage).requires_grad_()
         for each in modules:
             passed = cast(Gathered, each).hand_over(passed)
         passed.backward()
@@ -147,13 +256,6 @@ class ByHand(ByCalls):
 
 def _nothing(stage: LanguageModel) -> Tensor:
     return torch.zeros((), device=next(stage.parameters()).device)
-
-
-def reshard(model: LanguageModel) -> None:
-    """Let go of whole weights, so that the next forward gathers them as they are then."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def renewed(old: LanguageModel, new: LanguageModel) -> LanguageModel:

@@ -18,7 +18,7 @@ from postlude.model.recompute import Recompute
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
 from postlude.pipeline.order import Turn, turns
 from postlude.plan.clock import most_held
-from postlude.plan.sizes import Sizes, layers_of, sizes_of, total
+from postlude.plan.sizes import Held, Sizes, layers_of, sizes_of, total
 
 STORED = 4  # bytes of a parameter as it is stored; of its gradient and each of the optimizer's numbers too
 AT_WORK = 0.35  # of what its largest block keeps, roughly: gradients of features that a backward holds beside it
@@ -34,7 +34,8 @@ class Memory:
     frozen: int
     """A reference's or a teacher's weights."""
     gathered: int
-    """Whole weights while they are used, in the dtype of computation; in a pipeline, whole gradients too."""
+    """Whole weights while they are used, in the dtype of computation; where gradients are summed once a step, those
+    too."""
     activations: int
     """What the forward of microbatches in flight keeps for their backward."""
     working: int
@@ -68,6 +69,7 @@ def estimate(
     device: str = "cpu",
     microbatches: int | None = None,
     overlap: bool = False,
+    gather_once: bool = False,
     mtp: bool = True,
     blocks: Mapping[str, type[Block]] = BLOCKS,
     sizes: Sizes | None = None,
@@ -97,11 +99,11 @@ def estimate(
                 gradients=(stored - idle) * STORED,
                 optimizer=(stored - idle) * STORED * moments,
                 frozen=frozen * STORED // (layout.dp_shard * layout.cp * layout.tp * layout.pp),
-                gathered=_gathered(sizes, stages, layout, compute_bytes, overlap=overlap),
+                gathered=_gathered(sizes, stages, layout, compute_bytes, overlap=overlap, once=gather_once),
                 activations=int(in_flight * tokens * compute_bytes),
                 working=int(at_work * tokens * compute_bytes),
                 head=_head(config, layout, -(-budget // layout.cp), device, compute_bytes) if last else 0,
-                summed=_summed(sizes, stages, layout, compute_bytes),
+                summed=_summed(sizes, stages, layout, compute_bytes, once=gather_once),
             )
         )
     return found
@@ -117,14 +119,20 @@ def _schedule(pp: int, vpp: int, microbatches: int, overlap: bool) -> tuple[tupl
     return tuple(turns(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, overlap=overlap) for rank in range(pp))
 
 
-def _gathered(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, overlap: bool) -> int:
-    """Whole weights beside the stored ones: a layer's and the next one's; or, in a pipeline, all of the rank's.
+def _gathered(
+    sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, overlap: bool, once: bool
+) -> int:
+    """Whole weights beside the stored ones: a layer's and the next one's; or all of the rank's.
 
-    There they stay whole between microbatches, and gradients with them, in fp32. Without a pipeline what is outside
-    the layers is gathered for the whole pass; with overlap all of it, and a layer's gradient waits in fp32.
+    All, where nobody shards them: a copy in the dtype of computation, unless it is the stored one. In a pipeline, or
+    where they are gathered `once`, they stay whole between microbatches, and gradients with them, in fp32. Otherwise
+    what is outside the layers is gathered for the whole pass; with overlap all of it, and a layer's gradient waits in
+    fp32.
     """
-    if layout.pp > 1:
-        held = total(sizes.stage(stage) for stage in stages)
+    held = total(sizes.stage(stage) for stage in stages)
+    if _is_whole(held, layout):
+        return held.used * compute_bytes if compute_bytes != STORED else 0
+    if layout.pp > 1 or once:
         own = sum(sizes.stage(stage).stored(layout) for stage in stages)  # of gradients, which come as these go
         return held.used * (compute_bytes + STORED) - own * STORED
     largest = max((each.used for each in sizes.inside(stages[0])), default=0)
@@ -133,12 +141,19 @@ def _gathered(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_byt
     return (2 * largest + sizes.outside(stages[0]).used) * compute_bytes
 
 
-def _summed(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int) -> int:
-    """A gradient as it was made, what is sent of it, and this rank's part of the sum; in a pipeline the first lasts."""
+def _summed(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, once: bool) -> int:
+    """A gradient as it was made, what is sent of it, and this rank's part of the sum; summed once, the first lasts."""
     each = [sizes.outside(stage) for stage in stages]
     largest = max(each, key=lambda held: held.used)
-    made = 0 if layout.pp > 1 else compute_bytes
+    if _is_whole(total(sizes.stage(stage) for stage in stages), layout):
+        return largest.used * compute_bytes
+    made = 0 if layout.pp > 1 or once else compute_bytes
     return largest.used * (made + STORED) + largest.stored(layout) * STORED
+
+
+def _is_whole(held: Held, layout: Layout) -> bool:
+    """Whether nobody shares what a rank holds, so that nothing is gathered or sent."""
+    return layout.dp_replicate == 1 and held.stored(layout) == held.used
 
 
 def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:

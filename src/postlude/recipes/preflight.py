@@ -142,6 +142,7 @@ class Subject:
             device=self.start.device,
             mtp=config.mtp is not None,
             overlap=config.overlap,
+            gather_once=config.gather_once,
         )
 
 

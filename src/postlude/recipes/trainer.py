@@ -91,6 +91,7 @@ class Trainer(ABC):
             device=device,
             recompute=config.recompute,
             overlap=config.overlap,
+            gather_once=config.gather_once,
             seed=config.seed,
             mtp=config.mtp is not None,
         )

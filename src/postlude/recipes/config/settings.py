@@ -281,6 +281,9 @@ class Training(Model):
     overlap: bool = False
     """Whether one microbatch's forward and another's backward take turns, so that exchanges with experts hide behind
     compute. It keeps one more microbatch and whole weights."""
+    gather_once: bool = False
+    """Whether weights are gathered and gradients summed once a step instead of once a microbatch, where ranks share
+    them. Each then needs room for all of its stage's weights and gradients."""
     save_every: NonNegativeInt = 50
     """Steps between checkpoints; 0 saves the last one alone."""
     keep: PositiveInt = 2

@@ -15,6 +15,7 @@ MAY_CHANGE = (
     "budget",
     "recompute",
     "overlap",
+    "gather_once",
     "answers.draft",
     "data.answers.draft",
     # how long, and how fast
