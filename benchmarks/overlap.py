@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -176,8 +177,7 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
     }
     PAUSE.seconds, PAUSE.cycles = 0.0, 0
     for engine in engines.values():
-        for _ in range(2):
-            step(engine)
+        print(f"warming up: {step(engine):.2f} s, then {step(engine):.2f} s", file=sys.stderr, flush=True)
     PAUSE.taken = 0
     step(engines[False])
     exchanges = PAUSE.taken

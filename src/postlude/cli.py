@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import importlib
 import signal
 import sys
@@ -35,6 +36,7 @@ Command = Callable[[argparse.Namespace], int | None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    gc.set_threshold(100_000, *gc.get_threshold()[1:])  # imports make much that stays; looking for garbage in it costs
     options = _parse(arguments)
     try:
         run = cast(Command, importlib.import_module(f"postlude.commands.{options.module}").run)

@@ -125,6 +125,9 @@ class _JsonSchema(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
+    def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
+        return value  # as written
+
 
 def _with_help(found: JsonSchemaValue, cls: type) -> JsonSchemaValue:
     """The schema of a section, with the strings under the fields of its class."""
