@@ -177,7 +177,7 @@ ELSEWHERE = {
     "overlap": "it changes no number; tests/engine/test_overlap.py",
     "gather_once": "it changes no number; tests/engine/test_sharding.py",
     "dtype": "test_grpo.py: test_what_is_computed_in",
-    "wandb": "test_run.py",
+    "sinks": "test_sinks.py",
     "save_every": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
     "keep": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
     "export": "test_grpo.py: test_what_is_left_out",

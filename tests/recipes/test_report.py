@@ -47,8 +47,6 @@ WORDS = [
 ]
 EVIL = "</script><script>alert('x')</script><img src=https://example.com/x onerror=alert(1)>"
 
-pytestmark = pytest.mark.filterwarnings("ignore:No TensorBoard files")
-
 
 @pytest.fixture(autouse=True)
 def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from rich.console import Console
 
 from postlude.recipes.live import LiveView, sparkline
 from postlude.recipes.numbers import duration, short
-from postlude.recipes.run import sinks
 from postlude.recipes.run.directory import (
     Onlooker,
     RunDirectory,
@@ -41,8 +40,6 @@ from tests.conftest import Ranks
 
 CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "data": Path("a/b"), "steps": 10}
 FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml")
-
-pytestmark = pytest.mark.filterwarnings("ignore:No TensorBoard files")
 
 
 def metrics(step: int) -> dict[str, Any]:
@@ -160,19 +157,6 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_there(tmp_path: Path) -> No
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
         run.log(2, {"loss": 0.5}, phase="sft")
     assert [line["loss"] for line in read_metrics(tmp_path)] == [1.0, 0.5]
-
-
-def test_a_sink_that_cannot_be_closed_keeps_nothing_from_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(_: object) -> None:
-        raise OSError("no space")
-
-    monkeypatch.setattr(sinks.TensorBoard, "close", full)
-    with open_run(tmp_path, CONFIG) as run:
-        run.log(1, {"loss": 1.0}, phase="sft")
-    assert [record.getMessage() for record in caplog.records] == ["TensorBoard lacks the last metrics: no space"]
-    assert not (tmp_path / "run.lock").exists()
 
 
 def test_each_line_is_on_its_way_at_once(tmp_path: Path) -> None:
@@ -375,43 +359,6 @@ def test_new_empty_and_unrelated_directories_are_fine(tmp_path: Path) -> None:
         open_run(tmp_path / "file", CONFIG)
     with pytest.raises(TypeError, match=r"config.yaml cannot hold"):
         open_run(tmp_path / "x", {"bad": object()})
-
-
-def test_wandb_is_asked_for_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pip install wandb"):
-        open_run(tmp_path / "run", CONFIG, wandb="project")
-    assert not (tmp_path / "run").exists()
-    open_run(tmp_path / "run", CONFIG)
-
-
-def test_without_tensorboard_a_run_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with warnings.catch_warnings(record=True) as told, open_run(tmp_path, CONFIG) as run:
-        warnings.simplefilter("always")
-        for step in (1, 2, 3):
-            run.log(step, metrics(step), phase="sft")
-    assert [str(each.message) for each in told if "TensorBoard" in str(each.message)] == [str(told[0].message)]
-    assert len(read_metrics(tmp_path)) == 3
-
-
-def test_tensorboard_forgets_what_is_done_again(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    killed = open_run(tmp_path, CONFIG)
-    killed.resume()
-    train(killed, 1, 6)
-    kill(killed)
-    time.sleep(1.1)  # an event file's name has the second in it
-    with open_run(tmp_path, CONFIG) as run:
-        run.resume()
-        train(run, 5, 10)
-    events = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0})
-    events.Reload()
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 11))
-    assert [event.step for event in events.Histograms("rewards")] == list(range(1, 11))
 
 
 def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[str]]:

@@ -24,8 +24,6 @@ from postlude.recipes.verdict import facts, held_out_table, read_verdict
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.filterwarnings("ignore:No TensorBoard files")
-
 
 def grpo_run(directory: Path) -> Path:
     """Two supervised steps, the first evaluation, three steps of GRPO: every number is known."""

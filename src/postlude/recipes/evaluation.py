@@ -50,7 +50,7 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
         environment = held.enter_context(
             closing(environment_of(config.environment, config.seed, tokenizer, config.answers, config.budget))
         )
-        directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, wandb=config.wandb))
+        directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, sinks=config.sinks))
         directory.resume_at(-1)
         directory.record(step=0, command=beginning.command, **surroundings(torch.device(device)))
         rollouts = Rollouts(

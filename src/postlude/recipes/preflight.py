@@ -47,6 +47,7 @@ from postlude.recipes.rollouts import encode_prompt, environment_of
 from postlude.recipes.run.changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
 from postlude.recipes.run.lock import LOCK, RunLock
+from postlude.recipes.run.sinks import check_sinks
 from postlude.rollout.generator import check_draft
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
 
@@ -150,6 +151,7 @@ def of_model(subject: Subject) -> Iterator[Check]:
     """What every recipe needs: a device, a place to write to, a model that can be read."""
     yield Check("device", lambda: _device(subject.start.device))
     yield Check("run", lambda: _run(subject))
+    yield Check("sinks", lambda: check_sinks(subject.config.sinks))
     yield Check("model", lambda: _model(subject))
     yield Check("weights", lambda: _weights(subject.source), after=("model",))
     yield Check("tokenizer", lambda: _tokenizer(subject), after=("model",))

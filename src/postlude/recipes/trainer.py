@@ -52,7 +52,7 @@ from postlude.recipes.signals import Signals
 from postlude.recipes.verdict import MODEL, facts, read_verdict
 from postlude.world.agreement import RankFailure, agreed, first_rank_says
 
-NOT_THE_MODELS = ("run", "model", "wandb")  # settings that say nothing about what was made
+NOT_THE_MODELS = ("run", "model", "sinks")  # settings that say nothing about what was made
 LOG = logging.getLogger("postlude")
 LATER, DAMAGED = "later", "damaged"  # what checkpoints are called that a run goes on before
 
@@ -132,7 +132,7 @@ class Trainer(ABC):
 
     def resume(self, beginning: Beginning) -> None:
         """Take the directory, and go on from a checkpoint. A run without one begins by measuring where it starts."""
-        self.run = open_run(self.settings.run, self.asked, may_change=MAY_CHANGE, wandb=self.settings.wandb)
+        self.run = open_run(self.settings.run, self.asked, may_change=MAY_CHANGE, sinks=self.settings.sinks)
         self.again = f"go on with: {beginning.command}" if beginning.command else "the same config goes on"
         checkpoint = self._restored(beginning.resume_from)
         at = -1 if checkpoint is None else step_of(checkpoint)

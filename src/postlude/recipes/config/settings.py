@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from postlude.data.datasets import read_rows
 from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
 from postlude.recipes.config.schema import Kinds, Settings
+from postlude.recipes.run.sinks import known
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn
 from postlude.rollout.rewards import RewardPool
 from postlude.rollout.sampling import Sampling
@@ -221,6 +222,14 @@ class HeldOut(Settings):
     """How many of the dataset's last rows are held out; 0 holds out none, and leaves evaluations out."""
 
 
+def _known(sinks: tuple[str, ...]) -> tuple[str, ...]:
+    names = [known(sink)[0] for sink in sinks]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"sinks has {name} more than once; a run is shown there in one place. Leave one.")
+    return sinks
+
+
 class Model(Settings):
     """What every recipe's config begins with."""
 
@@ -234,8 +243,9 @@ class Model(Settings):
     """The most tokens of a microbatch, and so of a sequence."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """What is computed in; none takes bfloat16 on a GPU and float32 elsewhere."""
-    wandb: str | None = None
-    """A Weights & Biases project to log to as well."""
+    sinks: Annotated[tuple[str, ...], AfterValidator(_known)] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow or trackio. A project's name may follow a
+    colon: wandb:sums."""
 
 
 class Limits(Settings):

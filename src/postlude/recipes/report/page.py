@@ -15,7 +15,7 @@ from postlude.recipes.report.charts import as_json, colour, curve, distribution,
 from postlude.recipes.report.data import RunData, read_runs
 from postlude.recipes.report.samples import samples
 from postlude.recipes.report.tables import config, differences, held_out, machine, verdicts
-from postlude.recipes.run.sinks import write_whole
+from postlude.recipes.run.files import write_whole
 from postlude.recipes.verdict import REPORT
 
 CURVES = (  # in this order; all others follow

@@ -34,7 +34,8 @@ MAY_CHANGE = (
     "keep",
     "evaluation.every",
     "held_out.every",
-    "wandb",
+    "sinks",
+    "wandb",  # what a run has that began before there were others
     "export",
     # when to give up, and who judges
     "max_skipped",

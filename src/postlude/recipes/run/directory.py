@@ -14,7 +14,6 @@ Every rank makes the same calls. The first rank writes; the others hold an `Onlo
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -27,13 +26,13 @@ import yaml
 
 from postlude.recipes.run.beginning import CHECKPOINTS, STEP
 from postlude.recipes.run.changes import MISSING, covered, differences, told
+from postlude.recipes.run.files import LineFile, write_whole
 from postlude.recipes.run.lock import RunLock
-from postlude.recipes.run.sinks import LineFile, Sink, TensorBoard, WeightsAndBiases, write_whole
+from postlude.recipes.run.sinks import TENSORBOARD, Opening, Sinks, check_sinks
 from postlude.world.agreement import first_rank_says
 
 CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
-METRICS, SAMPLES, TENSORBOARD = "metrics.jsonl", "samples.jsonl", "tensorboard"
-LOG = logging.getLogger("postlude")
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 COMPLETE = "state.json"  # what a checkpoint has once it is all there
 DELETING = ".deleting"
 Value = TypeVar("Value")
@@ -64,16 +63,16 @@ class RunDirectory:
         self,
         path: str | os.PathLike[str],
         *,
-        wandb: str | None = None,
+        sinks: Sequence[str] = (TENSORBOARD,),
         lock: RunLock | None = None,
         changed: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path).expanduser().absolute()
         self.changed = dict(changed or {})
-        self._wandb, self._lock = wandb, lock
+        self._lock = lock
         self._metrics = LineFile(self.path / METRICS)
         self._samples = LineFile(self.path / SAMPLES)
-        self._sinks: list[Sink] = []
+        self._sinks = Sinks(sinks, self._opening)
         self._step: int | None = None
         self._resumed_at: int | None = None
 
@@ -96,8 +95,7 @@ class RunDirectory:
             )
         self._step = step
         self._metrics.append([{"step": step, "phase": phase} | values])
-        for sink in self._open_sinks():
-            sink.log(step, values)
+        self._sinks.log(step, values)
 
     def sample(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some rollouts of a step, to be read in the report."""
@@ -163,7 +161,7 @@ class RunDirectory:
             raise ValueError(
                 f"{later[0]} is later than step {step}, where the run would go on. Move it away, or resume from it."
             )
-        self._close_sinks()
+        self._sinks.close()
         for lines in (self._metrics, self._samples):
             lines.keep(lambda line: int(line["step"]) <= step)
         self._step = None if step < 0 else step
@@ -188,26 +186,14 @@ class RunDirectory:
         try:
             self._metrics.close()
             self._samples.close()
-            self._close_sinks()
+            self._sinks.close()
         finally:
             if self._lock is not None:
                 self._lock.release()
 
-    def _open_sinks(self) -> list[Sink]:
-        if not self._sinks:
-            first = None if self._resumed_at is None else self._resumed_at + 1
-            self._sinks.append(TensorBoard(self.path / TENSORBOARD, first_step=first))
-            if self._wandb is not None:
-                self._sinks.append(WeightsAndBiases(self._wandb, self.path, read_config(self.path)))
-        return self._sinks
-
-    def _close_sinks(self) -> None:
-        sinks, self._sinks = self._sinks, []
-        for sink in sinks:
-            try:
-                sink.close()
-            except OSError as error:  # the metrics are on disk; and who closes may have worse to tell
-                LOG.warning("%s lacks the last metrics: %s", type(sink).__name__, error)
+    def _opening(self, project: str) -> Opening:
+        first = None if self._resumed_at is None else self._resumed_at + 1
+        return Opening(project, self.path, read_config(self.path), first)
 
 
 class Onlooker(RunDirectory):
@@ -239,19 +225,18 @@ def open_run(
     *,
     resume: bool = True,
     may_change: Collection[str] = (),
-    wandb: str | None = None,
+    sinks: Sequence[str] = (TENSORBOARD,),
 ) -> RunDirectory:
     """Make a run's directory, or open it again if `resume` and `config` allow; every rank calls it.
 
     No other process may hold it. A directory with the steps of another config is refused, by the keys that differ, save
-    those in `may_change` (dotted: it or what is below it), whose new values take the place of the old. `wandb` names a
-    project there, if the run shall be shown there too. What is refused leaves everything as it was.
+    those in `may_change` (dotted: it or what is below it), whose new values take the place of the old. `sinks` are
+    where metrics go besides. What is refused leaves everything as it was.
     """
     directory = Path(path).expanduser().absolute()
 
     def prepare() -> tuple[RunLock, dict[str, Any]]:
-        if wandb is not None:
-            WeightsAndBiases.check()
+        check_sinks(sinks)
         _changes(directory, config, resume, may_change)
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
@@ -269,7 +254,7 @@ def open_run(
     held: list[tuple[RunLock, dict[str, Any]]] = []
     first_rank_says(lambda: held.append(prepare()))
     lock, changed = held[0]
-    return RunDirectory(directory, wandb=wandb, lock=lock, changed=changed)
+    return RunDirectory(directory, sinks=sinks, lock=lock, changed=changed)
 
 
 def check_run(path: str | os.PathLike[str], config: Mapping[str, Any], *, may_change: Collection[str] = ()) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from postlude.recipes.run.sinks import write_whole
+from postlude.recipes.run.files import write_whole
 
 ENDING = "ending.json"
 Outcome = Literal["finished", "interrupted", "failed"]

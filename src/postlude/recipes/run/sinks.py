@@ -1,26 +1,39 @@
-"""Where a run's metrics go: files of JSON lines that survive a kill, TensorBoard, Weights & Biases."""
+"""Where a run's metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, trackio.
+
+Each is a `Sink`, named in a config by `name` or `name:project`. `Sinks` holds those that a run asked for: one that
+fails costs its own lines, and never the run.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import difflib
+import logging
 import math
 import os
-import warnings
+import re
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as they stand in a file
+from postlude.recipes.run.files import write_whole
+
+LOG = logging.getLogger("postlude")
+TENSORBOARD = "tensorboard"
+DEFAULT_PROJECT = "postlude"
+PATIENCE = 3  # steps in a row that a sink may fail in before it is let go of: each may have waited for a network
 
 
 class Sink(Protocol):
-    """Something that wants each step's metrics beside `metrics.jsonl`."""
+    """Something that wants each step's metrics."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the flat metrics of a step."""
+        """Take the flat metrics of a step: numbers, and lists of numbers."""
         ...
 
     def close(self) -> None:
@@ -28,94 +41,40 @@ class Sink(Protocol):
         ...
 
 
-class LineFile:
-    """A file with a JSON object a line. Each line reaches the system at once, so only a torn last one can be lost."""
+@dataclass(frozen=True)
+class Opening:
+    """What a sink is told about the run it is opened for."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: FileIO | None = None
+    project: str
+    directory: Path
+    config: Mapping[str, Any]
+    first_step: int | None
+    """The step that a run which goes on does next. What was logged of it and later ones is done again."""
 
-    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines, all in one write."""
-        if self._file is None:
-            self._cut_torn_line()
-            self._file = self.path.open("ab", buffering=0)
-        text = "".join(json.dumps(_to_file(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-        left = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair is no reason to stop a run
-        before = os.fstat(self._file.fileno()).st_size
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            self._file.truncate(before)  # on a full disk, too: half a line is none
-            raise OSError(f"{self.path} cannot be written: {error.strerror}") from error
+    def identity(self, sink: str, make: Callable[[], str]) -> str:
+        """Which run this is to a sink: as it was made at first, for as long as the directory lives."""
+        name = self.directory / f"{sink}.id"
+        if not name.is_file():
+            write_whole(name, make().encode())
+        return name.read_text()
 
-    def read(self) -> list[dict[str, Any]]:
-        """All whole lines."""
-        return [_from_file(line) if b'nan"' in raw or b'inf"' in raw else line for raw, line in self._lines()]
-
-    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drop the lines that are not wanted, and a torn one, all at once or not at all."""
-        self.close()
-        if self.path.is_file():
-            whole = b"".join(raw for raw, line in self._lines() if wanted(line))
-            if len(whole) != self.path.stat().st_size:
-                write_whole(self.path, whole)
-
-    def close(self) -> None:
-        """Write through to the disk."""
-        if self._file is not None:
-            file, self._file = self._file, None
-            with file:
-                os.fsync(file.fileno())
-
-    def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
-        if not self.path.is_file():
-            return []
-        found = []
-        for number, raw in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
-            if not raw.endswith(b"\n"):
-                break  # torn
-            try:
-                line = json.loads(raw)
-                line["step"] = int(line["step"])
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f"{self.path} line {number} is not an object with a step ({error}); take the line out."
-                ) from error
-            found.append((raw, line))
-        return found
-
-    def _cut_torn_line(self) -> None:
-        if self.path.is_file():
-            whole = self.path.read_bytes()
-            end = whole.rfind(b"\n") + 1
-            if end != len(whole):
-                write_whole(self.path, whole[:end])
+    def fresh_name(self) -> str:
+        """The directory's name, and letters that no other has."""
+        return f"{self.directory.name}-{os.urandom(4).hex()}"
 
 
 class TensorBoard:
-    """Event files. A run that goes on starts a new one, which tells TensorBoard to forget `first_step` and later."""
+    """Event files. A run that goes on starts a new one, which tells TensorBoard to forget what is done again."""
 
-    def __init__(self, directory: Path, *, first_step: int | None) -> None:
-        self._writer: Any = None
-        try:
-            from torch import float64, tensor
-            from torch.utils.tensorboard import SummaryWriter  # slow, and it may not be there
-        except ImportError:
-            warnings.warn(
-                "No TensorBoard files are written: the package is missing (pip install tensorboard). "
-                "metrics.jsonl has everything.",
-                stacklevel=2,
-            )
-            return
-        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+    def __init__(self, opening: Opening) -> None:
+        from torch import float64, tensor
+        from torch.utils.tensorboard import SummaryWriter  # slow
+
+        self._writer = SummaryWriter(str(opening.directory / TENSORBOARD), purge_step=opening.first_step)
         self._numbers = lambda values: tensor(values, dtype=float64)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Numbers become scalars, lists histograms."""
-        if self._writer is None:
-            return
         for key, value in metrics.items():
             if isinstance(value, list):
                 finite = [entry for entry in value if isinstance(entry, int | float) and math.isfinite(entry)]
@@ -127,77 +86,201 @@ class TensorBoard:
 
     def close(self) -> None:
         """Finish the file."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 class WeightsAndBiases:
-    """A run there, under one id for as long as the directory lives."""
+    """A run there. WANDB_MODE=offline keeps it in the run's directory, to be sent by `wandb sync`."""
 
-    def __init__(self, project: str, directory: Path, config: Mapping[str, Any]) -> None:
-        self.check()
-        wandb: Any = import_module("wandb")  # only for who asks for it
-        name = directory / "wandb.id"
-        if not name.is_file():
-            write_whole(name, f"{directory.name}-{os.urandom(4).hex()}".encode())
-        self._run = wandb.init(
-            project=project,
-            name=directory.name,
-            id=name.read_text(),
+    def __init__(self, opening: Opening) -> None:
+        self._run = import_module("wandb").init(
+            project=opening.project,
+            name=opening.directory.name,
+            id=opening.identity("wandb", opening.fresh_name),
             resume="allow",
-            dir=str(directory),
-            config=dict(config),
+            dir=str(opening.directory),
+            config=dict(opening.config),
         )
         self._run.define_metric("*", step_metric="step")  # its own count cannot go back, and a resumed run does
 
-    @staticmethod
-    def check() -> None:
-        """Refuse early where the package is missing."""
-        if find_spec("wandb") is None:
-            raise ImportError(
-                "Weights & Biases was asked for, but its package is missing. Run `pip install wandb`, or leave it out."
-            )
-
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take a step's numbers; lists stay at home."""
-        self._run.log({"step": step} | {key: value for key, value in metrics.items() if not isinstance(value, list)})
+        self._run.log({"step": step} | _numbers(metrics))
 
     def close(self) -> None:
         """Finish the upload."""
         self._run.finish()
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file's content so that any kill leaves the old or the new, and nothing between."""
-    aside = path.with_name(f".{path.name}.aside")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+class MLflow:
+    """A run of an experiment, at MLFLOW_TRACKING_URI, or in mlflow.db (SQLite) in the run's directory."""
+
+    def __init__(self, opening: Opening) -> None:
+        mlflow: Any = import_module("mlflow")
+        home = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{opening.directory / 'mlflow.db'}"
+        self._client = mlflow.MlflowClient(tracking_uri=home)
+        self._metric = mlflow.entities.Metric
+        self._run = opening.identity("mlflow", lambda: self._create(opening))
+        self._client.update_run(self._run, status="RUNNING")  # it is, if it was ended before
+
+    def _create(self, opening: Opening) -> str:
+        known = self._client.get_experiment_by_name(opening.project)
+        experiment = self._client.create_experiment(opening.project) if known is None else known.experiment_id
+        run: str = self._client.create_run(experiment, run_name=opening.directory.name).info.run_id
+        for key, value in _leaves(opening.config):
+            self._client.log_param(run, _mlflow_key(key), str(value)[:6000])  # the longest that it takes
+        return run
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take a step's numbers, all in one call."""
+        now = int(time.time() * 1000)
+        values = [self._metric(_mlflow_key(key), value, now, step) for key, value in _numbers(metrics).items()]
+        for first in range(0, len(values), 1000):  # the most that it takes
+            self._client.log_batch(self._run, metrics=values[first : first + 1000])
+
+    def close(self) -> None:
+        """Say that it is over."""
+        self._client.set_terminated(self._run)
 
 
-def _to_file(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _to_file(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_to_file(inner) for inner in value]
-    return value
+class Trackio:
+    """A run in trackio's own folder (TRACKIO_DIR), or in a Space if TRACKIO_SPACE_ID names one."""
+
+    def __init__(self, opening: Opening) -> None:
+        with contextlib.redirect_stdout(sys.stderr):  # it prints, and results of ours go there
+            self._run = import_module("trackio").init(
+                opening.project,
+                name=opening.identity("trackio", opening.fresh_name),
+                resume="allow",
+                config=dict(opening.config),
+                embed=False,
+            )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take a step's numbers; lists stay at home."""
+        self._run.log(_numbers(metrics), step=step)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
 
 
-def _from_file(line: dict[str, Any]) -> dict[str, Any]:
-    """Numbers again for what JSON could not hold, in a metric or a list of them."""
+class Kind(NamedTuple):
+    """A sink that can be asked for."""
 
-    def number(value: Any) -> Any:
-        return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    title: str
+    package: str
+    open: Callable[[Opening], Sink]
 
-    return {
-        key: [number(one) for one in value] if isinstance(value, list) else number(value) for key, value in line.items()
-    }
+
+KINDS = {
+    TENSORBOARD: Kind("TensorBoard", "tensorboard", TensorBoard),
+    "wandb": Kind("Weights & Biases", "wandb", WeightsAndBiases),
+    "mlflow": Kind("MLflow", "mlflow", MLflow),
+    "trackio": Kind("trackio", "trackio", Trackio),
+}
+
+
+def known(sink: str) -> tuple[str, str]:
+    """The name and the project of a sink as a config has it, `name` or `name:project`."""
+    name, colon, project = sink.partition(":")
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, 1)
+        hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(KINDS)}."
+        raise ValueError(f'there is no sink "{name}"; {hint}')
+    if colon and not project:
+        raise ValueError(f'the sink "{sink}" names no project. Write "{name}", or "{name}:project".')
+    return name, project or DEFAULT_PROJECT
+
+
+def check_sinks(sinks: Sequence[str]) -> str:
+    """Refuse what cannot be opened for lack of a package, all but TensorBoard, which is missed but not asked for."""
+    found = []
+    for name, _ in map(known, sinks):
+        kind = KINDS[name]
+        if find_spec(kind.package) is None:
+            if name != TENSORBOARD:
+                raise ImportError(
+                    f"sinks has {name}, but the package of {kind.title} is missing. Run `pip install {kind.package}`, "
+                    "or leave it out."
+                )
+            found.append(_no_tensorboard())
+        else:
+            found.append(kind.title)
+    return ", ".join([*found, "metrics.jsonl"])
+
+
+class Sinks:
+    """The sinks of a run, opened when the first metrics come. A failure of one is told once, and ends nothing."""
+
+    def __init__(self, sinks: Sequence[str], opening: Callable[[str], Opening]) -> None:
+        self._asked, self._opening = [known(sink) for sink in sinks], opening
+        self._open: dict[str, Sink] = {}
+        self._failed: dict[str, int] = {}
+        """Steps in a row that were not taken."""
+        self._told: set[str] = set()
+        self._begun = False
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Give a step's metrics to every sink that still takes them."""
+        if not self._begun:
+            self._begin()
+        for name, sink in list(self._open.items()):
+            try:
+                sink.log(step, metrics)
+                self._failed[name] = 0
+            except Exception as error:  # whatever a package raises: the run is worth more
+                self._tell(name, "does not take the metrics", error)
+                self._failed[name] += 1
+                if self._failed[name] == PATIENCE:
+                    LOG.warning("%s has failed in %d steps in a row and gets no more.", KINDS[name].title, PATIENCE)
+                    del self._open[name]
+
+    def close(self) -> None:
+        """Close them all. They open again with the next metrics."""
+        sinks, self._open, self._begun = self._open, {}, False
+        for name, sink in sinks.items():
+            try:
+                sink.close()
+            except Exception as error:  # the metrics are on disk; and who closes may have worse to tell
+                self._tell(name, "lacks the last metrics", error)
+
+    def _begin(self) -> None:
+        self._begun = True
+        for name, project in self._asked:
+            if name == TENSORBOARD and find_spec("tensorboard") is None:
+                self._tell(name, _no_tensorboard(), None)
+                continue
+            try:
+                self._open[name] = KINDS[name].open(self._opening(project))
+                self._failed[name] = 0
+            except Exception as error:
+                self._tell(name, "cannot be opened", error)
+
+    def _tell(self, name: str, what: str, error: Exception | None) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            why = "" if error is None else f"{KINDS[name].title} {what}: {type(error).__name__}: {error}. "
+            LOG.warning("%s", f"{why or what + '. '}The run goes on; metrics.jsonl has everything.")
+
+
+def _no_tensorboard() -> str:
+    return "no TensorBoard files, as its package is missing (pip install tensorboard)"
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+
+
+def _leaves(config: Mapping[str, Any], outer: str = "") -> list[tuple[str, Any]]:
+    """A config's values by their dotted paths."""
+    found: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        found += _leaves(value, f"{outer}{name}.") if isinstance(value, Mapping) else [(f"{outer}{name}", value)]
+    return found
+
+
+def _mlflow_key(key: str) -> str:
+    """A name as MLflow has it, which knows no "@": pass@4 is pass_4."""
+    return re.sub(r"[^\w\-. :/]", "_", key)
