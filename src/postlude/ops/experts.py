@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from postlude.ops.backend import Backend, takes_triton
 from postlude.ops.exchange import Permutation, Way, exchange_sizes
 from postlude.ops.linear import Later, list_for, put_off
 from postlude.world.mesh import Axis
+
+WIDEST = 16384  # features of a row that the Triton kernels take: one program has all of them
 
 
 def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,16 +31,24 @@ def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, inverse, ends.diff(prepend=ends.new_zeros(1))
 
 
-def replicate_rows(tokens: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+def replicate_rows(tokens: Tensor, order: Tensor, inverse: Tensor, copies: int, *, backend: Backend = "auto") -> Tensor:
     """Row order[i] // copies of `tokens` [T, H] at row i, [T·copies, H]. The gradient sums each token's copies."""
-    rows: Tensor = _Rows.apply(tokens, order, inverse, copies)
-    return rows
+    if _takes_triton("replicate_rows", tokens, backend):
+        return _as_tensor(_Spread.apply(tokens, inverse, copies))
+    return _as_tensor(_Rows.apply(tokens, order, inverse, copies))
+
+
+def merge_rows(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Undo the sort, and sum each token's `rows` [T·k, H] by its `weights` [T, k]: [T, H]."""
+    if _takes_triton("merge_rows", rows, backend):
+        return _as_tensor(_Collect.apply(rows, weights, inverse))
+    slots: Tensor = restore_rows(rows, order, inverse).unflatten(0, tuple(weights.shape))  # [T, k, H]
+    return (slots * weights[..., None]).sum(1)
 
 
 def restore_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """Undo the sort: [T·k, H] in slot order."""
-    restored: Tensor = _Rows.apply(rows, inverse, order, 1)
-    return restored
+    return _as_tensor(_Rows.apply(rows, inverse, order, 1))
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,52 @@ class _Rows(Function):
         if ctx.copies > 1:
             rows = rows.unflatten(0, (-1, ctx.copies)).sum(1)
         return rows, None, None, None
+
+
+def _takes_triton(name: str, rows: Tensor, backend: Backend) -> bool:
+    if not rows.is_cuda and backend == "auto":
+        return False
+    refused = f"its kernels take rows of {WIDEST} features" if rows.shape[1] > WIDEST else None
+    return takes_triton(name, backend, rows.device, rows.dtype, refused=refused)
+
+
+def _kernels() -> Any:
+    """Imported here: the module needs triton, and everything else does not."""
+    return importlib.import_module("postlude.ops.experts_triton")
+
+
+def _as_tensor(applied: Any) -> Tensor:
+    """What a Function returns, which has no type."""
+    tensor: Tensor = applied
+    return tensor
+
+
+class _Spread(Function):
+    """Each token to its rows; its gradient is their sum, in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return _as_tensor(_kernels().spread(tokens, inverse, copies))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _kernels().collect(gradients[0], *ctx.saved_tensors, ctx.copies), None, None
+
+
+class _Collect(Function):
+    """Each token's rows by weight, summed in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, inverse)
+        return _as_tensor(_kernels().collect(rows, inverse, weights.shape[1], weights))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights, inverse = ctx.saved_tensors
+        return *_kernels().spread_and_rate(gradients[0], inverse, weights.shape[1], weights, rows), None
 
 
 class _GroupedProduct(Function):

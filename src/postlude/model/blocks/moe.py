@@ -24,8 +24,8 @@ from postlude.ops.experts import (
     ask_route,
     expert_order,
     grouped_linear,
+    merge_rows,
     replicate_rows,
-    restore_rows,
 )
 from postlude.ops.side_loss import add_side_loss
 from postlude.world.mesh import Axis, Mesh
@@ -258,8 +258,7 @@ class MoE(Block):
         context: ForwardContext,
     ) -> Mapping[str, Any]:
         """Sum each token's experts by weight, and add them and the shared one to the residual stream."""
-        slots = restore_rows(rows, order, inverse).unflatten(0, (-1, self.config.top_k))  # [T, top_k, H]
-        routed = (slots * weights[..., None]).sum(1)
+        routed = merge_rows(rows, weights, order, inverse)
         if self.latent_up is not None:
             routed = self.latent_up(routed)
         return self.join(hidden, routed if shared is None else routed + shared)

@@ -1,0 +1,18 @@
+"""Triton's kernels between tokens and experts' rows: their checks through the interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ops.kernel_checks import interpret_checks, run_checks
+
+CHECKS = "expert_checks.py"
+
+
+def test_kernels_in_the_interpreter() -> None:
+    interpret_checks(CHECKS)
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    run_checks(CHECKS)
