@@ -210,11 +210,11 @@ def with_fewer_rows(case: Case, work: Work, clock: Clock, profiled: bool) -> dic
         rows //= 2
 
 
-def in_a_process(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def in_a_process(name: str, shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The case in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "found.json"
-        words = [sys.executable, __file__, "--shape", arguments.shape, "--mix", arguments.mix, "--cases", name]
+        words = [sys.executable, __file__, "--shape", shape, "--mix", arguments.mix, "--cases", name]
         words += ["--budget", str(arguments.budget), "--repeats", str(arguments.repeats), "--inside"]
         words += ["--json", str(path), "--device", arguments.device, "--rows", str(arguments.rows)]
         subprocess.run([*words, *(["--profile"] if arguments.profile else [])], check=False)
@@ -234,7 +234,7 @@ def shown(name: str, found: dict[str, Any]) -> str:
 
 def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["0.6b"])
     parser.add_argument("--mix", choices=list(MIXES), default="log-normal", help="the sequences' lengths")
     parser.add_argument("--budget", type=int, default=16384, help="most tokens of one of Postlude's microbatches")
     parser.add_argument("--rows", type=int, default=ROWS, help="rows at a time where they are padded")
@@ -248,35 +248,48 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.smoke:
-        arguments.shape, arguments.mix, arguments.budget, arguments.rows, arguments.repeats = "smoke", "smoke", 64, 2, 1
+        arguments.shape, arguments.mix, arguments.budget, arguments.rows, arguments.repeats = (
+            ["smoke"],
+            "smoke",
+            64,
+            2,
+            1,
+        )
     return arguments
 
 
 def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     arguments = options(words)
-    config = SHAPES[arguments.shape]()
-    sample = Sample.of(MIXES[arguments.mix](), config.vocab_size)
     results = Results(" ".join(sys.argv), arguments.device, arguments.json)
+    with ranks(device=arguments.device):
+        for shape in arguments.shape:
+            compare(shape, arguments, results)
+    return results.cases
+
+
+def compare(shape: str, arguments: argparse.Namespace, results: Results) -> None:
+    """All cases of one shape."""
+    config = SHAPES[shape]()
+    sample = Sample.of(MIXES[arguments.mix](), config.vocab_size)
     if not arguments.inside:
-        print(f"{arguments.shape}, {arguments.mix}: {len(sample.lengths)} sequences, {sum(sample.lengths):,} tokens")
+        print(f"{shape}, {arguments.mix}: {len(sample.lengths)} sequences, {sum(sample.lengths):,} tokens")
     chosen = {"recompute": arguments.recompute}
     work = Work(config, sample, arguments.device, max(arguments.budget, *sample.lengths), arguments.rows, chosen)
     clock = Clock(arguments.device, arguments.repeats)
-    with ranks(device=arguments.device):
-        for name in arguments.cases:
-            case = CASES[name]
-            forget(arguments.device)
-            if case.alone and not arguments.inside:
-                found = in_a_process(name, arguments)
-            elif case.padded:
-                found = with_fewer_rows(case, work, clock, arguments.profile)
-            else:
-                found = attempt(lambda case=case: run(case, work, clock, arguments.profile))
-            said = {"case": name, "says": case.says, "shape": arguments.shape, "mix": arguments.mix}
-            results.add(said | {"budget": work.budget, **chosen} | found)
-            if not (case.alone and not arguments.inside):
-                print(shown(name, found), flush=True)
-    return results.cases
+    for name in arguments.cases:
+        case = CASES[name]
+        forget(arguments.device)
+        apart = case.alone and not arguments.inside
+        if apart:
+            found = in_a_process(name, shape, arguments)
+        elif case.padded:
+            found = with_fewer_rows(case, work, clock, arguments.profile)
+        else:
+            found = attempt(lambda case=case: run(case, work, clock, arguments.profile))
+        said = {"case": name, "says": case.says, "shape": shape, "mix": arguments.mix}
+        results.add(said | {"budget": work.budget, **chosen} | found)
+        if not apart:
+            print(shown(name, found), flush=True)
 
 
 if __name__ == "__main__":

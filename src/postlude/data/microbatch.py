@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,10 +92,16 @@ class ColumnFacts:
 
     @classmethod
     def of(cls, column: Tensor, targets: Tensor) -> ColumnFacts:
-        """Of a column [T, ...] and targets [T] on the host."""
-        values = column[targets != IGNORE].float() if column.is_floating_point() else column[targets != IGNORE]
-        weighed = int((values != 0).flatten(1).any(1).sum() if values.ndim > 1 else (values != 0).sum())
-        return cls(weighed, float(values.min()), float(values.max())) if values.numel() else cls(0, 0.0, 0.0)
+        """Of a column [T, ...] and targets [T] on the host.
+
+        By numpy: the device waits for what is known before a step, and torch wakes its threads even for this little.
+        """
+        known = (column.float() if column.is_floating_point() else column).detach().numpy()
+        values = known[targets.numpy() != IGNORE]
+        if not values.size:
+            return cls(0, 0.0, 0.0)
+        weighed = values.reshape(len(values), -1).any(1) if values.ndim > 1 else values
+        return cls(int(np.count_nonzero(weighed)), float(values.min()), float(values.max()))
 
 
 @dataclass(frozen=True, eq=False)

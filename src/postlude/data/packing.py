@@ -13,7 +13,7 @@ from torch import Tensor
 
 from postlude.data.bins import Plan, plan_bins
 from postlude.data.microbatch import IGNORE, ROUTING, Microbatch
-from postlude.ops.packing import Packing
+from postlude.ops.packing import Packing, to_device
 
 RESERVED_COLUMNS = ("tokens", "positions", "targets", "places")
 Sequences = Sequence[Sequence[int] | Tensor | NDArray[Any]] | Tensor
@@ -122,9 +122,14 @@ def _built(plan: Plan, numbers: Sequence[int], content: Content, depth: int) -> 
     """The microbatches of positions that predict the token `depth` further ahead than the next."""
     members = plan.members(numbers)
     device = content.tokens.device
-    packing = Packing.from_lengths([plan.lengths[member] for member in members], device)
-    positions = packing.positions()
-    starts = torch.tensor([plan.starts[member] for member in members], dtype=torch.int64, device=device)
+    lengths = np.array([plan.lengths[member] for member in members], dtype=np.int64)
+    packing = Packing.from_lengths(lengths.tolist(), device)
+    # On the host by numpy, whatever the device: it knows the lengths, and for so little torch's threads only cost.
+    rows, firsts = np.arange(packing.total), np.cumsum(lengths) - lengths
+    places = rows + np.repeat(np.array([plan.starts[member] for member in members], dtype=np.int64) - firsts, lengths)
+    positions = rows - np.repeat(firsts, lengths)
+    if depth:
+        places[positions + depth >= np.repeat(lengths, lengths)] = -1
     sizes = [sum(plan.lengths[member] for member in plan.bins[number]) for number in numbers]
 
     def dealt(values: Tensor) -> tuple[Tensor, ...]:
@@ -139,13 +144,8 @@ def _built(plan: Plan, numbers: Sequence[int], content: Content, depth: int) -> 
         """How many positions of a microbatch have a token so far ahead."""
         return sum(max(0, plan.lengths[member] - ahead) for member in plan.bins[number])
 
-    tokens, positions_of = dealt(shifted(content.tokens, depth, 0)), dealt(positions)
-    targets = dealt(shifted(content.tokens, depth + 1, IGNORE))
-    places = positions + starts[packing.sequence_index()]
-    if depth:
-        lengths = packing.cu_seqlens.diff()[packing.sequence_index()]
-        places = places.masked_fill(positions + depth >= lengths, -1)
-    places_of = dealt(places)
+    tokens, targets = dealt(shifted(content.tokens, depth, 0)), dealt(shifted(content.tokens, depth + 1, IGNORE))
+    positions_of, places_of = (dealt(to_device(torch.from_numpy(each), device)) for each in (positions, places))
     columns = {
         name: dealt(shifted(column, depth + 1, 0)) for name, column in content.columns.items() if name != ROUTING
     }
@@ -270,6 +270,9 @@ def _read_column(
     """The column's values for the kept tokens of the sequences `members`, one after the other: [T, ...]."""
     if not entries:
         return torch.zeros(0)
+    if {type(entry) for entry in entries} in ({bool}, {int}, {float}):  # one number a sequence
+        numbers = _read_tensor(f'column "{name}"', entries).numpy()
+        return torch.from_numpy(np.repeat(numbers, kept))
     pieces = [
         _read_tensor(f'column "{name}" of sequence {member}', entry)
         for member, entry in zip(members, entries, strict=True)
