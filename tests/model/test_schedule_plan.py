@@ -16,7 +16,7 @@ from postlude.model.blocks import BLOCKS, MoE
 from postlude.model.context import ForwardContext
 from postlude.model.schedule_plan import in_turn
 from postlude.model.steps import Step, exchange
-from postlude.ops.linear import linear, putting_off
+from postlude.ops.linear import Later, linear, make_gradients, putting_off
 from postlude.trace.recorder import Recorder
 from tests.model.small import sequences, small_config
 
@@ -213,19 +213,19 @@ def test_a_gradient_that_was_put_off_is_the_same_to_the_bit(dtype: torch.dtype, 
     tensors = [leaf(13, 7), leaf(5, 7), *([leaf(5)] if bias else [])]
     upstream = torch.randn(13, 5, generator=generator).to(dtype)
     expected = torch.autograd.grad(linear(*tensors), tensors, upstream)
-    later: list[Callable[[], None]] = []
+    later: Later = []
     with putting_off(later):
         product = linear(*tensors)
     product.backward(upstream)
     assert tensors[1].grad is None
     assert len(later) == 1
-    later[0]()
+    make_gradients(later)
     for tensor, gradient in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.grad, gradient)
 
 
 def test_a_frozen_weight_has_nothing_to_put_off() -> None:
-    later: list[Callable[[], None]] = []
+    later: Later = []
     with putting_off(later):
         linear(torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)).sum().backward()
     assert not later

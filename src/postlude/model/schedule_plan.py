@@ -26,7 +26,7 @@ from postlude.model.parallel import Gathered
 from postlude.model.recompute import recomputed
 from postlude.model.steps import Step, run_step
 from postlude.ops.exchange import Way
-from postlude.ops.linear import Later, putting_off
+from postlude.ops.linear import Later, make_gradients, putting_off
 
 Moves = Generator[None, None, Any]
 """Work that pauses wherever something is under way, so that other work can be done; in the end it returns a result."""
@@ -158,6 +158,7 @@ class SchedulePlan:
         recorder = self.context.recorder
         edges: list[Any] = [output]
         upstream: list[Tensor | None] = [gradient]
+        later, fresh = self.later if self.later is not None else [], 0
         done: list[Gathered] = []
         while self.parts:
             part = self.parts.pop()
@@ -167,12 +168,15 @@ class SchedulePlan:
                     assert part.way is not None
                     arrive = part.way.back.start(arriving, "exchange back", part.name, recorder)
                     del arriving
-                    self._catch_up(done, complete)
+                    # Some are made now, for the other's exchange, and some after its turn, for this one.
+                    self._catch_up(len(later) - fresh, done, complete)
                     yield
+                    self._catch_up((len(later) + 1) // 2, done, complete)
                     part.left.gradient = arrive()
                 continue
             if part.pauses:
                 yield
+            fresh = -len(later)
             for value in part.written:
                 if (found := value.take()) is not None:
                     edges.append(value.edge)
@@ -182,10 +186,11 @@ class SchedulePlan:
                 with recorder.during("backward", part.name):
                     torch.autograd.backward(edges, upstream)
             edges, upstream = [], []
+            fresh += len(later)
             done += [module for each in reversed(part.steps) for module in each.completes]
-            if not any(isinstance(each, Crossing) for each in self.parts[-2:]):
-                self._catch_up(done, complete)  # no exchange is near whose time they could fill
-        self._catch_up(done, complete)
+            if not any(isinstance(each, Crossing) for each in self.parts[-3:]):
+                self._catch_up(len(later), done, complete)  # no exchange is near whose time they could fill
+        self._catch_up(len(later), done, complete)
 
     def _run(self, piece: Piece, values: dict[str, Any]) -> dict[str, Any]:
         """What the steps of a piece write, by name. Where all is recomputed, steps to be run once are left out."""
@@ -206,17 +211,18 @@ class SchedulePlan:
             run_step(step, values, self.context)
         return values
 
-    def _catch_up(self, done: list[Gathered], complete: Complete | None) -> None:
-        """Make the gradients that were put off, and tell of the modules that have all of theirs."""
-        if self.later:
-            with self.context.recorder.during("weights", "gradients"):
-                while self.later:
-                    self.later.pop(0)()
-        if complete is not None and done:
-            with self.context.recorder.during("shards", "gradients"):
+    def _catch_up(self, count: int, done: list[Gathered], complete: Complete | None) -> None:
+        """Make so many of the gradients that were put off, and tell of modules that have all of theirs then."""
+        recorder = self.context.recorder
+        if self.later and count:
+            with recorder.during("weights", "gradients"):
+                make_gradients(self.later[:count])
+                del self.later[:count]
+        if not self.later and complete is not None and done:
+            with recorder.during("shards", "gradients"):
                 for module in done:
                     complete(module)
-        done.clear()
+            done.clear()
 
 
 def in_turn(*all_moves: Moves) -> list[Any]:

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from postlude.ops.backend import Backend, takes_triton
 from postlude.ops.exchange import Permutation, Way, exchange_sizes
-from postlude.ops.linear import Later, list_for, put_off
+from postlude.ops.linear import Later, list_for
 from postlude.world.mesh import Axis
 
 WIDEST = 16384  # features of a row that the Triton kernels take: one program has all of them
@@ -193,7 +193,7 @@ class _GroupedProduct(Function):
 
         for_rows = F.grouped_mm(gradient, weight, offs=offsets) if ctx.needs_input_grad[0] else None
         if ctx.later is not None:
-            put_off(ctx.later, ctx.weight, for_weight)
+            ctx.later.append((ctx.weight, for_weight))
             return for_rows, None, None, None
         return for_rows, for_weight() if ctx.needs_input_grad[1] else None, None, None
 

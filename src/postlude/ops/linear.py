@@ -1,8 +1,8 @@
 """The product of tokens and a weight, which every linear layer goes through; its weight's gradient can be put off.
 
 A layer's input gradient is what others wait for; nobody waits for the weight's. Inside `putting_off(later)` products
-leave the latter undone and append it to `later`, a list that the caller owns: each entry is called once, after the
-backward that appended it, and adds to the parameter's gradient what the backward would have, to the bit.
+leave the latter undone and append it to `later`, a list that the caller owns. After the backward that appended them,
+`make_gradients` adds to the parameters' gradients what the backward would have, to the bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-Later = list[Callable[[], None]]
+Later = list[tuple[Tensor, Callable[[], Tensor]]]
+"""Weights, and how the gradient of each is made."""
 Result = TypeVar("Result")
 # Read where a product is made; its backward, perhaps in another thread, keeps the list that it was made under.
 _later: ContextVar[Later | None] = ContextVar("later", default=None)
@@ -49,9 +50,10 @@ def list_for(weight: Tensor) -> Later | None:
     return _later.get() if weight.requires_grad and torch.is_grad_enabled() else None
 
 
-def put_off(later: Later, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
-    """Add `gradient()` to that of what `weight` was made from, later."""
-    later.append(lambda: torch.autograd.backward(weight, gradient()))
+def make_gradients(put_off: Later) -> None:
+    """Add each weight's gradient to that of what the weight was made from, all in one backward: each one costs."""
+    if put_off:
+        torch.autograd.backward([weight for weight, _ in put_off], [gradient() for _, gradient in put_off])
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,7 +79,7 @@ class _Linear(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
         gradient = gradients[0]
-        put_off(ctx.later, ctx.weight, lambda: gradient.t().mm(rows))
+        ctx.later.append((ctx.weight, lambda: gradient.t().mm(rows)))
         for_rows = gradient.mm(weight) if ctx.needs_input_grad[0] else None
         for_bias = gradient.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return for_rows, None, for_bias, None
