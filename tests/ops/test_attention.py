@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops.attention import Scores, attend, per_sequence_attention, varlen_attention
+from postlude.ops.attention import Scores, attend, fused_attention, per_sequence_attention, varlen_attention
 from postlude.ops.packing import Packing
 from tests.equality import TOLERANCE, assert_equal
 
@@ -105,7 +105,7 @@ def test_parts_equal_the_same_rows_of_the_whole(window, softcap) -> None:
     )
 
 
-@pytest.mark.parametrize("implementation", [per_sequence_attention, varlen_attention])
+@pytest.mark.parametrize("implementation", [per_sequence_attention, varlen_attention, fused_attention])
 def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> None:
     none = Packing.from_lengths(())
     hidden = torch.zeros(0, 5)
@@ -119,7 +119,7 @@ def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> 
         assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize("implementation", [per_sequence_attention, varlen_attention])
+@pytest.mark.parametrize("implementation", [per_sequence_attention, varlen_attention, fused_attention])
 @pytest.mark.parametrize(
     ("queries", "keys", "sentence"),
     [
@@ -149,6 +149,13 @@ def test_varlen_refuses_softcap() -> None:
         varlen_attention(*tensors(2, 2, 8)[:3], packing, packing, Scores(scale=1.0, softcap=3.0))
 
 
+def on_cuda(widths, sinks, part, lengths, heads: int, kv_heads: int) -> list[Tensor]:
+    inputs = tensors(
+        heads, kv_heads, widths[0], part, lengths, value_width=widths[1], device="cuda", dtype=torch.bfloat16
+    )
+    return [tensor.detach().requires_grad_() for tensor in inputs[: 4 if sinks else 3]]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 40, 10_000])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
@@ -159,15 +166,11 @@ def test_varlen_equals_the_reference_on_cuda(widths, sinks, part, heads: int, kv
     """bf16 against float64 on the same bf16 inputs: 1e-2 of the scale, what bf16 outputs and gradients can hold."""
     lengths = (130, 1, 517, 64)
     queries, keys = (Packing.from_lengths(each, device="cuda") for each in (part, lengths))
-    inputs = tensors(
-        heads, kv_heads, widths[0], part, lengths, value_width=widths[1], device="cuda", dtype=torch.bfloat16
-    )
-    inputs = [tensor.detach().requires_grad_() for tensor in inputs[: 4 if sinks else 3]]
+    inputs = on_cuda(widths, sinks, part, lengths, heads, kv_heads)
     scores = Scores(scale=0.125, window=window)
     for reference in (dense, per_sequence_attention):
         assert_alike(varlen_attention, reference, inputs, queries, keys, scores, tolerance=1e-2)
-    whole = replace(scores, sinks=inputs[3] if sinks else None)
-    assert torch.equal(attend(*inputs[:3], queries, keys, whole), varlen_attention(*inputs[:3], queries, keys, whole))
+    assert_alike(attend, dense, inputs, queries, keys, scores, tolerance=1e-2)
 
 
 @pytest.mark.gpu

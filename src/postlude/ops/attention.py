@@ -1,20 +1,26 @@
-"""Causal attention over packed sequences: one protocol, a per-sequence reference and a fused CUDA implementation."""
+"""Causal attention over packed sequences: one protocol, a per-sequence reference and two fused CUDA implementations."""
 
 from __future__ import annotations
 
-import inspect
+import importlib
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from postlude.ops.backend import takes_triton
 from postlude.ops.packing import Packing, to_device
 
 FLASH_WIDTH = 256  # the widest head that flash attention takes
 FLASH_STEP = 8  # and it takes multiples of this alone
+LONG = 8192  # tokens of a sequence from which cuDNN is faster than the Triton kernels, by measurement on an H200
+LONG_STEP = 512
+FUSED_ON = ((9, 0),)  # the devices that the tiles of the Triton kernels were measured for
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,11 +53,28 @@ class PackedAttention(Protocol):
 
 def attend(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores) -> Tensor:
     """The fastest implementation that computes exactly this on the tensors' device and dtype."""
-    narrow = max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH
-    implementation: PackedAttention = (
-        varlen_attention if narrow and flash_fits(query, scores) else per_sequence_attention
-    )
+    implementation: PackedAttention = per_sequence_attention
+    if query.is_cuda:
+        if fused_fits(query, value, scores):
+            implementation = fused_attention
+        elif max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH and flash_fits(query, scores):
+            implementation = varlen_attention
     return implementation(query, key, value, queries, keys, scores)
+
+
+def fused_fits(query: Tensor, value: Tensor, scores: Scores) -> bool:
+    """Whether the Triton kernels are the fastest: on Hopper, with heads of a power of two up to 128.
+
+    Nothing else has a word for a softcap.
+    """
+    widths = query.shape[-1], value.shape[-1]
+    if query.dtype not in (torch.bfloat16, torch.float16) or max(widths) > FLASH_WIDTH:
+        return False
+    fast = all(16 <= width <= 128 and width.bit_count() == 1 for width in widths)
+    measured = torch.cuda.get_device_capability(query.device) in FUSED_ON
+    if not measured or not (fast or scores.softcap is not None):
+        return False
+    return takes_triton("attention", "auto", query.device, query.dtype)
 
 
 def flash_fits(query: Tensor, scores: Scores) -> bool:
@@ -94,12 +117,58 @@ def per_sequence_attention(
     return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
+) -> Tensor:
+    """Triton kernels over all sequences at once, for any scores. CUDA, bf16 or fp16, and Triton's interpreter."""
+    _check_lengths(queries, keys)
+    if queries.count == 0:
+        return _nothing(query, key, value, scores)
+    if queries is keys and queries.max_length >= LONG and dense_fits(query, value, queries, scores):
+        return _long_apart(query, key, value, queries, scores)
+    kernels = importlib.import_module("postlude.ops.attention_triton")  # which needs triton
+    options = {"scale": scores.scale, "window": scores.window, "softcap": scores.softcap, "sinks": scores.sinks}
+    output: Tensor = kernels.triton_attention(query, key, value, queries, keys, **options)
+    return output
+
+
+def dense_fits(query: Tensor, value: Tensor, packing: Packing, scores: Scores) -> bool:
+    """Whether cuDNN has a kernel, backward included, for a sequence with these scores."""
+    plain = scores.softcap is None and scores.sinks is None
+    widths = query.shape[-1] == value.shape[-1] <= 128 and query.shape[-1] % FLASH_STEP == 0
+    return query.is_cuda and plain and widths and (scores.window is None or scores.window >= packing.max_length)
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """One whole sequence, [T, heads, width], by cuDNN, which is the fastest where it is long."""
+    tokens = len(query)
+    # cuDNN makes a plan for every length, in a tenth of a second: lengths are rounded up. Nobody sees what is added.
+    more = (0, 0, 0, 0, 0, -tokens % LONG_STEP)
+    query, key, value = (F.pad(each, more).transpose(0, 1)[None] for each in (query, key, value))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        heads = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return heads[0].transpose(0, 1)[:tokens]
+
+
+def _long_apart(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
+    """Each long sequence by itself, and what lies between two of them together."""
+    if "runs" not in packing.tables:
+        # Short ones are alike, and a long one is like no other.
+        runs = [list(run) for _, run in groupby(packing.lengths, key=lambda length: length < LONG or object())]
+        packing.tables["runs"] = [Packing.from_lengths(run, packing.cu_seqlens.device) for run in runs]
+    runs = packing.tables["runs"]
+    sizes = [run.total for run in runs]
+    outputs = []
+    for run, q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+        long = run.max_length >= LONG
+        outputs.append(dense_attention(q, k, v, scores.scale) if long else fused_attention(q, k, v, run, run, scores))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
 ) -> Tensor:
     """Flash attention over all sequences at once. CUDA, bf16 or fp16."""
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - initialises CUDA kernels, so only where used
-
     if scores.softcap is not None:
         raise ValueError(f"varlen_attention has no softcap (got {scores.softcap}); use per_sequence_attention.")
     _check_lengths(queries, keys)
@@ -109,32 +178,28 @@ def varlen_attention(
     width += -width % FLASH_STEP
     # Zeros add nothing to a score, and what they make of the values is cut off again.
     query, key, padded = (_widened(each, width) for each in (query, key, value))
-    grouped: dict[str, Any] = {}
-    if query.shape[1] != key.shape[1]:
-        if scores.sinks is None and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            grouped["enable_gqa"] = True
-        else:  # torch 2.11 wants one key head a query head
-            group = query.shape[1] // key.shape[1]
-            key, padded = (tensor.repeat_interleave(group, dim=1) for tensor in (key, padded))
     left = -1 if scores.window is None else scores.window - 1  # flash counts the keys before the query's own
-    window = (left, 0)  # counted from the ends, so that the last query stands at the last key
-    if scores.sinks is not None:
-        output = _VarlenWithSinks.apply(query, key, padded, scores.sinks, queries, keys, scores.scale, window)
+    asked = queries, keys, scores.scale, (left, 0)  # counted from the ends: the last query stands at the last key
+    if scores.sinks is None:
+        output = _flash(query, key, padded, *asked)[0]
     else:
-        output = varlen_attn(
-            query,
-            key,
-            padded,
-            queries.cu_seqlens,
-            keys.cu_seqlens,
-            queries.max_length,
-            keys.max_length,
-            scale=scores.scale,
-            window_size=window,
-            **grouped,
-        )
-    assert isinstance(output, Tensor)  # not the pair it returns when asked for more
+        output = _FlashWithSinks.apply(query, key, padded, scores.sinks, *asked)
     return output[..., : value.shape[-1]]
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scale: float, window: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """[Tq, heads, width] and lse [heads, Tq], with a gradient of the former.
+
+    The operator itself, since what torch makes public of it takes no grouped heads before 2.12: keys would be repeated.
+    """
+    lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
+    causal = {"window_size_left": window[0], "window_size_right": window[1]}
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *lengths, 0.0, window == (-1, 0), False, scale=scale, **causal
+    )
+    return output, lse
 
 
 def _widened(tensor: Tensor, width: int) -> Tensor:
@@ -184,8 +249,8 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sco
     return (weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2)
 
 
-class _VarlenWithSinks(Function):
-    """Flash attention as if each query saw one more key, rated `sinks` and of value zero. One key head a query head.
+class _FlashWithSinks(Function):
+    """Flash attention as if each query saw one more key, rated `sinks` and of value zero.
 
     That key scales the output by sigmoid(lse - sink) and joins the lse. Given those, flash attention's own backward is
     the right one: it needs no more of the softmax than its output and its lse.
@@ -203,15 +268,10 @@ class _VarlenWithSinks(Function):
         scale: float,
         window: tuple[int, int],
     ) -> Tensor:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: PLC0415 - as above
-
-        lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
-        output, lse = varlen_attn(
-            query, key, value, *lengths, scale=scale, window_size=window, return_aux=AuxRequest(lse=True)
-        )
+        output, lse = _flash(query, key, value, queries, keys, scale, window)
         output, lse = with_sinks(output, lse, sinks[:, None])
-        ctx.save_for_backward(query, key, value, sinks, output, lse, *lengths[:2])
-        ctx.longest, ctx.scale, ctx.window = lengths[2:], scale, window
+        ctx.save_for_backward(query, key, value, sinks, output, lse, queries.cu_seqlens, keys.cu_seqlens)
+        ctx.longest, ctx.scale, ctx.window = (queries.max_length, keys.max_length), scale, window
         return output
 
     @staticmethod

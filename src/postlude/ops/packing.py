@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,12 @@ class Packing:
     """The lengths of `n` sequences laid end to end over `T` tokens, on the host and on the device.
 
     `lengths`: n integers, each at least 1; `n` may be 0. `cu_seqlens`: [n + 1] int32, their running sum from 0.
-    The host copy means that no shape ever waits for the device.
+    The host copy means that no shape ever waits for the device. `tables` is where operations keep what they made of it.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor = field(compare=False)
+    tables: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for index, length in enumerate(self.lengths):

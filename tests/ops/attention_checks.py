@@ -1,0 +1,87 @@
+"""Triton's attention equals dense masked softmax in float64, with all gradients. Run by test_attention_triton.py, in
+a process of its own."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from postlude.ops.attention import Scores
+from postlude.ops.attention_triton import Tile, Tiles, triton_attention
+from postlude.ops.packing import Packing
+from tests.ops.test_attention import LENGTHS, PARTS, assert_alike, dense, tensors
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Tiles(Tile(16, 16, 1, 1), Tile(16, 16, 1, 1), Tile(16, 16, 1, 1))
+BY_TMA = Tiles(Tile(16, 16, 1, 1, True), Tile(16, 16, 1, 1, True), Tile(16, 16, 1, 1, True))
+LONGER = (70, 1, 33, 5)
+TAILS = (40, 1, 2, 5)
+
+
+def attention(query, key, value, queries, keys, scores, tiles):
+    options = {"scale": scores.scale, "window": scores.window, "softcap": scores.softcap, "sinks": scores.sinks}
+    return triton_attention(query, key, value, queries, keys, **options, tiles=tiles)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "widths", "lengths", "parts", "window", "softcap", "sinks"),
+    [
+        (2, 2, (16, 16), LONGER, LONGER, None, None, False),
+        (4, 2, (16, 16), LONGER, TAILS, None, None, True),
+        (6, 1, (16, 32), LONGER, LONGER, 20, None, False),  # three parts of two heads
+        (4, 1, (20, 12), LONGER, TAILS, 3, 1.5, True),  # widths that are no power of two
+        (2, 1, (16, 16), LONGER, LONGER, 1, None, True),
+        (3, 3, (16, 16), LENGTHS, PARTS, 40, 1.5, False),
+        (2, 1, (16, 16), (64, 32), (64, 32), 33, None, False),
+        (4, 1, (16, 16), (64, 16), (64, 16), 17, None, False),
+    ],
+)
+def test_equals_dense_float64(heads, kv_heads, widths, lengths, parts, window, softcap, sinks) -> None:
+    """In fp32, on a CPU as exact as that; in half precision on a GPU, which has no fp32 products."""
+    keys, queries = (Packing.from_lengths(each, device=DEVICE) for each in (lengths, parts))
+    dtype, tolerance = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+    made = tensors(heads, kv_heads, widths[0], parts, lengths, value_width=widths[1], dtype=dtype, device=DEVICE)
+    inputs = [each.detach().requires_grad_() for each in made[: 4 if sinks else 3]]
+    scores = Scores(scale=0.4, window=window, softcap=softcap)
+    assert_alike(functools.partial(attention, tiles=SMALL), dense, inputs, queries, keys, scores, tolerance)
+
+
+def test_reads_parts_of_wider_rows() -> None:
+    packing = Packing.from_lengths(LONGER, device=DEVICE)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    query, key, value, _ = tensors(4, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)
+    both = torch.cat((key, value), -1)
+    parts = both.split(16, dim=-1)
+    run = functools.partial(attention, queries=packing, keys=packing, scores=Scores(scale=0.4), tiles=SMALL)
+    assert torch.equal(run(query, *parts), run(query, key, value))
+    assert torch.equal(run(query.transpose(0, 1).contiguous().transpose(0, 1), key, value), run(query, key, value))
+
+
+def test_a_packing_keeps_its_tables() -> None:
+    packing = Packing.from_lengths(LONGER, device=DEVICE)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    query, key, value, _ = tensors(2, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)
+    scores = Scores(scale=0.4, window=10)
+    for _ in range(2):
+        attention(query, key, value, packing, packing, scores, SMALL).sum().backward()
+        attention(query, key, value, packing, packing, replace(scores, window=None), SMALL).sum().backward()
+    assert len(packing.tables) == 4
+
+
+def test_by_tma() -> None:
+    keys, queries = (Packing.from_lengths(each, device=DEVICE) for each in (LONGER, TAILS))
+    dtype, tolerance = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+    made = tensors(4, 2, 16, TAILS, LONGER, value_width=32, dtype=dtype, device=DEVICE)
+    inputs = [each.detach().requires_grad_() for each in made[:3]]
+    assert_alike(
+        functools.partial(attention, tiles=BY_TMA),
+        dense,
+        inputs,
+        queries,
+        keys,
+        Scores(scale=0.4, window=20),
+        tolerance,
+    )
