@@ -8,7 +8,8 @@ leave the latter undone and append it to `later`, a list that the caller owns. A
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-Later = list[tuple[Tensor, Callable[[], Tensor]]]
-"""Weights, and how the gradient of each is made."""
+Later = list[tuple[Tensor, Callable[[], Tensor | None]]]
+"""Weights, and how the gradient of each is made; what adds it where it is summed returns none."""
 Result = TypeVar("Result")
 # Read where a product is made; its backward, perhaps in another thread, keeps the list that it was made under.
 _later: ContextVar[Later | None] = ContextVar("later", default=None)
@@ -52,34 +53,94 @@ def list_for(weight: Tensor) -> Later | None:
 
 def make_gradients(put_off: Later) -> None:
     """Add each weight's gradient to that of what the weight was made from, all in one backward: each one costs."""
-    if put_off:
-        torch.autograd.backward([weight for weight, _ in put_off], [gradient() for _, gradient in put_off])
+    made = [(weight, gradient()) for weight, gradient in put_off]
+    left = [(weight, gradient) for weight, gradient in made if gradient is not None]
+    if left:
+        torch.autograd.backward(*map(list, zip(*left, strict=True)))
+
+
+def sum_where_made(weight: Tensor, total: Tensor) -> None:
+    """Have operations add the gradient of `weight`, a leaf, to `total` as they make it, and leave none to the leaf.
+
+    `total` is the leaf's own gradient, to which autograd adds what others make. On CUDA products and norms do it, in
+    the kernel that makes the gradient, which rounds nothing in between; elsewhere it is left to autograd.
+    """
+    if total.is_cuda:
+        weight.gradient_total = total  # type: ignore[attr-defined]
+
+
+def weight_gradient(weight: Tensor, gradient: Tensor, rows: Tensor, later: Later | None) -> Tensor | None:
+    """`gradient`ᵀ [out, T] · `rows` [T, in], for autograd to add; None where it is put off, or added already.
+
+    `weight` is to be what was given to the product: saved tensors come back without their history.
+    """
+    if later is not None:
+        later.append((weight, functools.partial(weight_gradient, weight, gradient, rows, None)))
+        return None
+    total = gradient_total(weight)
+    if total is None:
+        return gradient.t().mm(rows)
+    if total.dtype == rows.dtype:
+        total.addmm_(gradient.t(), rows)
+    else:
+        torch.addmm(total, gradient.t(), rows, out_dtype=total.dtype, out=total)
+    return None
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows` [T, in], `weight` [out, in] -> [T, out]."""
-    later = list_for(weight)
-    if later is None:
+    if list_for(weight) is None and (gradient_total(weight) is None or not torch.is_grad_enabled()):
         return F.linear(rows, weight, bias)
-    product: Tensor = _Linear.apply(rows, weight, bias, later)
-    return product
+    return _products(rows, (weight,), (bias,))[0]
 
 
-class _Linear(Function):
-    """As torch differentiates `F.linear`, but for when."""
+def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """`linear` of the same `rows` [T, in] by each of `weights` [out, in]: [T, out] each.
+
+    On CUDA each product's gradient of the rows is added to the sum as it is made, rather than in a kernel of its own.
+    """
+    if _sums_as_made(rows):
+        return _products(rows, weights, biases)
+    return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def _products(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    products: tuple[Tensor, ...] = _Linears.apply(rows, _later.get(), len(weights), *weights, *biases)
+    return products
+
+
+def _sums_as_made(rows: Tensor) -> bool:
+    return rows.is_cuda and rows.requires_grad and torch.is_grad_enabled()
+
+
+def gradient_total(weight: Tensor) -> Tensor | None:
+    """Where the gradients of `weight` are to be added up, if `sum_where_made` has said so."""
+    return getattr(weight, "gradient_total", None)
+
+
+class _Linears(Function):
+    """As torch differentiates `F.linear`, but for when, and for where gradients are added up."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        # Saved tensors come back without their history where activations are recomputed.
-        ctx.weight, ctx.later, ctx.has_bias = weight, later, bias is not None
-        return F.linear(rows, weight, bias)
+    def forward(ctx: Any, rows: Tensor, later: Later | None, count: int, *given: Any) -> tuple[Tensor, ...]:
+        weights, biases = given[:count], given[count:]
+        ctx.save_for_backward(rows, *weights)
+        ctx.later, ctx.weights = later, weights
+        return tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
-        gradient = gradients[0]
-        ctx.later.append((ctx.weight, lambda: gradient.t().mm(rows)))
-        for_rows = gradient.mm(weight) if ctx.needs_input_grad[0] else None
-        for_bias = gradient.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return for_rows, None, for_bias, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weights = ctx.saved_tensors
+        for_rows: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            for gradient, weight in zip(gradients, weights, strict=True):
+                for_rows = gradient.mm(weight) if for_rows is None else for_rows.addmm_(gradient, weight)
+        asked = ctx.needs_input_grad[3:]
+        for_weights = [
+            weight_gradient(ctx.weights[index], gradient, rows, ctx.later) if asked[index] else None
+            for index, gradient in enumerate(gradients)
+        ]
+        for_biases = [
+            gradient.sum(0) if asked[index] else None for index, gradient in enumerate(gradients, len(weights))
+        ]
+        return for_rows, None, None, *for_weights, *for_biases

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+
+from postlude.ops.backend import Backend, takes_triton
+from postlude.ops.linear import gradient_total
+from postlude.ops.norm import rms_norm
+
+WIDEST = 1024  # features of a head that the Triton kernels take
+
+Table = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +83,14 @@ class RotaryConfig:
         return stretch * plain / self.factor + (1 - stretch) * plain
 
 
-def rotary_table(config: RotaryConfig, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def rotary_table(config: RotaryConfig, positions: Tensor, width: int) -> Table:
     """Cosine and sine for `positions` [T], fp32 [T, 1, width], the halves repeated, ready to broadcast over heads."""
     angles = positions.to(torch.float32)[:, None] * config.frequencies(width, positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     return angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
 
 
-def rotate(vectors: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(vectors: Tensor, table: Table) -> Tensor:
     """Turn `vectors` [T, heads, width] by their positions; pair i is (i, i + width / 2).
 
     Where the table is narrower, as many of the first features are turned, and the rest are left as they are.
@@ -96,3 +106,101 @@ def rotate(vectors: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 def paired(vectors: Tensor) -> Tensor:
     """`vectors` [..., width] whose pair i is (2i, 2i + 1) -> the same with pairs as `rotate` has them."""
     return torch.cat((vectors[..., 0::2], vectors[..., 1::2]), dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNorms:
+    """RMSNorms of every query head and of every key head by itself: weights [width] each, as `rms_norm` takes them."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+def rotate_heads(
+    query: Tensor, key: Tensor, table: Table, norms: HeadNorms | None = None, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Queries [T, heads, width] and keys [T, kv_heads, width], normalised if asked and turned as `rotate` does.
+
+    Triton's kernel rounds once, where torch rounds after the norm, each factor of the table and each product.
+    """
+    if not _takes_triton(query, key, table, norms, backend):
+        if norms is not None:
+            query = rms_norm(query, norms.query, norms.eps, norms.offset)
+            key = rms_norm(key, norms.key, norms.eps, norms.offset)
+        return rotate(query, table), rotate(key, table)
+    given = (query, key) if norms is None else (query, key, norms.query, norms.key)
+    how = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
+    turned: tuple[Tensor, Tensor]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in given):
+        turned = (_Rotate if norms is None else _NormRotate).apply(*given, *table, *how)
+    else:
+        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        turned = kernels.forward(query, key, table, given[2:] or None, *how)
+    return turned
+
+
+def _takes_triton(query: Tensor, key: Tensor, table: Table, norms: HeadNorms | None, backend: Backend) -> bool:
+    if not query.is_cuda and backend == "auto":
+        return False
+    refused = None
+    if query.numel() == 0:
+        refused = "there are no tokens"
+    elif query.shape[-1] > WIDEST:
+        refused = f"its kernels take heads of {WIDEST} features, and these have {query.shape[-1]}"
+    elif query.dtype != key.dtype or (norms is not None and norms.query.dtype != norms.key.dtype):
+        refused = "queries and keys are not of one dtype"
+    elif not (table[0].is_contiguous() and table[1].is_contiguous() and table[0].dtype == torch.float32):
+        refused = "its table is not dense fp32"
+    return takes_triton("rotate_heads", backend, query.device, query.dtype, refused=refused)
+
+
+class _Rotate(Function):
+    """Turning back needs the table alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        turned: tuple[Tensor, Tensor] = kernels.forward(query, key, (cos, sin), None, eps, offset)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        found = kernels.backward(None, None, ctx.saved_tensors, None, 0.0, 0.0, gradients, (None, None))
+        return found[0], found[1], None, None, None, None
+
+
+class _NormRotate(Function):
+    """Kept are queries and keys as they came; their norms are made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        query_weight: Tensor,
+        key_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        offset: float,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(query, key, query_weight, key_weight, cos, sin)
+        ctx.how, ctx.totals = (eps, offset), (gradient_total(query_weight), gradient_total(key_weight))
+        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        weights = query_weight, key_weight
+        turned: tuple[Tensor, Tensor] = kernels.forward(query, key, (cos, sin), weights, eps, offset)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, query_weight, key_weight, *table = ctx.saved_tensors
+        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        weights = query_weight, key_weight
+        found: tuple[Tensor | None, ...] = kernels.backward(query, key, table, weights, *ctx.how, gradients, ctx.totals)
+        return *found, None, None, None, None

@@ -1,0 +1,62 @@
+"""Launching a small Triton kernel without the 30 µs in which Triton works out anew which of its compilations to take.
+
+A layer launches a dozen kernels that take a few µs each, so what a launch costs the host is what a step costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+ALIGNED = 16  # bytes: what Triton compiles for where addresses are multiples of it
+
+Grid = tuple[int, int, int]
+
+
+class Launcher:
+    """One kernel, whose parameters are tensors, then numbers, then constants, in this order.
+
+    It names its numbers in `do_not_specialize`, so that dtypes, None in place of a tensor, alignment and constants are
+    all that a compilation depends on. Strides are best constants: a model has few, and Triton knows what divides them.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[Any, tuple[Callable[..., None], Any, Any]] = {}
+
+    def __call__(
+        self,
+        grid: Grid,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        warps: int,
+    ) -> None:
+        """Launch `grid` programs on the current device, where the tensors are."""
+        device, addresses = None, 0
+        dtypes: list[torch.dtype | None] = []
+        for tensor in tensors:
+            if tensor is None:
+                dtypes.append(None)
+            else:
+                device, addresses = tensor.device, addresses | tensor.data_ptr()
+                dtypes.append(tensor.dtype)
+        key = (constants, warps, device, *dtypes)
+        found = self._compiled.get(key)
+        if found is None or addresses % ALIGNED:
+            compiled = self.kernel[grid](*tensors, *numbers, *constants, num_warps=warps)
+            if compiled is not None and addresses % ALIGNED == 0:  # the interpreter compiles nothing
+                self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+            return
+        run, function, metadata = found
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        run(*grid, stream, function, metadata, None, None, None, *tensors, *numbers, *constants)
+
+
+def contiguous_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised, of the same shape and device."""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)

@@ -1,0 +1,199 @@
+"""Triton's norm, gated activation and turned heads equal torch in float64, forward and every gradient.
+
+Run in a process of their own, through the interpreter or on a GPU: see `kernel_checks`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.ops.gating import gated, gated_linear
+from postlude.ops.linear import putting_off
+from postlude.ops.norm import rms_norm, rms_norm_beside
+from postlude.ops.rotary import HeadNorms, RotaryConfig, rotary_table, rotate_heads
+from tests.equality import assert_equal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-6
+# A bf16 result is rounded once, by 2^-9 of a number at most; the interpreter cuts off instead.
+PRECISE = [(torch.float32, 3e-6), (torch.bfloat16, 2**-8 if DEVICE == "cuda" else 2**-7)]
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return values.to(DEVICE, dtype).requires_grad_()
+
+
+def compare(function, reference, given: list[Tensor | None], tolerance: float) -> None:
+    """Outputs and gradients of `function` on `given` against `reference` on the same numbers in float64."""
+    exact = [None if each is None else each.detach().double().requires_grad_() for each in given]
+    actual, expected = function(*given), reference(*exact)
+    upstream = [torch.randn(each.shape, generator=torch.Generator().manual_seed(9)).to(each) for each in actual]
+    found = torch.autograd.grad(actual, [each for each in given if each is not None], upstream)
+    wanted = torch.autograd.grad(
+        expected, [each for each in exact if each is not None], [each.double() for each in upstream]
+    )
+    for index, (a, b) in enumerate(zip((*actual, *found), (*expected, *wanted), strict=True)):
+        assert_equal(a, b, f"result {index}", tolerance)
+    for a, b in zip(found, (each for each in given if each is not None), strict=True):
+        assert a.dtype == b.dtype
+    with torch.no_grad():  # nothing is kept, and nothing is different
+        for a, b in zip(function(*given), actual, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISE)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "shape", [(9, 96), (3, 5, 33), (1, 2048), (70, 16) if DEVICE == "cpu" else (70_000, 16)], ids=str
+)
+def test_norm(shape, offset: float, dtype: torch.dtype, tolerance: float) -> None:
+    vectors = drawn(*shape, seed=0, dtype=dtype, scale=3.0)
+    for of_weight in {dtype, torch.float32}:
+        weight = drawn(shape[-1], seed=1, dtype=of_weight)
+        compare(
+            lambda x, w: [rms_norm(x, w, EPS, offset, backend="triton")],
+            lambda x, w: [rms_norm(x, w, EPS, offset, backend="torch")],
+            [vectors, weight],
+            tolerance,
+        )
+        compare(
+            lambda x, w: rms_norm_beside(x * 1, w, EPS, offset, backend="triton"),
+            lambda x, w: [x, rms_norm(x, w, EPS, offset, backend="torch")],
+            [vectors, weight],
+            tolerance,
+        )
+
+
+def test_norm_of_rows_that_lie_apart() -> None:
+    """A part of a wider projection, and a gradient that is one number for all."""
+    whole, weight = drawn(7, 50, seed=0, dtype=torch.float32), drawn(40, seed=1, dtype=torch.float32)
+    found = torch.autograd.grad(rms_norm(whole[:, 3:43], weight, EPS, backend="triton").sum(), [whole, weight])
+    wanted = torch.autograd.grad(rms_norm(whole[:, 3:43], weight, EPS, backend="torch").sum(), [whole, weight])
+    for actual, expected in zip(found, wanted, strict=True):
+        assert_equal(actual, expected)
+
+
+def test_weights_whose_gradients_are_added_up() -> None:
+    """In fp32, where the weights are bf16, nothing is rounded on the way."""
+    rows, table = drawn(6, 3, 16, seed=0, dtype=torch.float32), rotary_table(RotaryConfig(), torch.arange(6), 16)
+    table = tuple(each.to(DEVICE) for each in table)
+    weights = [drawn(16, seed=seed, dtype=torch.bfloat16) for seed in (1, 2)]
+
+    def run(backend: str, used: list[Tensor]) -> None:
+        normed = rms_norm(rows, used[0], EPS, backend=backend)
+        turned = rotate_heads(rows, normed, table, HeadNorms(*used, EPS), backend=backend)
+        (turned[0] * normed + turned[1].square()).sum().backward()
+
+    exact = [weight.detach().float().requires_grad_() for weight in weights]
+    run("torch", exact)
+    for weight in weights:
+        weight.gradient_total = torch.ones(16, device=DEVICE)
+    run("triton", weights)
+    for weight, wanted in zip(weights, exact, strict=True):
+        assert weight.grad is None
+        assert_equal(weight.gradient_total - 1, wanted.grad)
+
+
+def test_norm_beside_when_one_of_both_is_not_used() -> None:
+    vectors, weight = drawn(5, 24, seed=0, dtype=torch.float32), drawn(24, seed=1, dtype=torch.float32)
+    same, normed = rms_norm_beside(vectors * 1, weight, EPS, backend="triton")
+    (alone,) = torch.autograd.grad(same.square().sum(), vectors, retain_graph=True)
+    assert torch.equal(alone, 2 * vectors)
+    found = torch.autograd.grad(normed.square().sum(), vectors)[0]
+    wanted = torch.autograd.grad(rms_norm(vectors, weight, EPS, backend="torch").square().sum(), vectors)[0]
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISE)
+@pytest.mark.parametrize(
+    ("activation", "shape"),
+    [
+        *((activation, (5, 48)) for activation in ("silu", "gelu", "gelu_tanh", "relu2", "sigmoid")),
+        *(("silu", shape) for shape in ((2, 3, 33), (3, 3072), (1, 130))),
+    ],
+    ids=str,
+)
+def test_gated(shape, activation: str, dtype: torch.dtype, tolerance: float) -> None:
+    gate, up = (drawn(*shape, seed=seed, dtype=dtype, scale=2.0) for seed in (0, 1))
+    for left in (gate, None):
+        compare(
+            lambda g, u: [gated(g, u, activation, backend="triton")],
+            lambda g, u: [gated(g, u, activation, backend="torch")],
+            [left, up],
+            tolerance,
+        )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISE)
+@pytest.mark.parametrize("put", [False, True])
+def test_product_of_gated(put: bool, dtype: torch.dtype, tolerance: float) -> None:
+    """Features that are made again for the weight's gradient, now or later."""
+    gate, up = (drawn(5, 48, seed=seed, dtype=dtype) for seed in (0, 1))
+    weight, bias = drawn(7, 48, seed=2, dtype=dtype), drawn(7, seed=3, dtype=dtype)
+
+    def run(given: list[Tensor | None], backend: str, later: list | None) -> list[Tensor | None]:
+        used = [None if each is None else each.detach().requires_grad_() for each in given]
+        with putting_off(later):
+            gate, up, *rest = used
+            product = gated_linear(gate, up, "silu", *rest, backend=backend)
+        product.backward(torch.linspace(-1, 1, product.numel()).view(product.shape).to(product))
+        for each in later or []:
+            each()
+        return [product, *(None if each is None else each.grad for each in used)]
+
+    # Features and their gradients are rounded on the way to and from a product of 48.
+    for left in (gate, None):
+        given = [left, up, weight, bias]
+        exact = [None if each is None else each.double() for each in given]
+        found, wanted = run(given, "triton", [] if put else None), run(exact, "torch", None)
+        for index, (actual, expected) in enumerate(zip(found, wanted, strict=True)):
+            if expected is not None:
+                assert_equal(actual, expected, f"result {index}", 2 * tolerance)
+
+
+def test_gated_parts_of_one_product() -> None:
+    both = drawn(6, 96, seed=0, dtype=torch.float32)
+    found = torch.autograd.grad(gated(*both.chunk(2, -1), "silu", backend="triton").sum(), both)[0]
+    wanted = torch.autograd.grad(gated(*both.chunk(2, -1), "silu", backend="torch").sum(), both)[0]
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISE)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "turned"),
+    [(3, 1, 12, 12), (5, 5, 24, 8), (20, 4, 128, 128), (2, 1, 256, 64)],
+)
+def test_rotated_heads(
+    heads: int, kv_heads: int, width: int, turned: int, normed: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    tokens = 6 if DEVICE == "cpu" else 1500  # more than programs, of which each then takes several
+    query, key = (drawn(tokens, each, width, seed=each, dtype=dtype, scale=2.0) for each in (heads, kv_heads))
+    weights = [drawn(width, seed=seed, dtype=dtype) for seed in (1, 2)] if normed else []
+    table = rotary_table(RotaryConfig(attention_factor=1.25), torch.arange(tokens, device=DEVICE) * 17, turned)
+    exact = tuple(each.double() for each in table)
+
+    def run(table, backend: str):
+        def of(query: Tensor, key: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+            norms = HeadNorms(*weights, EPS, 1.0) if weights else None
+            return rotate_heads(query, key, table, norms, backend=backend)
+
+        return of
+
+    compare(run(table, "triton"), run(exact, "torch"), [query, key, *weights], tolerance)
+
+
+def test_rotated_heads_of_one_product() -> None:
+    """Queries and keys that lie beside each other in memory are read where they are."""
+    whole = drawn(6, 7 * 16, seed=0, dtype=torch.float32)
+    table = rotary_table(RotaryConfig(), torch.arange(6, device=DEVICE), 16)
+
+    def run(backend: str) -> Tensor:
+        heads = whole.unflatten(-1, (7, 16))
+        turned = rotate_heads(heads[:, :4], heads[:, 4:6], table, backend=backend)
+        return torch.autograd.grad(sum(each.square().sum() * (1 + each[..., 3].sum()) for each in turned), whole)[0]
+
+    assert_equal(run("triton"), run("torch"))

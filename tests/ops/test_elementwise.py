@@ -1,0 +1,48 @@
+"""Norms, gated activations and turned heads: Triton's kernels in the interpreter and on a GPU, and who takes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from postlude.ops.gating import activate, gated
+from postlude.ops.norm import rms_norm, rms_norm_beside
+from postlude.ops.rotary import RotaryConfig, rotary_table, rotate, rotate_heads
+from tests.ops.kernel_checks import interpret_checks, run_checks
+
+CHECKS = "elementwise_checks.py"
+
+
+@pytest.mark.thorough  # on a GPU the same kernels are held to float64
+def test_kernels_in_the_interpreter() -> None:
+    interpret_checks(CHECKS)
+
+
+@pytest.mark.gpu
+def test_kernels_on_the_gpu() -> None:
+    run_checks(CHECKS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
+    rows, weight = torch.randn(3, 2, 8, dtype=dtype), torch.randn(8, dtype=dtype)
+    table = rotary_table(RotaryConfig(), torch.arange(3), 8)
+    expected = torch.nn.functional.rms_norm(rows, (8,), weight, 1e-6)
+    assert torch.equal(rms_norm(rows, weight, 1e-6), expected)
+    same, normed = rms_norm_beside(rows, weight, 1e-6)
+    assert same is rows
+    assert torch.equal(normed, expected)
+    assert torch.equal(gated(rows, rows, "silu"), torch.nn.functional.silu(rows) * rows)
+    assert all(torch.equal(each, rotate(rows, table)) for each in rotate_heads(rows, rows, table))
+    for call in (
+        lambda: rms_norm(rows, weight, 1e-6, backend="triton"),
+        lambda: gated(rows, rows, "silu", backend="triton"),
+        lambda: rotate_heads(rows, rows, table, backend="triton"),
+    ):
+        with pytest.raises(RuntimeError, match="the tensors are on cpu"):
+            call()
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ValueError, match="activation 'swish' is unknown; use silu, gelu, gelu_tanh, relu2"):
+        activate(torch.ones(2), "swish")

@@ -1,0 +1,74 @@
+"""Several products of the same rows equal one product after the other, weight gradients put off or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.ops.linear import _Linears, linear, linears, putting_off, sum_where_made
+from tests.equality import assert_equal
+
+
+def operands() -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    return drawn(5, 4), [drawn(6, 4), drawn(3, 4), drawn(2, 4)], [drawn(6), None, drawn(2)]
+
+
+def gradients(products, later: list | None = None) -> list[Tensor]:
+    rows, weights, biases = operands()
+    with putting_off(later):
+        made = products(rows, weights, biases)
+    torch.stack([product.square().sum() * index for index, product in enumerate(made, 1)]).sum().backward()
+    for each in later or []:
+        each()
+    return [each.grad for each in (rows, *weights, *biases) if each is not None]
+
+
+@pytest.mark.parametrize("put", [False, True])
+def test_products_of_the_same_rows(put: bool) -> None:
+    """One product after the other, `linears`, and what that does on CUDA."""
+    later: list | None = [] if put else None
+
+    def one_by_one(rows: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+        return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    def together(rows: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
+        return _Linears.apply(rows, later, len(weights), *weights, *biases)
+
+    expected = gradients(one_by_one)
+    for index, (actual, wanted) in enumerate(zip(gradients(together, later), expected, strict=True)):
+        assert_equal(actual, wanted, f"gradient {index}", 1e-14)
+    assert later is None or len(later) == 3
+    for actual, wanted in zip(gradients(linears), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
+    """As on CUDA: nothing arrives at the weights' own gradients, at once or put off."""
+    expected = gradients(linears)
+    for later in (None, []):
+        rows, weights, biases = operands()
+        totals = [torch.ones_like(weight) for weight in weights]
+        for weight, total in zip(weights, totals, strict=True):
+            weight.gradient_total = total
+        with putting_off(later):
+            made = linears(rows, weights, biases)
+        torch.stack([product.square().sum() * index for index, product in enumerate(made, 1)]).sum().backward()
+        for each in later or []:
+            each()
+        assert all(weight.grad is None for weight in weights)
+        found = [rows.grad, *(total - 1 for total in totals), *(bias.grad for bias in biases if bias is not None)]
+        for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(actual, wanted, f"gradient {index}", 1e-14)
+
+
+def test_the_cpu_leaves_sums_to_autograd() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    sum_where_made(weight, torch.zeros(2, 2))
+    linear(torch.ones(1, 2), weight).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(2, 2))
