@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from postlude.ops.gating import gated, gated_linear
-from postlude.ops.linear import putting_off
+from postlude.ops.linear import make_gradients, putting_off
 from postlude.ops.norm import rms_norm, rms_norm_beside
 from postlude.ops.rotary import HeadNorms, RotaryConfig, rotary_table, rotate_heads
 from tests.equality import assert_equal
@@ -140,8 +140,7 @@ def test_product_of_gated(put: bool, dtype: torch.dtype, tolerance: float) -> No
             gate, up, *rest = used
             product = gated_linear(gate, up, "silu", *rest, backend=backend)
         product.backward(torch.linspace(-1, 1, product.numel()).view(product.shape).to(product))
-        for each in later or []:
-            each()
+        make_gradients(later or [])
         return [product, *(None if each is None else each.grad for each in used)]
 
     # Features and their gradients are rounded on the way to and from a product of 48.

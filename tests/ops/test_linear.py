@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops.linear import _Linears, linear, linears, putting_off, sum_where_made
+from postlude.ops.linear import _Linears, linear, linears, make_gradients, putting_off, sum_where_made
 from tests.equality import assert_equal
 
 
@@ -24,8 +24,7 @@ def gradients(products, later: list | None = None) -> list[Tensor]:
     with putting_off(later):
         made = products(rows, weights, biases)
     torch.stack([product.square().sum() * index for index, product in enumerate(made, 1)]).sum().backward()
-    for each in later or []:
-        each()
+    make_gradients(later or [])
     return [each.grad for each in (rows, *weights, *biases) if each is not None]
 
 
@@ -59,8 +58,7 @@ def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
         with putting_off(later):
             made = linears(rows, weights, biases)
         torch.stack([product.square().sum() * index for index, product in enumerate(made, 1)]).sum().backward()
-        for each in later or []:
-            each()
+        make_gradients(later or [])
         assert all(weight.grad is None for weight in weights)
         found = [rows.grad, *(total - 1 for total in totals), *(bias.grad for bias in biases if bias is not None)]
         for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from postlude.model import LanguageModel
 from postlude.model.parallel import Gathered, held
+from postlude.ops.linear import sum_where_made
 from postlude.world.mesh import Mesh
 
 
@@ -151,6 +152,7 @@ def _add_to(leaf: nn.Parameter, parameter: nn.Parameter) -> None:
         total.zero_()  # what ranks that hold it alike have summed before, the first one brings into the next sum
     leaf.grad_dtype = None  # any
     leaf.grad = total
+    sum_where_made(leaf, total)
 
 
 def sum_alike(parameters: Iterable[nn.Parameter]) -> None:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
-from postlude.ops.linear import linear
+from postlude.ops.gating import Activation, gated_linear
+from postlude.ops.linear import linear, linears
+from postlude.ops.norm import rms_norm, rms_norm_beside
 from postlude.world.mesh import ALONE, Axis
 
 if TYPE_CHECKING:
@@ -132,6 +134,10 @@ class Linear(nn.Module):
         """[T, in] -> [T, out]."""
         return linear(hidden, local(self.weight), _local_or_none(self.bias))
 
+    def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
+        """What `forward` makes of activation(gate) · up, [T, in] both, or of activation(up): [T, out]."""
+        return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias))
+
 
 class WideLinear(Gathered):
     """Token by token in fp32, with a whole copy of the weight on every rank, stored in fp32 whatever the model's dtype.
@@ -206,6 +212,11 @@ class ColumnLinear(nn.Module):
         return linear(hidden, local(self.weight), _local_or_none(self.bias))
 
 
+def products(hidden: Tensor, *layers: Linear | ColumnLinear) -> tuple[Tensor, ...]:
+    """What each of `layers` makes of the same tokens, [T, in] -> [T, out] each."""
+    return linears(hidden, [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers])
+
+
 class RowLinear(nn.Module):
     """All tokens and this rank's block of the input features -> all output features of this rank's tokens."""
 
@@ -219,7 +230,17 @@ class RowLinear(nn.Module):
         """[T, in / tp] -> [T / tp, out]."""
         if self.tp.group is None:
             return linear(features, local(self.weight), _local_or_none(self.bias))
-        output = scatter_to_sequence(linear(features, local(self.weight)), self.tp.group)
+        return self._spread(linear(features, local(self.weight)))
+
+    def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
+        """What `forward` makes of activation(gate) · up, [T, in / tp] both, or of activation(up): [T / tp, out]."""
+        if self.tp.group is None:
+            return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias))
+        return self._spread(gated_linear(gate, up, activation, local(self.weight)))
+
+    def _spread(self, product: Tensor) -> Tensor:
+        """The sum of what ranks have, each rank's tokens: [T, out] -> [T / tp, out]."""
+        output = scatter_to_sequence(product, self.tp.group)
         return output if self.bias is None else output + local(self.bias)
 
 
@@ -256,7 +277,23 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        return _rms_norm(hidden, local(self.weight), self.eps, self.offset)
+        return rms_norm(hidden, local(self.weight), self.eps, self.offset)
+
+    def beside(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`hidden` [..., size] to go on with, and what `forward` makes of it: their gradients are added in one."""
+        return rms_norm_beside(hidden, local(self.weight), self.eps, self.offset)
+
+
+class NoNorm(nn.Module):
+    """In place of a norm where a block has none."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """As it is."""
+        return hidden
+
+    def beside(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As it is, twice."""
+        return hidden, hidden
 
 
 class ColumnRMSNorm(nn.Module):
@@ -273,19 +310,11 @@ class ColumnRMSNorm(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """[T, size / tp] -> [T, size / tp]."""
         if self.tp.group is None:
-            return _rms_norm(features, local(self.weight), self.eps, self.offset)
+            return rms_norm(features, local(self.weight), self.eps, self.offset)
         wide = features.float()
         squares = sum_over_group(wide.square().sum(-1, keepdim=True), self.tp.group)
         normed = wide * torch.rsqrt(squares / self.size + self.eps)
         return (normed * (self.offset + local(self.weight).float())).to(features.dtype)
-
-
-def _rms_norm(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """Over the last dimension. A weight around zero is more exact than its sum with the offset would be in bf16."""
-    if not offset:
-        return F.rms_norm(vectors, vectors.shape[-1:], weight, eps)
-    wide = torch.promote_types(vectors.dtype, torch.float32)
-    return F.rms_norm(vectors.to(wide), vectors.shape[-1:], offset + weight.to(wide), eps).to(vectors.dtype)
 
 
 def _local_or_none(parameter: Tensor | None) -> Tensor | None:

@@ -56,7 +56,7 @@ def make_gradients(put_off: Later) -> None:
     made = [(weight, gradient()) for weight, gradient in put_off]
     left = [(weight, gradient) for weight, gradient in made if gradient is not None]
     if left:
-        torch.autograd.backward(*map(list, zip(*left, strict=True)))
+        torch.autograd.backward([weight for weight, _ in left], [gradient for _, gradient in left])
 
 
 def sum_where_made(weight: Tensor, total: Tensor) -> None:

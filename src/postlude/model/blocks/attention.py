@@ -14,10 +14,11 @@ from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, usual_heads
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear, local, stored
+from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear, local, products, stored
 from postlude.ops.attention import Scores, attend
 from postlude.ops.collectives import gather_from_sequence
-from postlude.ops.rotary import RotaryConfig, rotate
+from postlude.ops.gating import gated
+from postlude.ops.rotary import HeadNorms, RotaryConfig, rotate_heads
 from postlude.world.mesh import Mesh
 
 
@@ -166,21 +167,30 @@ class Attention(Block):
         """[T / tp, H] -> [T / tp, H]."""
         config = self.config
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        layers = [self.q_proj, self.k_proj, self.v_proj, *([self.gate_proj] if config.output_gate else [])]
+        query, key, value, *gates = products(hidden, *layers)
         if config.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         key, value = self._own_heads(key), self._own_heads(value)
         query, key, value = (part.unflatten(-1, (-1, config.head_dim)) for part in (query, key, value))  # [T, heads, d]
-        if config.qk_norm == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
-        if config.rotary:
-            table = context.rotary(config.rotary, config.rotary_dim or config.head_dim)
-            query, key = rotate(query, table), rotate(key, table)
+        query, key = self._prepared(query, key, context)
         heads = self._attend(query, key, value, context).flatten(-2)
-        if config.output_gate:
-            heads = heads * self.gate_proj(hidden).sigmoid()
+        for gate in gates:
+            heads = gated(gate, heads, "sigmoid")
         output: Tensor = self.o_proj(heads)
         return output
+
+    def _prepared(self, query: Tensor, key: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Queries and keys, [T, heads, d], each head normalised and turned by its position where that is asked."""
+        config, normed = self.config, self.config.qk_norm == "head"
+        if not config.rotary:
+            return (self.q_norm(query), self.k_norm(key)) if normed else (query, key)
+        norms = None
+        if normed:
+            eps, offset = self.q_norm.eps, self.q_norm.offset
+            norms = HeadNorms(local(self.q_norm.weight), local(self.k_norm.weight), eps, offset)
+        table = context.rotary(config.rotary, config.rotary_dim or config.head_dim)
+        return rotate_heads(query, key, table, norms)
 
     def _own_heads(self, features: Tensor) -> Tensor:
         """Key or value features of the heads that this rank's queries see.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from postlude.model.block_config import BlockConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import Gathered, RMSNorm
+from postlude.model.parallel import Gathered, NoNorm, RMSNorm
 from postlude.model.steps import Step, compute
 from postlude.world.mesh import Mesh
 
@@ -47,8 +47,8 @@ class Block(nn.Module):
         pre, post = config.norm in ("pre", "both"), config.norm in ("post", "both")
         self.residual_scale = config.residual_scale
         self.norm_start = 1.0 - model.norm_offset
-        self.norm = self._block_norm(model) if pre else nn.Identity()
-        self.post_norm = self._block_norm(model) if post else nn.Identity()
+        self.norm = self._block_norm(model) if pre else NoNorm()
+        self.post_norm = self._block_norm(model) if post else NoNorm()
 
     def _block_norm(self, model: ModelConfig) -> RMSNorm:
         return RMSNorm(model.hidden_size, model.norm_eps, tp=self.mesh.tp, offset=model.norm_offset)
@@ -92,7 +92,8 @@ class Block(nn.Module):
         return {"hidden": hidden + (added if self.residual_scale == 1.0 else added * self.residual_scale)}
 
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
-        return self.join(hidden, self.work(self.norm(hidden), context))
+        hidden, normed = self.norm.beside(hidden)
+        return self.join(hidden, self.work(normed, context))
 
 
 def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator, *, norm: float = 1.0) -> None:

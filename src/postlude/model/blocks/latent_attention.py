@@ -19,7 +19,7 @@ from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear, lo
 from postlude.ops.attention import Scores, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.packing import Packing
-from postlude.ops.rotary import RotaryConfig, paired, rotate
+from postlude.ops.rotary import RotaryConfig, paired, rotate_heads
 from postlude.world.mesh import Mesh
 
 
@@ -158,8 +158,10 @@ class LatentAttention(Block):
         query_part, query_turned = query.split((config.nope_dim, config.rope_dim), dim=-1)
         latent, key_turned = latent.split((config.latent_size, config.rope_dim), dim=-1)
         table = context.rotary(config.rotary, config.rope_dim)
-        query_turned, key_turned = self._turn(query_turned, table), self._turn(key_turned[:, None], table)[:, 0]
-        latent = torch.cat((latent, key_turned), dim=-1)  # [T, latent + rope]
+        if config.interleaved:
+            query_turned, key_turned = paired(query_turned), paired(key_turned)
+        query_turned, key_turned = rotate_heads(query_turned, key_turned[:, None], table)
+        latent = torch.cat((latent, key_turned[:, 0]), dim=-1)  # [T, latent + rope]
         if context.running is not None:
             heads = context.running.grow(
                 self.name, (query_part, query_turned, latent), (latent[:, None],), self._go_on, self._begin
@@ -189,9 +191,6 @@ class LatentAttention(Block):
             )
             query = self.q_b_proj(query_latent)
         return query.unflatten(-1, (-1, config.query_dim)), gathered
-
-    def _turn(self, vectors: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(paired(vectors) if self.config.interleaved else vectors, table)
 
     def _begin(self, inputs: Inputs, packing: Packing) -> Tensor:
         """Whole sequences: query parts [T, heads, ...] and latents [T, latent + rope] -> [T, heads, value]."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, RowLinear
+from postlude.model.parallel import ColumnLinear, Linear, RowLinear, products
 from postlude.ops.collectives import gather_from_sequence
+from postlude.ops.gating import Activation, gated
 from postlude.world.mesh import Mesh
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,24 +54,27 @@ class GatedConfig(BlockConfig):
 
     def features(self, gate: Tensor | None, up: Tensor) -> Tensor:
         """Of both projections, [..., intermediate_size] each; without a gate, of one."""
+        if self.alpha == 1.0:
+            return gated(*self._bounded(gate, up), self.activation)
+        gate, up = self._bounded(gate, up)
+        opened = up if gate is None else gate
+        opened = opened * (self.alpha * opened).sigmoid()
+        return opened if gate is None else opened * up
+
+    def through(self, down: Linear | RowLinear, gate: Tensor | None, up: Tensor) -> Tensor:
+        """The features by one more layer, in a way that need not keep them for the backward."""
+        if self.alpha == 1.0:
+            return down.of_gated(*self._bounded(gate, up), self.activation)
+        output: Tensor = down(self.features(gate, up))
+        return output
+
+    def _bounded(self, gate: Tensor | None, up: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Both as they go into the activation and the product."""
         if gate is None:
-            return self.activate(up)
+            return gate, up
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return self.activate(gate) * (up + self.up_offset if self.up_offset else up)
-
-    def activate(self, values: Tensor) -> Tensor:
-        """The activation by name."""
-        match self.activation:
-            case "silu":
-                return F.silu(values) if self.alpha == 1.0 else values * (self.alpha * values).sigmoid()
-            case "gelu":
-                return F.gelu(values)
-            case "gelu_tanh":
-                return F.gelu(values, approximate="tanh")
-            case "relu2":
-                return F.relu(values).square()
-        raise ValueError(f"activation {self.activation!r} is unknown; use silu, gelu, gelu_tanh or relu2.")
+        return gate, up + self.up_offset if self.up_offset else up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,6 @@ class MLP(Block):
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        gate = self.gate_proj(hidden) if self.gate_proj is not None else None
-        output: Tensor = self.down_proj(self.config.features(gate, self.up_proj(hidden)))
-        return output
+        layers = [self.up_proj, *([] if self.gate_proj is None else [self.gate_proj])]
+        up, *gates = products(hidden, *layers)
+        return self.config.through(self.down_proj, gates[0] if gates else None, up)

@@ -60,7 +60,8 @@ class Recurrent(Block):
 
     def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
         """Everything else."""
-        return self.join(hidden, self.mix(self.norm(hidden), vectors, context))
+        hidden, normed = self.norm.beside(hidden)
+        return self.join(hidden, self.mix(normed, vectors, context))
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], after the pre-norm."""

@@ -1,0 +1,127 @@
+"""What a model does on CUDA around its fused kernels, with torch in the kernels' place, equals what it does without.
+
+The kernels themselves are held to float64 in tests/ops; here it is how they are called: what is kept, what is made
+again, what is added to what, and what is put off.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import LanguageModel
+from postlude.model.blocks import AttentionConfig
+from postlude.model.schedule_plan import in_turn
+from postlude.ops import gating, linear, norm, rotary
+from tests.equality import assert_equal
+from tests.model.small import small_config, small_microbatch
+
+CONFIG = small_config(
+    "[*-][S-][*E][M-]G+",
+    norm_offset=1.0,
+    blocks={"*": AttentionConfig(heads=4, kv_heads=2, head_dim=6, qk_norm="head", output_gate=True)},
+)
+
+
+def differentiated(function: Any, inputs: tuple[Tensor, ...], upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        again = [each.detach().requires_grad_() for each in inputs]
+        outputs = function(*again)
+        return torch.autograd.grad(outputs, again, upstream)
+
+
+def added(gradient: Tensor, total: Tensor | None) -> Tensor | None:
+    if total is None:
+        return gradient
+    total.add_(gradient)
+    return None
+
+
+def in_place_of_norms(module: Any) -> None:
+    def backward(vectors, weight, eps, offset, gradient, beside, total):
+        found = differentiated(lambda x, w: norm._reference(x, w, eps, offset), (vectors, weight), (gradient,))
+        return found[0] if beside is None else found[0] + beside, added(found[1], total)
+
+    module.forward, module.backward = norm._reference, backward
+
+
+def in_place_of_gating(module: Any) -> None:
+    def forward(gate, up, activation):
+        return gating.activate(up, activation) if gate is None else gating.activate(gate, activation) * up
+
+    def backward(gate, up, activation, gradient, features):
+        assert gate is not None
+        found = differentiated(lambda g, u: forward(g, u, activation), (gate, up), (gradient,))
+        if features is not None:
+            features.copy_(forward(gate, up, activation))
+        return found
+
+    module.forward, module.backward = forward, backward
+
+
+def in_place_of_turning(module: Any) -> None:
+    def forward(query, key, table, weights, eps, offset):
+        if weights is not None:
+            query, key = (norm._reference(x, w, eps, offset) for x, w in zip((query, key), weights, strict=True))
+        return rotary.rotate(query, table), rotary.rotate(key, table)
+
+    def backward(query, key, table, weights, eps, offset, gradients, totals):
+        if weights is None:
+            zeros = torch.zeros_like(gradients[0]), torch.zeros_like(gradients[1])
+            found = differentiated(lambda q, k: forward(q, k, table, None, eps, offset), zeros, gradients)
+            return *found, None, None
+        given = (query, key, *weights)
+        found = differentiated(lambda q, k, *w: forward(q, k, table, w, eps, offset), given, gradients)
+        return *found[:2], *(added(each, total) for each, total in zip(found[2:], totals, strict=True))
+
+    module.forward, module.backward = forward, backward
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything as if it were on CUDA, but for the kernels."""
+    for name, fill in (("norm", in_place_of_norms), ("gating", in_place_of_gating), ("rotary", in_place_of_turning)):
+        module = ModuleType(f"postlude.ops.{name}_triton")
+        fill(module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for operations in (norm, gating, rotary):
+        monkeypatch.setattr(operations, "_takes_triton", lambda *_: True)
+    monkeypatch.setattr(linear, "_sums_as_made", lambda rows: rows.requires_grad and torch.is_grad_enabled())
+
+
+def losses_and_gradients(recompute: Any = "none", *, plan: bool = False, total: bool = False) -> list[Tensor]:
+    model = LanguageModel(CONFIG, recompute=recompute)
+    for parameter in model.parameters() if total else ():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.gradient_total = parameter.grad
+    microbatch = small_microbatch(5, 1, 8, 3)
+    if plan:
+        made = model.build_schedule_plan(microbatch, targets=True)
+        losses = in_turn(made.forward_moves())[0]
+        in_turn(made.backward_moves(losses.sum()))
+    else:
+        losses = model(microbatch, targets=True)
+        losses.sum().backward()
+    with torch.no_grad():
+        assert torch.equal(model(microbatch, targets=True), losses)
+    return [losses, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Tensor]:
+    return losses_and_gradients()
+
+
+@pytest.mark.parametrize(
+    ("recompute", "plan"), [("none", False), ("selective", False), ("full", False), ("none", True)]
+)
+@pytest.mark.parametrize("total", [False, True])
+def test_fused_equals_unfused(expected: list[Tensor], fused: None, recompute: str, plan: bool, total: bool) -> None:
+    found = losses_and_gradients(recompute, plan=plan, total=total)
+    for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert_equal(actual, wanted, f"result {index}")
