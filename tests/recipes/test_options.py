@@ -198,6 +198,22 @@ ELSEWHERE = {
     "data.overlong": "test_supervised.py: test_long_rows_may_be_left_out_or_cut",
     "answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
     "data.answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
+    **{
+        f"{within}rollout.{name}": "test_serving.py; tests/rollout/test_servers.py"
+        for within in ("", "data.")
+        for name in (
+            "kind",
+            "urls",
+            "urls.*",
+            "dialect",
+            "model",
+            "api_key",
+            "concurrency",
+            "timeout",
+            "retries",
+            "backoff",
+        )
+    },
     "environment.kind": "test_grpo.py: test_a_conversation, and the others here",
     "environment.task": "in grpo here",
     "environment.settings": "in grpo here",

@@ -11,7 +11,7 @@ import torch
 from postlude import load_model, load_tokenizer, pack, unpack
 from postlude.model import LanguageModel
 from postlude.rollout.generator import Generator
-from postlude.rollout.protocol import Completion, RolloutEngine, WeightReceiver
+from postlude.rollout.protocol import Completion, RolloutEngine
 from postlude.rollout.sampling import Sampling
 from tests.hf.families import CONFIGS, saved
 
@@ -198,10 +198,9 @@ def test_weights_are_read_at_the_call() -> None:
     )
 
 
-def test_a_generator_is_an_engine_without_weights_of_its_own(dense: LanguageModel) -> None:
+def test_a_generator_is_an_engine(dense: LanguageModel) -> None:
     generator = Generator(dense)
     assert isinstance(generator, RolloutEngine)
-    assert not isinstance(generator, WeightReceiver)
     assert generator.generate([], Sampling()) == []
 
 

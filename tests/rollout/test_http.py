@@ -1,4 +1,4 @@
-"""The HTTP engine against real servers on this machine: one around the native generator, and `transformers serve`."""
+"""The HTTP engine against servers on this machine: one of our own around the native generator, `transformers serve`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ import torch
 from postlude import LanguageModel, export_hf, load_model, load_tokenizer, pack
 from postlude.rollout.environments import Transcript
 from postlude.rollout.generator import Generator
-from postlude.rollout.http import TRANSFORMERS_SERVE, HTTPEngine, ServerError
-from postlude.rollout.protocol import RolloutEngine
+from postlude.rollout.protocol import AsynchronousEngine, Request, Submitted
 from postlude.rollout.sampling import Sampling
+from postlude.rollout.servers.engine import HTTPEngine
+from postlude.rollout.servers.errors import ServerError
+from postlude.rollout.servers.text import TRANSFORMERS_SERVE
 
 Reply = tuple[int, dict[str, str], Any]
 
@@ -44,6 +46,15 @@ class Server:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                data = json.dumps({"data": [{"id": "tiny", "owned_by": "us"}]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with outer.lock:  # one at a time, so that replies can be counted
@@ -92,7 +103,7 @@ class Server:
                 "logprobs": {"token_logprobs": one.logprobs, "tokens": [f"token_id:{token}" for token in one.tokens]},
                 **({"token_ids": one.tokens} if ids else {}),
             }
-            for index, one in enumerate(self.generator.generate([body["prompt"]], sampling, n=body["n"])[0])
+            for index, one in enumerate(self.generator.generate([body["prompt"]], sampling)[0])
         ]
         return 200, {}, {"object": "text_completion", "choices": choices[::-1]}
 
@@ -116,13 +127,13 @@ PROMPTS = [list(b"over the wire"), list(b"x"), list(b"and back")]
 def test_answers_are_those_of_the_engine_behind_it(server: Server, ids: bool) -> None:
     server.reply = lambda body: server.complete(body, ids=ids)
     engine = HTTPEngine(server.url, "tiny", api_key="secret", extra={"priority": 3})
-    assert isinstance(engine, RolloutEngine)
+    assert isinstance(engine, AsynchronousEngine)
     sampling = Sampling(max_new_tokens=6, temperature=0.9, seed=10, stop_tokens=(65,), ignore_eos=True)
     answered = engine.generate(PROMPTS, sampling, n=2)
     for place, (prompt, group) in enumerate(zip(PROMPTS, answered, strict=True)):
-        own = Sampling(**{**vars(sampling), "seed": 10 + place})
-        (expected,) = server.generator.generate([prompt], own, n=2)
-        assert group == expected
+        for number, one in enumerate(group):
+            own = replace(sampling, seed=10 + 2 * place + number)
+            assert [[one]] == server.generator.generate([prompt], own)
     assert {body["path"] for body in server.seen} == {"/v1/completions"}
     assert {body["priority"] for body in server.seen} == {3}
     assert server.headers[0]["Authorization"] == "Bearer secret"
@@ -141,7 +152,7 @@ def test_passing_failures_are_tried_again(server: Server) -> None:
 def test_lasting_failures_say_what_the_server_said(server: Server) -> None:
     server.reply = lambda body: (503, {}, {"error": {"message": "out of memory"}})
     with pytest.raises(
-        ServerError, match="did not answer in 3 attempts; the last failed with status 503: out of memory"
+        ServerError, match=r"the one server there is does not answer any more: http://.* status 503: out of memory"
     ):
         HTTPEngine(server.url, "tiny", backoff=0.0, retries=2).generate(PROMPTS[:1], Sampling())
     server.seen.clear()
@@ -152,11 +163,11 @@ def test_lasting_failures_say_what_the_server_said(server: Server) -> None:
 
 
 def test_nobody_there_and_no_answer_in_time(server: Server) -> None:
-    with pytest.raises(ServerError, match=r"did not answer in 2 attempts; the last failed with .*refused"):
+    with pytest.raises(ServerError, match=r"any more: http://127\.0\.0\.1:9 cannot be reached: Connection refused"):
         HTTPEngine("http://127.0.0.1:9", "tiny", backoff=0.0, retries=1).generate(PROMPTS[:1], Sampling())
     release = threading.Event()
     server.reply = lambda body: (200, {}, {"waited": release.wait(5)})
-    with pytest.raises(ServerError, match="the last failed with timed out"):
+    with pytest.raises(ServerError, match=r"gave no answer within 0\.1 s"):
         HTTPEngine(server.url, "tiny", timeout=0.1, retries=0).generate(PROMPTS[:1], Sampling())
     release.set()
 
@@ -173,9 +184,9 @@ def spoiled(server: Server, **changes: Any) -> Callable[[dict[str, Any]], Reply]
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"logprobs": None}, "gave no log-probs for prompt 0"),
-        ({"token_ids": None, "logprobs": {"token_logprobs": [-1.0], "tokens": ["word"]}}, "no token ids for prompt 0"),
-        ({"token_ids": [1]}, "gave 1 tokens but 3 log-probs for prompt 0"),
+        ({"logprobs": None}, "gave no log-probs"),
+        ({"token_ids": None, "logprobs": {"token_logprobs": [-1.0], "tokens": ["word"]}}, "no token ids"),
+        ({"token_ids": [1]}, "gave 1 tokens but 3 log-probs"),
         ({"finish_reason": "abort"}, "for the reason 'abort'"),
     ],
 )
@@ -191,8 +202,9 @@ def test_other_nonsense_is_refused(server: Server) -> None:
     with pytest.raises(ServerError, match="not JSON"):
         engine.generate(PROMPTS[:1], Sampling())
     server.reply = lambda body: (200, {}, {"choices": []})
-    with pytest.raises(ServerError, match="gave 0 choices for prompt 0, which asked for 2"):
-        engine.generate(PROMPTS[:1], Sampling(), n=2)
+    engine = HTTPEngine(server.url, "tiny")  # the other one has left the server out
+    with pytest.raises(ServerError, match="gave 0 choices where one was asked for"):
+        engine.generate(PROMPTS[:1], Sampling())
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         engine.generate([[1], []], Sampling())
     with pytest.raises(ValueError, match="is no address of a server"):
@@ -207,7 +219,7 @@ class TextServer(Server):
         if unknown:
             return 422, {}, {"detail": f"Unexpected fields in the request: {sorted(unknown)}"}
         prompt = self.generator.tokenizer.encode(body["prompt"])
-        _, _, answer = super().complete(body | {"prompt": prompt, "n": 1})
+        _, _, answer = super().complete(body | {"prompt": prompt})
         for choice in answer["choices"]:
             del choice["logprobs"], choice["token_ids"]
         return 200, {}, answer | {"usage": {"prompt_tokens": len(prompt)}}
@@ -228,11 +240,12 @@ def text_server(only_text_server: TextServer) -> TextServer:
 def test_text_is_encoded_only_when_asked_for(text_server: TextServer) -> None:
     generator, sampling = text_server.generator, Sampling(max_new_tokens=4, temperature=0.0, seed=10)
     prompts = [list(b"a line of text"), list(b"see")]  # whose answers are letters
-    with pytest.raises(ServerError, match=r"status 422: Unexpected fields .*; a server of text alone needs text_only"):
+    with pytest.raises(
+        ServerError, match=r"status 422: Unexpected fields .*; a server of text alone needs dialect=.text"
+    ):
         HTTPEngine(text_server.url, "tiny").generate(prompts, sampling)
     text_server.seen.clear()
-    engine = HTTPEngine(text_server.url, "tiny", text_only=generator.tokenizer)
-    assert isinstance(engine, RolloutEngine)
+    engine = HTTPEngine(text_server.url, "tiny", dialect="text", tokenizer=generator.tokenizer)
     answered, expected = engine.generate(prompts, sampling, n=2), generator.generate(prompts, sampling, n=2)
     assert answered == [[replace(one, logprobs=[], sampled_logprobs=[]) for one in group] for group in expected]
     assert sorted(body["seed"] for body in text_server.seen) == [10, 11, 12, 13]  # one an answer
@@ -243,7 +256,7 @@ def test_text_is_encoded_only_when_asked_for(text_server: TextServer) -> None:
 def test_text_ends_with_the_end_of_sequence_token(text_server: TextServer) -> None:
     tokenizer = text_server.generator.tokenizer
     text_server.reply = lambda body: (200, {}, {"choices": [{"text": "so", "finish_reason": "stop"}]})
-    engine = HTTPEngine(text_server.url, "tiny", text_only=tokenizer)
+    engine = HTTPEngine(text_server.url, "tiny", dialect="text", tokenizer=tokenizer)
     ((one,),) = engine.generate(PROMPTS[:1], Sampling())
     assert (one.tokens, one.text, one.finish_reason) == ([*b"so", tokenizer.eos_token_id], "so", "stop")
 
@@ -264,29 +277,29 @@ class Beginning:
 def test_a_prompt_is_written_so_that_it_is_read_as_it_was(text_server: TextServer) -> None:
     reply = {"choices": [{"text": "<s>", "finish_reason": "length"}]}
     text_server.reply = lambda body: (200, {}, reply)
-    engine = HTTPEngine(text_server.url, "tiny", text_only=Beginning())
+    engine = HTTPEngine(text_server.url, "tiny", dialect="text", tokenizer=Beginning())
     ((one,),) = engine.generate([[256, *b"hi", 256]], Sampling())
     assert text_server.seen[0]["prompt"] == "hi<s>"
     assert one.tokens == [256]
-    with pytest.raises(ValueError, match="prompt 1 has 2 tokens that its text does not encode to"):
+    with pytest.raises(ValueError, match="a prompt has 2 tokens that its text does not encode to"):
         engine.generate([[256], [*b"hi"]], Sampling())
     reply["usage"] = {"prompt_tokens": 4}
-    with pytest.raises(ServerError, match="read 4 tokens in prompt 0, which has 3; give text_only the tokenizer"):
+    with pytest.raises(ServerError, match="read 4 tokens in a prompt that has 3; give text_only the tokenizer"):
         engine.generate([[256, *b"hi"]], Sampling())
 
 
 def test_what_text_cannot_say_is_refused(text_server: TextServer) -> None:
     tokenizer = Beginning()
-    engine = HTTPEngine(text_server.url, "tiny", text_only=tokenizer)
+    engine = HTTPEngine(text_server.url, "tiny", dialect="text", tokenizer=tokenizer)
     for ends in (Sampling(stop=("\n",)), Sampling(stop_tokens=(10,))):
-        with pytest.raises(ValueError, match=r"prompt 0 has stop=.* does not say which of them ended"):
+        with pytest.raises(ValueError, match=r"a request has stop=.* does not say which of them ended"):
             engine.generate([[256]], ends)
     text_server.reply = lambda body: (200, {}, {"choices": [{"message": {}, "finish_reason": "stop"}]})
-    with pytest.raises(ServerError, match="gave no text for prompt 0"):
+    with pytest.raises(ServerError, match="gave no text"):
         engine.generate([[256]], Sampling())
     tokenizer.eos_token_id = None
     with pytest.raises(ValueError, match="has no eos_token_id"):
-        HTTPEngine(text_server.url, "tiny", text_only=tokenizer)
+        HTTPEngine(text_server.url, "tiny", dialect="text", tokenizer=tokenizer)
 
 
 LEARNED = [("Over the wire", " and back."), ("x", " marks it"), ("Un café,", " s'il vous plaît !")]
@@ -337,6 +350,27 @@ def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
             process.wait()
 
 
+def test_submitted_answers_are_those_of_generate(server: Server) -> None:
+    sampling = [Sampling(max_new_tokens=4, seed=seed, ignore_eos=True) for seed in (7, 30)]
+    remote, native = HTTPEngine(server.url, "tiny"), Submitted(server.generator)
+    assert isinstance(native, AsynchronousEngine)
+    for engine in (remote, native):
+        expected = engine.generate(PROMPTS[:2], sampling, n=2)
+        tickets = [
+            engine.submit(Request(tuple(prompt), own, 2)) for prompt, own in zip(PROMPTS, sampling, strict=False)
+        ]
+        found: dict[int, Any] = {}
+        while len(found) < 2:
+            found |= {done.ticket: done.answers for done in engine.poll(timeout=None)}
+        assert [found[ticket] for ticket in tickets] == expected
+        assert engine.poll() == []
+    server.reply = lambda body: (400, {}, {"error": "no room"})
+    ticket = remote.submit(Request((1,), sampling[0]))
+    (done,) = remote.poll(timeout=None)
+    assert (done.ticket, done.answers) == (ticket, [])
+    assert "refused the request with status 400: no room" in str(done.error)
+
+
 @pytest.mark.thorough  # starts a real server; what it answers is shown here by one of our own
 def test_against_transformers_serve(tmp_path: Path) -> None:
     """Its greedy answers are the native generator's, on the same weights."""
@@ -347,7 +381,9 @@ def test_against_transformers_serve(tmp_path: Path) -> None:
     tokenizer.save_pretrained(directory)
     prompts = [tokenizer.encode(begin) for begin, _ in LEARNED]
     with transformers_serve(directory, tmp_path) as url:
-        engine = HTTPEngine(url, str(directory), text_only=tokenizer, extra=TRANSFORMERS_SERVE, concurrency=1)
+        engine = HTTPEngine(
+            url, str(directory), dialect="text", tokenizer=tokenizer, extra=TRANSFORMERS_SERVE, concurrency=1
+        )
         for limit in (40, 6):  # all end by themselves, none does
             greedy = Sampling(max_new_tokens=limit, temperature=0.0)
             answered = engine.generate(prompts, greedy, n=2)
@@ -362,5 +398,5 @@ def test_against_transformers_serve(tmp_path: Path) -> None:
         with pytest.raises(ServerError, match=r"status 422: Unexpected fields in the request: \{'top_k'\}"):
             engine.generate(prompts[:1], Sampling(top_k=3))
         # It has no ids of the tokens it sampled to give, and an engine that was not told to do without says so.
-        with pytest.raises(ServerError, match="needs text_only=tokenizer"):
-            HTTPEngine(url, str(directory)).generate(prompts[:1], drawn)
+        with pytest.raises(ServerError, match=r"needs dialect=.text"):
+            HTTPEngine(url, str(directory), dialect="openai").generate(prompts[:1], drawn)

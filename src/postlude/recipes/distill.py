@@ -16,10 +16,10 @@ from postlude.recipes.preflight import Check, Subject, check_teacher, of_environ
 from postlude.recipes.rollouts import Rollouts, environment_of, shown, summary
 from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.ending import Ending
+from postlude.recipes.serving import engine_of, of_servers
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
 from postlude.rollout.environments import Transcript
-from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.tasks import Task
 
 
@@ -51,7 +51,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             return self.encoded(data)
         environment = environment_of(data.environment, self.config.seed, self.tokenizer, data.answers, budget)
         self.rollouts = Rollouts(
-            GatheredGenerator(self.engine, self.tokenizer, draft=data.answers.draft),
+            engine_of(data.rollout, self.engine, self.tokenizer, self.config.run, data.answers),
             environment,
             self.tokenizer,
             data.answers,
@@ -64,7 +64,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
     def close(self) -> None:
         """Give back what the run holds."""
         if self.rollouts is not None:
-            self.rollouts.environment.close()
+            self.rollouts.close()
         super().close()
 
     def batch_of(self, rows: Sequence[Encoded | Task], *, held_out: bool = False) -> tuple[Batch, dict[str, Any]]:
@@ -76,7 +76,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             tasks = [row for row in rows if isinstance(row, Task)]
             answers = self.rollouts.answer(tasks, self.config.data.samples, step=self.step)
             sequences = [each.transcript for each in answers]
-            found = summary(answers)
+            found = summary(answers) | self.rollouts.engine.take_metrics()
             if not held_out:
                 self.run.sample(self.step + 1, shown(answers, self.tokenizer))
         batch = Batch([each.tokens for each in sequences], {MASK: [each.mask for each in sequences]})
@@ -94,7 +94,10 @@ def checks(subject: Subject) -> list[Check]:
     learned_on = (
         of_rows(subject, data)
         if isinstance(data, Examples)
-        else of_environment(subject, data.environment, data.answers)
+        else [
+            *of_environment(subject, data.environment, data.answers),
+            *of_servers(subject, data.rollout, data.answers, trained=True),
+        ]
     )
     return [*of_training(subject), *of_teacher(subject, config.teacher, config.top_k), *learned_on]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
 from postlude.recipes.config import schema
 from postlude.recipes.config.configs import EvalConfig
+from postlude.recipes.config.settings import Native
 from postlude.recipes.live import LiveView
 from postlude.recipes.preflight import Check, Subject, of_environment, of_model
 from postlude.recipes.rollouts import Answered, Rollouts, environment_of, scores, shown, summary
@@ -20,15 +23,22 @@ from postlude.recipes.run.changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.run.surroundings import surroundings
+from postlude.recipes.serving import connect, of_servers
 from postlude.recipes.verdict import EVALUATED
-from postlude.rollout.gathered import SharedGenerator
+from postlude.rollout.gathered import RankedEngine, SharedGenerator
+from postlude.rollout.served import ServedAnswers
 
 PAGE = 256  # tasks answered at a time
 
 
 def checks(subject: Subject) -> list[Check]:
     """What must hold before a run begins."""
-    return [*of_model(subject), *of_environment(subject, subject.config.environment, subject.config.answers)]
+    config: EvalConfig = subject.config
+    return [
+        *of_model(subject),
+        *of_environment(subject, config.environment, config.answers),
+        *of_servers(subject, config.rollout, config.answers, trained=False),
+    ]
 
 
 def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
@@ -38,13 +48,6 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
     plain = schema.plain(config)
     check_run(config.run, plain, may_change=MAY_CHANGE)
     tokenizer = load_tokenizer(config.model)
-    default = torch.bfloat16 if device == "cuda" else torch.float32
-    model = load_model(
-        config.model,
-        dtype=getattr(torch, config.dtype) if config.dtype else default,
-        device=device,
-        mtp=config.answers.draft is not None,
-    ).eval()
     clock = Clock()
     with ExitStack() as held:
         environment = held.enter_context(
@@ -53,8 +56,9 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
         directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, sinks=config.sinks))
         directory.resume_at(-1)
         directory.record(step=0, command=beginning.command, **surroundings(torch.device(device)))
+        engine = held.enter_context(closing(_engine(config, tokenizer, device)))
         rollouts = Rollouts(
-            SharedGenerator(model, tokenizer, draft=config.answers.draft),
+            engine,
             environment,
             tokenizer,
             config.answers,
@@ -70,8 +74,23 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
                 answers += rollouts.answer(tasks[first : first + PAGE], config.samples, step=0, first=first)
                 live.update(min(first + PAGE, count), summary(answers))
         directory.sample(0, shown(answers, tokenizer))
-        directory.log(0, scores(answers, config.samples) | summary(answers) | clock.take(), phase=EVALUATED)
+        found = scores(answers, config.samples) | summary(answers) | engine.take_metrics()
+        directory.log(0, found | clock.take(), phase=EVALUATED)
     ending = Ending("finished", 0)
     conclude(config.run, ending)
     dist.barrier()
     return ending
+
+
+def _engine(config: EvalConfig, tokenizer: Any, device: str) -> RankedEngine:
+    """The whole model on every rank, or servers of it."""
+    if not isinstance(config.rollout, Native):
+        return ServedAnswers(partial(connect, config.rollout, tokenizer))
+    default = torch.bfloat16 if device == "cuda" else torch.float32
+    model = load_model(
+        config.model,
+        dtype=getattr(torch, config.dtype) if config.dtype else default,
+        device=device,
+        mtp=config.answers.draft is not None,
+    ).eval()
+    return SharedGenerator(model, tokenizer, draft=config.answers.draft)

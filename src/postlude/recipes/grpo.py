@@ -27,8 +27,8 @@ from postlude.recipes.rollouts import Answered, Rollouts, environment_of, scores
 from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.directory import step_of
 from postlude.recipes.run.ending import Ending
+from postlude.recipes.serving import engine_of, of_servers
 from postlude.recipes.trainer import Trainer, train
-from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.tasks import Task, Tasks, hold_out
 
 REFERENCE = "reference"  # in the run's directory: the weights that a penalty is measured from
@@ -59,7 +59,14 @@ class GRPOTrainer(Trainer):
             self.objective = replace(self.objective, temperature=config.answers.temperature)
         self.reference: Reference | None = None
         self.rollouts = Rollouts(
-            GatheredGenerator(self.engine, self.tokenizer, draft=config.answers.draft, routing=config.replay_routing),
+            engine_of(
+                config.rollout,
+                self.engine,
+                self.tokenizer,
+                config.run,
+                config.answers,
+                routing=config.replay_routing,
+            ),
             self.environment,
             self.tokenizer,
             config.answers,
@@ -75,7 +82,7 @@ class GRPOTrainer(Trainer):
 
     def close(self) -> None:
         """Give back what the run holds."""
-        self.environment.close()
+        self.rollouts.close()
         super().close()
 
     def state(self) -> dict[str, Any]:
@@ -98,13 +105,14 @@ class GRPOTrainer(Trainer):
         """One step of the warm start or of GRPO."""
         if self.step < self.warm:
             return self.learn_examples()
+        answered, drawn = self.rollout()
         if self.step == self.warm:
             self._begin()
-        answered, drawn = self.rollout()
         self.run.sample(self.step + 1, shown(drawn, self.tokenizer))
         self.health.rewards(drawn, self.step + 1)
         learned = len({each.group for each in answered}) / self.config.prompts
-        return summary(drawn) | {"groups_learned": learned} | self.learn_answers(answered)
+        found = summary(drawn) | {"groups_learned": learned} | self.rollouts.engine.take_metrics()
+        return found | self.learn_answers(answered)
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward and pass@k on held-out tasks."""
@@ -253,6 +261,7 @@ def checks(subject: Subject) -> list[Check]:
         *of_training(subject),
         *replay,
         *of_environment(subject, config.environment, config.answers, example=warm, held_out=held_out),
+        *of_servers(subject, config.rollout, config.answers, trained=True, compared=config.old_logprobs == "rollout"),
     ]
 
 

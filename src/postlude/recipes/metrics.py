@@ -91,10 +91,30 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
         ),
         f"{TIME}PHASE": Metric(
             "Seconds",
-            "seconds of the step spent in PHASE: `rollout` (sampling), `reward` (judging), `score` (old and reference "
-            "log-probs), `reference`, `teacher`, `train`, `evaluation`",
+            "seconds of the step spent in PHASE: `weights` (bringing them to who samples), `rollout` (sampling), "
+            "`reward` (judging), `score` (old and reference log-probs), `reference`, `teacher`, `train`, `evaluation`",
             "≥ 0",
             "what to make faster first",
+        ),
+    },
+    "Servers": {
+        "servers/up": Metric(
+            "Servers up", "servers that answer at the end of the step's rollouts", "1 to all of them", "all of them"
+        ),
+        "servers/failed": Metric(
+            "Server failures",
+            "times that a server could not be reached, was silent for too long, or answered nonsense",
+            "≥ 0",
+            "0; the log names the server",
+        ),
+        "servers/retried": Metric(
+            "Requests sent again", "answers that were asked for again, mostly of another server", "≥ 0", "0"
+        ),
+        "servers/reload_seconds": Metric(
+            "Reload, seconds",
+            "how long the slowest server took to read new weights; `time/weights` has the writing of them as well",
+            "≥ 0",
+            "small beside `time/rollout`",
         ),
     },
     "Multi-token prediction": {

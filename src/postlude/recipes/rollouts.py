@@ -17,7 +17,8 @@ from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evalu
 from postlude.recipes.metrics import DRAFTS, EVAL, FAILED, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
 from postlude.recipes.run.directory import Sample
 from postlude.rollout.environments import Environment, Episode, Transcript, Turn, is_chat
-from postlude.rollout.protocol import Completion, RolloutEngine
+from postlude.rollout.gathered import RankedEngine
+from postlude.rollout.protocol import Completion
 from postlude.rollout.rewards import Score
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Chosen, Task
@@ -65,7 +66,7 @@ class Rollouts:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: RankedEngine,
         environment: Environment,
         tokenizer: ChatTokenizer,
         answers: Answers,
@@ -87,9 +88,16 @@ class Rollouts:
         sampling = replace(self.answers.sampling, temperature=settings.temperature)
         return self._answer(tasks, settings.samples, sampling, step, HELD_OUT, 0)
 
+    def close(self) -> None:
+        """Give back what the engine and the environment hold."""
+        self.engine.close()
+        self.environment.close()
+
     def _answer(
         self, tasks: Sequence[Task], samples: int, sampling: Sampling, step: int, kind: int, first: int
     ) -> list[Answered]:
+        with self.timed("weights"):
+            self.engine.refresh()
         with self.timed("rollout"):
             prompts = [encode_prompt(self.encoder, task, self.budget, self.answers) for task in tasks]
             seeds = [_seed(self.seed, step, kind, first + place) for place in range(len(tasks))]

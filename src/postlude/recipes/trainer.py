@@ -50,6 +50,7 @@ from postlude.recipes.run.ending import FAILED, Ending, Outcome, RunFailed, forg
 from postlude.recipes.run.surroundings import surroundings
 from postlude.recipes.signals import Signals
 from postlude.recipes.verdict import MODEL, facts, read_verdict
+from postlude.rollout.servers.errors import ServerError
 from postlude.world.agreement import RankFailure, agreed, first_rank_says
 
 NOT_THE_MODELS = ("run", "model", "sinks")  # settings that say nothing about what was made
@@ -98,6 +99,7 @@ class Trainer(ABC):
         self.step = 0
         self.saved = 0  # the step of the last checkpoint
         self.began: int | None = None  # the step that this start went on from, once it has
+        self.position: dict[str, Any] | None = None  # what `state` was before the step that is being done
         self.first_norm = 0.0  # of the weights that the run began with
         self.again = ""  # how to go on
         self.asked_to_end = 0  # by which signal
@@ -187,9 +189,9 @@ class Trainer(ABC):
 
     def advance(self) -> dict[str, Any]:
         """One step with all that belongs to it; returns its metrics."""
-        phase = self.phase
+        phase, self.position = self.phase, self.state()
         metrics = self.train_step()
-        self.step += 1
+        self.step, self.position = self.step + 1, None
         if "tokens" in metrics:
             metrics[SPEED] = metrics["tokens"] / sum(self.timed.seconds.values())
         metrics |= self._evaluated()
@@ -207,7 +209,7 @@ class Trainer(ABC):
         if self.saved == self.step:
             return
         self.health.weights(self.engine.weight_norm(), self.first_norm, self.step)
-        extra = {"step": self.step, "first_norm": self.first_norm, **self.state()}
+        extra = {"step": self.step, "first_norm": self.first_norm, **(self.position or self.state())}
         self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
         self.saved = self.step
         self.run.prune(self.settings.keep)
@@ -243,6 +245,13 @@ class Trainer(ABC):
         self.engine.finish_saving()
         sentence = f"{reason}. {first_rank_says(self._what_is_left)}"
         return self._end(Ending("failed", self.step, sentence, FAILED))
+
+    def strand(self, lost: ServerError) -> Ending:
+        """End a run that has nobody left to ask for answers. What is done is saved, without the step it was in."""
+        if self.position is not None:  # else a step's own evaluation had nobody to ask: that step is done again
+            self.save()
+        self.engine.finish_saving()
+        return self._end(Ending("failed", self.step, f"{lost} {first_rank_says(self._what_is_left)}", FAILED))
 
     def _what_is_left(self) -> str:
         found = self.run.checkpoints()
@@ -303,6 +312,8 @@ def train(trainer: Trainer, beginning: Beginning = NEWEST) -> Ending:
         except Hopeless as reason:
             return trainer.give_up(reason)
         except BaseException as error:
+            if isinstance(error, ServerError) and trainer.began is not None and trainer.step:
+                return trainer.strand(error)
             if trainer.began is not None and trainer.step:  # there is something to conclude
                 outcome: Outcome = "failed" if isinstance(error, Exception) else "interrupted"
                 _conclude_badly(trainer, Ending(outcome, trainer.step, str(error), FAILED), error)

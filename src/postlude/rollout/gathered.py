@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,25 @@ import torch.distributed as dist
 from postlude.engine import Engine
 from postlude.model import LanguageModel
 from postlude.rollout.generator import Generator
-from postlude.rollout.protocol import Completion
+from postlude.rollout.protocol import Completion, RolloutEngine
 from postlude.rollout.sampling import Sampling, one_each
 from postlude.rollout.stops import Decoder
+
+
+class RankedEngine(RolloutEngine, Protocol):
+    """An engine of all ranks of a run. Every rank makes the same calls, and all get all answers."""
+
+    def refresh(self) -> None:
+        """Have the newest weights, before answers are asked for."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What happened since the last time."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
 
 
 class SharedGenerator:
@@ -26,6 +42,16 @@ class SharedGenerator:
     def __init__(self, model: LanguageModel, tokenizer: Decoder, **limits: Any) -> None:
         self.model = model
         self.generator = Generator(model, tokenizer, **limits)
+
+    def refresh(self) -> None:
+        """It has the weights that it was given."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Nothing happens to it."""
+        return {}
+
+    def close(self) -> None:
+        """It holds nothing but memory."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
@@ -49,11 +75,15 @@ class GatheredGenerator(SharedGenerator):
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)
         self.updated_at = -1
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
-    ) -> list[list[Completion]]:
-        """Answer with the engine's weights as they are now. They are copied if a step was made since the last time."""
+    def refresh(self) -> None:
+        """Copy the engine's weights, if a step was made since the last time."""
         if self.updated_at != self.engine.step:
             self.engine.copy_weights(self.model)
             self.updated_at = self.engine.step
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+    ) -> list[list[Completion]]:
+        """Answer with the engine's weights as they are now."""
+        self.refresh()
         return super().generate(prompts, sampling, n)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,12 +15,42 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
+class Request:
+    """A prompt of token ids, how its answers are drawn, and how many there are to be."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n={self.n}: give at least 1 answer a prompt.")
+
+
+class Span(NamedTuple):
+    """The tokens from `start` to before `end` of an answer were sampled with the weights called `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What became of a request that was submitted: its answers, or why there are none."""
+
+    ticket: int
+    answers: list[Completion]
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
 class Completion:
     """One answer, as it was sampled: its tokens are never decoded and encoded again.
 
     The token that ended it is among `tokens`, and so are the tokens of a stop string. The one exception is an engine
-    told to make do with text, such as `HTTPEngine(..., text_only=tokenizer)`: its `tokens` are the text's, and both
-    lists of log-probs are empty, so that whoever needs one a token cannot take them by mistake.
+    told to make do with text, `HTTPEngine(..., dialect="text")`: its `tokens` are the text's, and both lists of
+    log-probs are empty, so that whoever needs one a token cannot take them by mistake.
     """
 
     tokens: list[int]
@@ -44,6 +75,8 @@ class Completion:
     routing: Tensor | None = None
     """Which experts the tokens of prompt and answer were sent to, [tokens, routers, top_k] int16 on the CPU, where that
     was asked for: a batch's column "routing". The last token was never sent anywhere, and has -1."""
+    versions: tuple[Span, ...] = ()
+    """With which weights its tokens were sampled, where the engine has weights of its own that it names."""
 
 
 @runtime_checkable
@@ -61,12 +94,49 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
-class WeightReceiver(Protocol):
-    """An engine with weights of its own, which must be told when training has changed them.
+class AsynchronousEngine(RolloutEngine, Protocol):
+    """One that takes prompts while it answers others. Answers come in the order in which they are done."""
 
-    The native generator is none: it reads the trained model itself.
+    def submit(self, request: Request) -> int:
+        """Ask for answers, and go on. Returns the ticket by which they will be known."""
+        ...
+
+    def poll(self, timeout: float | None = 0.0) -> list[Finished]:
+        """What has been done since the last time: waits up to `timeout` seconds for the first, for ever if None."""
+        ...
+
+
+class Submitted:
+    """submit and poll of an engine that answers prompts together, such as the native generator.
+
+    What was submitted is answered by the next `poll`, all at once. The seed of each request's own sampling decides its
+    answers, so they are the same whatever is answered beside them.
     """
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights under their Hugging Face names. Answers asked for afterwards come from them."""
-        ...
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self._waiting: dict[int, Request] = {}
+        self._tickets = itertools.count()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+    ) -> list[list[Completion]]:
+        """As the engine itself."""
+        return self.engine.generate(prompts, sampling, n)
+
+    def submit(self, request: Request) -> int:
+        """Ask for answers with the next `poll`."""
+        ticket = next(self._tickets)
+        self._waiting[ticket] = request
+        return ticket
+
+    def poll(self, timeout: float | None = 0.0) -> list[Finished]:
+        """Answer all that was submitted, however long it takes."""
+        waiting, self._waiting = self._waiting, {}
+        found: list[Finished] = []
+        for n in dict.fromkeys(request.n for request in waiting.values()):
+            own = {ticket: request for ticket, request in waiting.items() if request.n == n}
+            prompts, samplings = [each.prompt for each in own.values()], [each.sampling for each in own.values()]
+            answered = self.engine.generate(prompts, samplings, n)
+            found += [Finished(ticket, answers) for ticket, answers in zip(own, answered, strict=True)]
+        return found

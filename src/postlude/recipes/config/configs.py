@@ -19,12 +19,15 @@ from postlude.recipes.config.settings import (
     Gym,
     HeldOut,
     Model,
+    Native,
     NonNegative,
     ObjectiveFile,
     OptimizerSettings,
     Positive,
+    RolloutSettings,
     Training,
     room_for_prompts,
+    within_reach,
 )
 from postlude.recipes.examples import Examples, Pairs
 
@@ -96,6 +99,8 @@ class GRPOConfig(Training):
     """Answers to each prompt: a group."""
     answers: Answers = Answers()
     """How answers are drawn."""
+    rollout: RolloutSettings = Native()
+    """Who draws them: the generator here, or servers, which are given the weights after every step."""
     objective: PolicyObjective = PolicyGradient(clip_high=0.28)
     """What is minimised. Columns that it, or one of yours, finds: to be a mean over, "response_mask" of sampled
     tokens, "sequence_mean" of answers, "group_mean" of prompts; "advantages", "old_logprobs", "rollout_logprobs";
@@ -126,6 +131,9 @@ class GRPOConfig(Training):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         room_for_prompts(self.answers, self.budget)
+        within_reach(self.rollout, self.answers)
+        if self.replay_routing and not isinstance(self.rollout, Native):
+            raise ValueError("replay_routing needs the experts that tokens were sent to, and servers do not tell.")
         if self.answers.temperature <= 0:
             raise ValueError("answers.temperature is 0, but a group of equal answers has nothing to compare.")
         if isinstance(self.objective, PolicyGradient):
@@ -165,6 +173,8 @@ class OwnAnswers(Settings):
     """Where tasks come from. Rewards are reported, not learned from."""
     answers: Answers = Answers()
     """How answers are drawn."""
+    rollout: RolloutSettings = Native()
+    """Who draws them: the generator here, or servers, which are given the student's weights after every step."""
     samples: PositiveInt = 1
     """Answers to each prompt."""
 
@@ -185,6 +195,7 @@ class DistillConfig(Supervised):
     def _fits(self) -> Self:
         if isinstance(self.data, OwnAnswers):
             room_for_prompts(self.data.answers, self.budget)
+            within_reach(self.data.rollout, self.data.answers)
         return self
 
 
@@ -199,8 +210,11 @@ class EvalConfig(Model):
     """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
     answers: Answers = Answers(temperature=0.0)
     """How answers are drawn."""
+    rollout: RolloutSettings = Native()
+    """Who draws them: the generator here, or servers, which are asked as they are; then no weights are loaded here."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         room_for_prompts(self.answers, self.budget)
+        within_reach(self.rollout, self.answers)
         return self

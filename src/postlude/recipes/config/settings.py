@@ -200,6 +200,40 @@ class Answers(Settings):
         )
 
 
+class Native(Settings):
+    """The generator in the trainer's own ranks: a whole copy of the model on each."""
+
+
+class Servers(Settings):
+    """Servers that are running already, each with the whole model: vLLM, SGLang, llama.cpp, or others of OpenAI's
+    protocol that take and give token ids."""
+
+    urls: Annotated[tuple[Annotated[str, Field(pattern="^https?://.")], ...], Field(min_length=1)]
+    """Their addresses, such as http://localhost:8000."""
+    dialect: Literal["auto", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
+    """How they are spoken to; auto asks each what it is."""
+    model: str | None = None
+    """What they call the model; none takes the only one that a server has."""
+    api_key: str | None = None
+    """The name of the environment variable that holds their key; the key itself has no place in a config."""
+    concurrency: PositiveInt = 64
+    """The most answers that are outstanding at a server. A slow one gets fewer by itself."""
+    timeout: Positive = 600.0
+    """Seconds after which an answer counts as not coming, and is asked for elsewhere."""
+    retries: NonNegativeInt = 5
+    """Times in a row that a server may fail before it is given up. When all are, the run ends, and can go on later."""
+    backoff: NonNegative = 0.5
+    """Seconds that a server that failed is left alone for; they double each time, up to 30."""
+
+    @classmethod
+    def parse(cls, text: str) -> Servers:
+        """From text alone: addresses with commas between them."""
+        return cls(urls=tuple(each.strip() for each in text.split(",")))
+
+
+RolloutSettings: TypeAlias = Annotated[Native | Servers, Kinds(native=Native, server=Servers)]
+
+
 class Evaluation(Settings):
     """Answers to tasks that are never trained on: before the first step, every so many steps, and after the last."""
 
@@ -313,3 +347,9 @@ def room_for_prompts(answers: Answers, budget: int) -> None:
             f"answers.max_new_tokens is {answers.max_new_tokens}, which leaves no room for a prompt in a budget of "
             f"{budget} tokens. Raise budget."
         )
+
+
+def within_reach(rollout: Native | Servers, answers: Answers) -> None:
+    """Refuse what only the generator here can do."""
+    if answers.draft is not None and not isinstance(rollout, Native):
+        raise ValueError("answers.draft is for the generator here; a server drafts as it was started to.")

@@ -18,6 +18,8 @@ MAY_CHANGE = (
     "gather_once",
     "answers.draft",
     "data.answers.draft",
+    "rollout",
+    "data.rollout",
     # how long, and how fast
     "steps",
     "epochs",

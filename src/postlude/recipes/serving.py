@@ -1,0 +1,151 @@
+"""Who draws a recipe's answers: the generator here or servers, and what servers must be able to do for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from postlude.engine import Engine
+from postlude.recipes.config.settings import Answers, Native, Servers
+from postlude.recipes.preflight import Check, Subject
+from postlude.rollout.gathered import GatheredGenerator, RankedEngine
+from postlude.rollout.protocol import Completion, Request
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.served import ServedAnswers
+from postlude.rollout.servers.engine import HTTPEngine
+from postlude.rollout.servers.server import Server
+
+QUESTION = "The capital of France is Paris, and the capital of Italy is"
+UNSEEN = "\N{SNOWMAN}\N{SNOWMAN}\N{SNOWMAN}"  # a stop text, so that vLLM is asked where it writes text
+SAME = 1e-4  # how far two log-probs of one number may be apart
+
+
+def engine_of(
+    rollout: Native | Servers, engine: Engine, tokenizer: Any, run: Path, answers: Answers, *, routing: bool = False
+) -> RankedEngine:
+    """What samples with the weights of an engine that is trained."""
+    if isinstance(rollout, Native):
+        return GatheredGenerator(engine, tokenizer, draft=answers.draft, routing=routing)
+    return ServedAnswers(partial(connect, rollout, tokenizer), engine=engine, directory=run)
+
+
+def connect(rollout: Servers, tokenizer: Any, retries: int | None = None) -> HTTPEngine:
+    """The servers of a config."""
+    key = None
+    if rollout.api_key is not None:
+        key = os.environ.get(rollout.api_key)
+        if not key:
+            raise ValueError(
+                f"rollout.api_key names the environment variable {rollout.api_key}, which is not set. Export it."
+            )
+    return HTTPEngine(
+        rollout.urls,
+        rollout.model,
+        dialect=rollout.dialect,
+        tokenizer=tokenizer,
+        api_key=key,
+        timeout=rollout.timeout,
+        retries=rollout.retries if retries is None else retries,
+        backoff=rollout.backoff,
+        concurrency=rollout.concurrency,
+    )
+
+
+def of_servers(
+    subject: Subject, rollout: Native | Servers, answers: Answers, *, trained: bool, compared: bool = False
+) -> Iterator[Check]:
+    """Servers that answer, and can do what the recipe needs, by a trial request to each.
+
+    `trained`: their weights are to follow the trainer's. `compared`: their log-probs are compared with the trainer's.
+    """
+    if isinstance(rollout, Native):
+        return
+
+    def look() -> str:
+        with closing(connect(rollout, subject.tokenizer, retries=1)) as engine:
+            servers = engine.meet()
+            for server in servers:
+                if server.state == "out":
+                    raise ValueError(f"{server.url} {server.problem}.")
+            up = [server for server in servers if server.state == "up"]
+            for server in up:
+                if trained:
+                    _takes_weights(engine, server)
+                _speaks_of_the_model(engine, server, subject)
+                if compared:
+                    _compares(engine, server, subject, answers)
+            kinds = ", ".join(sorted({server.dialect.name for server in up}))
+            away = "".join(f"; {server.url} {server.problem}" for server in servers if server not in up)
+            return f"{len(up)} of {len(servers)} answer ({kinds}){away}"
+
+    yield Check("servers", look, after=("tokenizer",))
+
+
+def _takes_weights(engine: HTTPEngine, server: Server) -> None:
+    """Refuse a server that would go on with the weights it was started with."""
+    if not server.dialect.reloads:
+        raise ValueError(
+            f"{server.url} speaks {server.dialect.name}, which takes no new weights while it runs, but training "
+            "changes them with every step. Use vLLM or SGLang, or rollout: native; to evaluate with, it will do."
+        )
+    engine.version(server)  # or a sentence
+
+
+def _speaks_of_the_model(engine: HTTPEngine, server: Server, subject: Subject) -> None:
+    """Refuse a server without token ids or log-probs, or one of other tokens: its text must be what ours make."""
+    prompt = tuple(subject.tokenizer.encode(QUESTION))
+    found = engine.ask(
+        server, Request(prompt, Sampling(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop=(UNSEEN,)))
+    )
+    size = subject.model[1].vocab_size
+    if not found.tokens or max(found.tokens) >= size or min(found.tokens) < 0:
+        raise ValueError(
+            f"{server.url} answered with tokens {found.tokens}, but the vocabulary of {subject.config.model} goes from "
+            f"0 to {size - 1}. It serves another model."
+        )
+    ours = subject.tokenizer.decode(found.tokens, skip_special_tokens=True)
+    if found.text is not None and _letters(found.text) != _letters(ours):
+        raise ValueError(
+            f"{server.url} writes its own tokens as {found.text!r}, but with the tokenizer of {subject.config.model} "
+            f"they are {ours!r}. It serves a model of other tokens."
+        )
+
+
+def _compares(engine: HTTPEngine, server: Server, subject: Subject, answers: Answers) -> None:
+    """Refuse log-probs of another distribution than the trainer's: softmax(logits / temperature) of all tokens.
+
+    The likeliest token is asked for at two temperatures: if it has one log-prob, no temperature is in it; if that is 0,
+    it is of what top-k left alone.
+    """
+    prompt = tuple(subject.tokenizer.encode(QUESTION))
+
+    def likeliest(temperature: float) -> float:
+        drawn = Sampling(max_new_tokens=1, temperature=temperature, top_k=1, ignore_eos=True)
+        found: Completion = engine.ask(server, Request(prompt, drawn))
+        return found.logprobs[0]
+
+    temperature = answers.temperature
+    here, other = likeliest(temperature), likeliest(2.0 * temperature)
+    plain, after_cuts = abs(here - other) < SAME and abs(here) > SAME, abs(here) < SAME and abs(other) < SAME
+    if plain and temperature != 1.0:
+        raise ValueError(
+            f"{server.url} gives log-probs at temperature 1, but answers are drawn at {temperature:g}, and ratios are "
+            "taken to what it says. Set old_logprobs to recompute, answers.temperature to 1, or start vLLM with "
+            "--logprobs-mode processed_logprobs."
+        )
+    cuts = [name for name, none in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(answers, name) != none]
+    if after_cuts and cuts:
+        raise ValueError(
+            f"{server.url} gives log-probs among the tokens that answers.{cuts[0]} leaves, but the trainer's are of "
+            f"all. Set old_logprobs to recompute, leave {cuts[0]} out, or start vLLM with --logprobs-mode raw_logprobs."
+        )
+
+
+def _letters(text: str) -> str:
+    """What is alike however a server treats spaces and letters of which bytes are missing."""
+    return re.sub(r"[^A-Za-z0-9]", "", text)

@@ -1,0 +1,72 @@
+"""Dialect: how one kind of server is asked for answers, and how it is given new weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from postlude.rollout.protocol import Completion, FinishReason, Request
+from postlude.rollout.servers.errors import Garbled
+
+FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class Ask(Protocol):
+    """One request to the server. Gives the JSON it answers with, or raises one of `errors`."""
+
+    async def __call__(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON of its answer."""
+        ...
+
+
+class Dialect(ABC):
+    """What is known of one server, and its words. An instance belongs to one server."""
+
+    name: str
+    reloads: bool = False
+    """Whether it can be given new weights while it runs."""
+
+    async def meet(self, ask: Ask) -> None:
+        """Learn what must be known of a server that has just come up. Any answer shows that it is there."""
+        await ask("GET", "/v1/models")
+
+    async def models(self, ask: Ask) -> list[str]:
+        """What it calls the models that it serves."""
+        found = await ask("GET", "/v1/models")
+        try:
+            return [str(each["id"]) for each in found["data"]]
+        except (KeyError, TypeError) as error:
+            raise Garbled("gives no list of models at /v1/models") from error
+
+    @abstractmethod
+    async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
+        """One answer, with token ids and the log-prob of each."""
+
+    async def version(self, ask: Ask) -> str | None:
+        """What it calls the weights it has; None where it does not say."""
+        return None
+
+    async def reload(self, ask: Ask, directory: str, version: str) -> None:
+        """Take the weights in a directory that it can read, and call them `version`. Answers in flight go on."""
+        raise NotImplementedError(f"{self.name} takes no new weights")
+
+
+def text_or_none(value: Any) -> str | None:
+    """A text that a server may leave out."""
+    return value if isinstance(value, str) else None
+
+
+def completion(
+    tokens: Any, logprobs: Any, reason: Any, text: Any = None, finish: Mapping[str, FinishReason] = FINISH
+) -> Completion:
+    """One answer of what a server said of it, or `Garbled`."""
+    if reason not in finish:
+        raise Garbled(f"ended an answer for the reason {reason!r}, not stop or length")
+    try:
+        ids, values = [int(token) for token in tokens], [float(value) for value in logprobs]
+    except (TypeError, ValueError) as error:
+        raise Garbled(f"gave token ids or log-probs that are no numbers: {error}") from error
+    if len(ids) != len(values):
+        raise Garbled(f"gave {len(ids)} tokens but {len(values)} log-probs")
+    return Completion(ids, values, list(values), finish[reason], text_or_none(text))

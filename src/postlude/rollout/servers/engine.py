@@ -1,0 +1,212 @@
+"""HTTPEngine: a rollout engine on the other side of HTTP, of one server or several."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from postlude.rollout.protocol import Completion, Finished, Request
+from postlude.rollout.sampling import Sampling, one_each
+from postlude.rollout.servers.dialect import Dialect
+from postlude.rollout.servers.errors import Garbled, Refused, ServerError, Unreachable
+from postlude.rollout.servers.fleet import Counts, Fleet
+from postlude.rollout.servers.llama_cpp import LlamaCpp
+from postlude.rollout.servers.openai import OpenAI
+from postlude.rollout.servers.server import Server, Weights
+from postlude.rollout.servers.sglang import SGLang
+from postlude.rollout.servers.text import Text, Tokenizer
+from postlude.rollout.servers.vllm import VLLM
+from postlude.rollout.stops import final_text
+
+DIALECTS = ("auto", "vllm", "sglang", "llama.cpp", "openai", "text")
+OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}  # who /v1/models says that a model is owned by
+Result = TypeVar("Result")
+
+
+class HTTPEngine:
+    """Answers from servers of one model, at `urls`: their roots, with or without /v1.
+
+    Prompts are sent as token ids, and ids must come back: text is not encoded again, since that can give other tokens
+    than those that were sampled. `dialect="text"` makes do with text; see `Text`. `dialect="auto"` asks each server
+    what it is. `model` is what the servers call the model; None takes the only one there is.
+
+    `concurrency` answers at most are outstanding at a server. A request waits `timeout` seconds for its answer. What
+    becomes of servers that fail is told at `Fleet`; `retries` and `backoff` are its. When no server is left, whoever
+    waits for an answer gets a `ServerError` that names each with its reason.
+
+    `Completion.logprobs` are the server's and mean what they mean there; `sampled_logprobs` repeat them, since the
+    protocols carry one number a token. vLLM and llama.cpp give those at temperature 1. For the sampling temperature, as
+    the native generator gives, start vLLM with `--logprobs-mode processed_logprobs`, and leave top-k, top-p and min-p
+    alone.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        model: str | None = None,
+        *,
+        dialect: str = "auto",
+        tokenizer: Tokenizer | None = None,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        retries: int = 5,
+        backoff: float = 0.5,
+        concurrency: int = 64,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`tokenizer` writes the text of answers that come without. `extra` goes into requests to /v1/completions."""
+        urls = [urls] if isinstance(urls, str) else list(urls)
+        if timeout <= 0 or retries < 0 or backoff < 0 or concurrency < 1:
+            raise ValueError(
+                f"timeout={timeout}, retries={retries}, backoff={backoff}, concurrency={concurrency}: give a positive "
+                "timeout and concurrency, and retries and backoff of at least 0."
+            )
+        if dialect not in DIALECTS:
+            raise ValueError(f"dialect is {dialect!r}, but the choices are {', '.join(map(repr, DIALECTS))}.")
+        if dialect == "text" and (tokenizer is None or model is None):
+            raise ValueError('dialect="text" needs the tokenizer of the served model, and the model\'s name.')
+        if not urls or len(set(urls)) < len(urls):
+            raise ValueError(f"urls are {urls}: give each server once, and at least one.")
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.tokenizer = tokenizer
+        servers = []
+        for url in urls:
+            speaks = None if dialect == "auto" else spoken(dialect, tokenizer, extra)
+            servers.append(Server(url, speaks or partial(recognised, extra), model, headers=headers, timeout=timeout))
+        self.fleet = Fleet(servers, retries=retries, backoff=backoff, concurrency=concurrency)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="postlude servers", daemon=True)
+        self._thread.start()
+        self._tickets = itertools.count()
+        self._done: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+    ) -> list[list[Completion]]:
+        """Give `n` answers to each prompt of token ids, in the caller's order.
+
+        `sampling` is one for all, or one a prompt. With one for all, the prompt's place is added to its seed.
+        """
+        for place, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {place} is empty; give at least one token.")
+        own = one_each(sampling, len(prompts))
+        if isinstance(sampling, Sampling):
+            own = [replace(each, seed=each.seed + place * n) for place, each in enumerate(own)]
+        requests = [Request(tuple(map(int, prompt)), each, n) for prompt, each in zip(prompts, own, strict=True)]
+        return self._run(_all(self._answers(request) for request in requests))
+
+    def submit(self, request: Request) -> int:
+        """Ask for answers, and go on."""
+        ticket = next(self._tickets)
+
+        async def answer() -> None:
+            try:
+                self._done.put(Finished(ticket, await self._answers(request)))
+            except Exception as error:
+                self._done.put(Finished(ticket, [], error))
+
+        asyncio.run_coroutine_threadsafe(answer(), self._loop)
+        return ticket
+
+    def poll(self, timeout: float | None = 0.0) -> list[Finished]:
+        """What has been answered since the last time; waits up to `timeout` seconds for the first."""
+        found = []
+        try:
+            found.append(self._done.get(timeout is None or timeout > 0, timeout))
+            while True:
+                found.append(self._done.get_nowait())
+        except queue.Empty:
+            return found
+
+    def update(self, directory: str, version: str) -> None:
+        """Have every server read new weights from a directory. Answers in flight go on with them."""
+        self._run(self.fleet.update(Weights(directory, version)))
+
+    def meet(self) -> list[Server]:
+        """Meet every server, as `Server.state` then tells; at least one is up, or a sentence is raised."""
+        self._run(self.fleet.gather())
+        self._run(self.fleet.present())
+        return self.fleet.servers
+
+    def ask(self, server: Server, request: Request) -> Completion:
+        """An answer of this server and no other, or a sentence that names it."""
+        try:
+            return self._told(self._run(server.answer(request)))
+        except (Unreachable, Garbled, Refused) as error:
+            raise ServerError(f"{server.url} {error}.") from error
+
+    def version(self, server: Server) -> str | None:
+        """What a server calls its weights, or a sentence if it cannot say."""
+        try:
+            return self._run(server.told_version())
+        except (Unreachable, Garbled, Refused) as error:
+            raise ServerError(f"{server.url} {error}.") from error
+
+    def take_counts(self) -> Counts:
+        """What happened since the last time."""
+        counts, self.fleet.counts = self.fleet.counts, Counts()
+        return counts
+
+    def close(self) -> None:
+        """Let go of the connections, and of the thread."""
+        if self._thread.is_alive():
+            self._run(self.fleet.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _answers(self, request: Request) -> list[Completion]:
+        """Each is asked for by itself, so that no server's failure costs more than it had begun."""
+        seed = request.sampling.seed
+        each = [Request(request.prompt, replace(request.sampling, seed=seed + number)) for number in range(request.n)]
+        return [self._told(found) for found in await _all(self.fleet.answer(one) for one in each)]
+
+    def _told(self, completion: Completion) -> Completion:
+        if completion.text is not None or self.tokenizer is None:
+            return completion
+        return replace(completion, text=final_text(self.tokenizer, completion.tokens, None))
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _all(work: Any) -> list[Any]:
+    """All of it, or the first error, with nothing left running."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def spoken(name: str, tokenizer: Tokenizer | None, extra: Mapping[str, Any] | None) -> Dialect:
+    """A dialect for one server."""
+    match name:
+        case "text":
+            assert tokenizer is not None
+            return Text(tokenizer, extra)
+        case "vllm":
+            return VLLM(extra)
+        case "sglang":
+            return SGLang()
+        case "llama.cpp":
+            return LlamaCpp()
+        case _:
+            return OpenAI(extra)
+
+
+def recognised(extra: Mapping[str, Any] | None, models: Any) -> Dialect:
+    """The dialect of a server, by what it says at /v1/models."""
+    try:
+        owner = str(models["data"][0]["owned_by"]).lower()
+    except (KeyError, TypeError, IndexError):
+        owner = ""
+    return spoken(OWNERS.get(owner, "openai"), None, extra)

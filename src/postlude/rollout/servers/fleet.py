@@ -1,0 +1,203 @@
+"""Fleet: several servers as one. Who is asked next, what becomes of requests whose server fails, and of that server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from postlude.rollout.protocol import Completion, Request
+from postlude.rollout.servers.errors import Garbled, Refused, ServerError, Unreachable
+from postlude.rollout.servers.server import Server, Weights
+
+LONGEST_REST = 30.0  # seconds between two attempts to reach a server
+LOG = logging.getLogger("postlude")
+
+
+@dataclass
+class Counts:
+    """What happened since it was last looked at."""
+
+    retried: int = 0
+    """Requests that were sent again, here or elsewhere."""
+    failed: int = 0
+    """Times that a server failed."""
+
+
+class Fleet:
+    """Servers of one model. Everything here runs in one loop.
+
+    A request goes to the server with the fewest outstanding answers, so that a slow one gets less. One that cannot be
+    reached, is silent for too long or says "not now" is left alone for `backoff` seconds, which double each time, and
+    its requests go to others; after `retries` failures in a row it is gone, until there are new weights. One that
+    answers nonsense is out for good. A server is met again, and given the newest weights, before it is asked again.
+    """
+
+    def __init__(self, servers: list[Server], *, retries: int, backoff: float, concurrency: int) -> None:
+        self.servers = servers
+        self.retries, self.backoff, self.concurrency = retries, backoff, concurrency
+        self.weights: Weights | None = None
+        self.counts = Counts()
+        self._coming: dict[Server, asyncio.Task[None]] = {}
+        self._changed = asyncio.Condition()
+        self._turn = 0
+
+    def up(self) -> int:
+        """How many servers answer."""
+        return sum(server.state == "up" for server in self.servers)
+
+    async def answer(self, request: Request) -> Completion:
+        """One answer, by whichever server gives it."""
+        attempts = self.retries + len(self.servers)
+        last = ""
+        for attempt in range(attempts + 1):
+            server = await self._one_of(self._has_room)
+            server.outstanding += 1
+            self.counts.retried += attempt > 0
+            try:
+                found = await server.answer(request)
+                self._check(found)
+                server.failures = 0
+                return found
+            except Refused as error:
+                raise ServerError(f"{server.url} refused the request with {error}") from error
+            except (Unreachable, Garbled) as error:
+                last = f"{server.url} {error}"
+                self._failed(server, error)
+            finally:
+                server.outstanding -= 1
+                await self._tell()
+        raise ServerError(f"a request was not answered in {attempts + 1} attempts, lastly as {last}.")
+
+    async def update(self, weights: Weights) -> None:
+        """Give every server new weights. Returns when those that are up have them; others get them as they come."""
+        self.weights = weights
+        up = [server for server in self.servers if server.state == "up"]
+        for server in self.servers:
+            if server.state == "gone":
+                self._begin(server)
+
+        async def reload(server: Server) -> None:
+            try:
+                await server.reload(weights)
+            except (Unreachable, Garbled) as error:
+                self._failed(server, error)
+
+        await asyncio.gather(*(reload(server) for server in up))
+        await self._tell()
+        await self.present()
+
+    async def gather(self) -> None:
+        """Meet every server. Returns when each is up, gone or out."""
+        for server in self.servers:
+            if server.state in ("coming", "gone"):
+                self._begin(server)
+        await asyncio.gather(*self._coming.values())
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        for task in self._coming.values():
+            task.cancel()
+        for server in self.servers:
+            server.wire.close()
+
+    async def present(self) -> None:
+        """Wait for a server that is up. Raises a sentence when none is left."""
+        await self._one_of(lambda server: True)
+
+    async def _one_of(self, suits: Callable[[Server], bool]) -> Server:
+        """The server to ask next among those that are up and suit: the one with the fewest outstanding, in turn."""
+        for server in self.servers:
+            if server.state == "coming":
+                self._begin(server)
+        async with self._changed:
+            while True:
+                if all(server.state in ("gone", "out") for server in self.servers):
+                    raise ServerError(self._all_lost())
+                if up := [server for server in self.servers if server.state == "up" and suits(server)]:
+                    self._turn += 1
+                    turns = {server: (place - self._turn) % len(up) for place, server in enumerate(up)}
+                    return min(up, key=lambda each: (each.outstanding, turns[each]))
+                await self._changed.wait()
+
+    def _has_room(self, server: Server) -> bool:
+        """One that has just failed shows with a single request that it is well again."""
+        return server.outstanding < (1 if server.failures else self.concurrency)
+
+    def _check(self, found: Completion) -> None:
+        """Refuse answers by weights that were never sent: the server was started anew since it was met."""
+        if self.weights is None:
+            return
+        told = {span.version for span in found.versions}
+        if strange := sorted(told - self._sent()):
+            raise Unreachable(
+                f"answered with weights {strange[0]!r}, which it was not given; it may have been restarted"
+            )
+
+    def _sent(self) -> set[str]:
+        """The names of weights that an answer may be from: those of this trainer, by the name before the last dot."""
+        assert self.weights is not None
+        start = self.weights.version.rpartition(".")[0]
+        return {self.weights.version} | {
+            version for server in self.servers if (version := server.version) and version.rpartition(".")[0] == start
+        }
+
+    def _failed(self, server: Server, error: Exception) -> None:
+        """Leave a server alone for a while, or for good. Of many requests that fail with it, the first one counts."""
+        if isinstance(error, Garbled):
+            if server.state != "out":
+                self.counts.failed += 1
+                LOG.warning("%s %s. It is left out from now on.", server.url, error)
+            server.state, server.problem = "out", str(error)
+        elif server.state == "up":
+            pause = self._rest(server, error)
+            if pause is not None:
+                self._begin(server, pause)
+
+    def _rest(self, server: Server, error: Exception) -> float | None:
+        """A server failed: for how long it is left alone, or None if it is given up."""
+        server.problem = str(error)
+        server.failures += 1
+        self.counts.failed += 1
+        if server.failures > self.retries:
+            LOG.warning("%s %s. It is given up for now.", server.url, error)
+            server.state = "gone"
+            return None
+        server.state = "coming"
+        pause = min(LONGEST_REST, self.backoff * 2.0 ** (server.failures - 1))
+        return max(error.after, pause) if isinstance(error, Unreachable) else pause
+
+    def _begin(self, server: Server, pause: float = 0.0) -> None:
+        """Let a server come, after a while."""
+        if server not in self._coming:
+            if server.state == "gone":
+                server.failures = self.retries  # one attempt more
+            server.state = "coming"
+            task = asyncio.create_task(self._come(server, pause))
+            self._coming[server] = task
+            task.add_done_callback(lambda _: self._coming.pop(server, None))
+
+    async def _come(self, server: Server, pause: float) -> None:
+        while server.state == "coming":
+            await asyncio.sleep(pause)
+            try:
+                weights = self.weights
+                await server.meet(weights)
+                if weights is self.weights:  # else newer ones came meanwhile
+                    server.state = "up"
+            except Unreachable as error:
+                pause = self._rest(server, error) or 0.0
+            except (Garbled, Refused) as error:
+                self._failed(server, Garbled(str(error)))
+            await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _all_lost(self) -> str:
+        each = "; ".join(f"{server.url} {server.problem}" for server in self.servers)
+        if len(self.servers) == 1:
+            return f"the one server there is does not answer any more: {each}."
+        return f"none of the {len(self.servers)} servers answers any more: {each}."

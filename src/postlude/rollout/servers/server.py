@@ -1,0 +1,139 @@
+"""Server: one address, what is known of it, and the one place where its replies become answers or errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from postlude.rollout.protocol import Completion, Request, Span
+from postlude.rollout.servers.dialect import Dialect
+from postlude.rollout.servers.errors import Garbled, Refused, Unreachable
+from postlude.rollout.servers.wire import Reply, Wire
+
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+REFUSED = frozenset({400, 404, 413, 422})
+CHECKED_WITHIN = 10.0  # seconds for what a server that is well answers at once
+State = Literal["coming", "up", "gone", "out"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A directory of safetensors that every server can read, and the name its weights go by."""
+
+    directory: str
+    version: str
+
+
+class Server:
+    """One server. "coming": not known to be there; "up"; "gone": given up until there are new weights; "out" for good.
+
+    The loop of the fleet it belongs to is the only one that may touch it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        dialect: Dialect | Callable[[Any], Dialect],
+        model: str | None,
+        *,
+        headers: Mapping[str, str],
+        timeout: float,
+    ) -> None:
+        self.wire = Wire(url, headers)
+        self.url = self.wire.url
+        self._dialect = dialect if isinstance(dialect, Dialect) else None
+        self._recognise = None if isinstance(dialect, Dialect) else dialect
+        self.model = model
+        self.timeout = timeout
+        self.state: State = "coming"
+        self.problem = ""
+        """Why it is not up, as a clause that follows its address."""
+        self.failures = 0
+        """Times in a row that it failed."""
+        self.outstanding = 0
+        """Answers that it has been asked for and has not given."""
+        self.version: str | None = None
+        """Of the weights it has, as far as is known here."""
+        self.reload_seconds = 0.0
+
+    @property
+    def dialect(self) -> Dialect:
+        """How it is spoken to."""
+        assert self._dialect is not None, "it was not met yet"
+        return self._dialect
+
+    async def meet(self, weights: Weights | None) -> None:
+        """Find out what it is, and give it the newest weights, before its first request."""
+        if self._dialect is None:
+            assert self._recognise is not None
+            self._dialect = self._recognise(await self._ask_soon("GET", "/v1/models"))
+        await self.dialect.meet(self._ask_soon)
+        if self.model is None:
+            self.model = await self._only_model()
+        if weights is not None:
+            self.version = await self.told_version()
+            if self.version != weights.version:
+                await self.reload(weights)
+
+    async def reload(self, weights: Weights) -> None:
+        """Have it read new weights, and see that it has them."""
+        began = time.perf_counter()
+        try:
+            await self.dialect.reload(self._ask, weights.directory, weights.version)
+        except Refused as error:
+            raise Garbled(f"could not read new weights from {weights.directory}: {error}") from error
+        self.version = await self.told_version()
+        if self.version != weights.version:
+            raise Garbled(f"says that its weights are {self.version!r} after it was given {weights.version!r}")
+        self.reload_seconds = time.perf_counter() - began
+
+    async def answer(self, request: Request) -> Completion:
+        """One answer, with the weights it was sampled with, where that is known."""
+        assert self.model is not None
+        before = self.version
+        found = await self.dialect.answer(self._ask, self.model, request)
+        if found.versions or before is None or before != self.version:  # where new ones came in between, nobody knows
+            return found
+        return replace(found, versions=(Span(before, 0, len(found.tokens)),))
+
+    async def told_version(self) -> str | None:
+        """What it calls its weights."""
+        return await self.dialect.version(self._ask_soon)
+
+    async def _only_model(self) -> str:
+        names = await self.dialect.models(self._ask_soon)
+        if len(names) != 1:
+            raise Garbled(f"serves {', '.join(names) or 'no model'}; say which of them in rollout.model")
+        return names[0]
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        return _told(await self.wire.ask(method, path, body, timeout=self.timeout))
+
+    async def _ask_soon(self, method: str, path: str, body: Any = None) -> Any:
+        return _told(await self.wire.ask(method, path, body, timeout=min(self.timeout, CHECKED_WITHIN)))
+
+
+def _told(reply: Reply) -> Any:
+    """What a reply says, by its status."""
+    if 200 <= reply.status < 300:
+        return reply.json()
+    problem = f"status {reply.status}: {_message(reply)}"
+    if reply.status in PASSING:
+        after = reply.headers.get("retry-after", "")
+        raise Unreachable(f"answers with {problem}", float(after) if after.isdigit() else 0.0)
+    if reply.status in REFUSED:
+        raise Refused(problem)
+    raise Garbled(f"answers with {problem}")
+
+
+def _message(reply: Reply) -> str:
+    """What the server says went wrong, on one line."""
+    text = reply.body[:2000].decode(errors="replace").strip()
+    try:
+        stated = reply.json()
+        found = next((stated[name] for name in ("error", "message", "detail") if name in stated), text)
+        return " ".join(str(found.get("message", found) if isinstance(found, dict) else found).split())
+    except (Garbled, AttributeError, TypeError):
+        return " ".join(text.split()) or "nothing more was said"

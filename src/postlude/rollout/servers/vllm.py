@@ -1,0 +1,79 @@
+"""vLLM: /v1/completions, or /inference/v1/generate where it is open, which tells the weights of every token.
+
+New weights need `VLLM_SERVER_DEV_MODE=1` in the server's environment, the other path `--enable-scale-out`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from postlude.rollout.protocol import Completion, Request, Span
+from postlude.rollout.servers.dialect import Ask, completion
+from postlude.rollout.servers.errors import Garbled, Refused
+from postlude.rollout.servers.openai import OpenAI, only_choice, sampling_words
+
+GENERATE = "/inference/v1/generate"
+
+
+class VLLM(OpenAI):
+    """One vLLM server."""
+
+    name = "vllm"
+    reloads = True
+
+    def __init__(self, extra: Mapping[str, Any] | None = None) -> None:
+        super().__init__(extra)
+        self.by_tokens = False  # whether it has GENERATE
+
+    async def meet(self, ask: Ask) -> None:
+        """Whether it has the path of token ids: what it says to an empty request tells."""
+        await ask("GET", "/v1/models")
+        try:
+            await ask("POST", GENERATE, {})
+        except Refused as refused:
+            self.by_tokens = "status 404" not in str(refused)
+
+    async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
+        """One answer. Texts that end an answer are known to /v1/completions alone."""
+        if not self.by_tokens or request.sampling.stop:
+            return await super().answer(ask, model, request)
+        words = sampling_words(request.sampling)
+        drawn = words | {"seed": request.sampling.seed, "logprobs": 0, "detokenize": False}
+        body = {"model": model, "token_ids": list(request.prompt), "sampling_params": drawn, "stream": False}
+        return _completion(only_choice(await ask("POST", GENERATE, body)))
+
+    async def version(self, ask: Ask) -> str | None:
+        """What it calls its weights: "default" until it is told."""
+        try:
+            return str((await ask("GET", "/weight_info"))["weight_version"])
+        except (Refused, KeyError, TypeError) as error:
+            raise Garbled(
+                "does not say which weights it has at /weight_info; start vLLM 0.32 or newer with "
+                "VLLM_SERVER_DEV_MODE=1 in its environment"
+            ) from error
+
+    async def reload(self, ask: Ask, directory: str, version: str) -> None:
+        """Answers in flight are kept: what is cached of them is computed anew with the new weights."""
+        await ask("POST", "/pause?mode=keep&clear_cache=false")
+        try:
+            what = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+            await ask("POST", "/collective_rpc", what)
+            cleared = await ask("POST", "/reset_prefix_cache?reset_running_requests=true")
+            if isinstance(cleared, dict) and cleared.get("success") is False:
+                raise Garbled("kept what it had cached with older weights")
+            await ask("POST", "/update_weight_version", {"new_version": version})
+        finally:
+            await ask("POST", "/resume")
+
+
+def _completion(choice: Mapping[str, Any]) -> Completion:
+    try:
+        tokens = choice["token_ids"]
+        logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+        spans = choice.get("weight_versions") or ()
+        versions = tuple(Span(str(each["version"]), int(each["start"]), int(each["end"])) for each in spans)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Garbled(f"gave an answer without token ids or log-probs at {GENERATE}: {error!r}") from error
+    return replace(completion(tokens, logprobs, choice.get("finish_reason")), versions=versions)

@@ -1,0 +1,228 @@
+"""Recipes whose answers come from servers: by the newest weights, the same after servers were lost, or a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from postlude.checks import MISTAKES
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.recipes.config.reading import ConfigError
+from postlude.recipes.metrics import explain
+from postlude.recipes.preflight import Start, Subject
+from postlude.recipes.run.ending import read_ending
+from postlude.recipes.serving import of_servers
+from postlude.rollout.generator import Generator
+from postlude.rollout.sampling import Sampling
+from tests.conftest import Ranks
+from tests.recipes.test_grpo import config_of, trained, without_times
+from tests.rollout.fakes import FakeVLLM
+
+pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+
+
+class TinyVLLM(FakeVLLM):
+    """Serves a tiny model by the native generator, and reads weights where it is told to."""
+
+    def __init__(self, model: str = "tiny-dense", port: int = 0) -> None:
+        self.tokenizer = load_tokenizer(model)
+        self.generator = Generator(load_model(model), self.tokenizer)
+        super().__init__(self.sampled, port)
+        self.read = lambda directory: setattr(self.generator, "model", load_model(directory))
+
+    def sampled(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
+        drawn = body["sampling_params"]
+        sampling = Sampling(
+            max_new_tokens=drawn["max_tokens"],
+            temperature=drawn["temperature"],
+            top_k=drawn.get("top_k", 0),
+            seed=drawn["seed"],
+            ignore_eos=drawn.get("ignore_eos", False),
+        )
+        with self.lock:
+            ((one,),) = self.generator.generate([body["token_ids"]], sampling)
+        return one.tokens, one.logprobs
+
+
+@pytest.fixture
+def server() -> Iterator[TinyVLLM]:
+    with closing(TinyVLLM()) as found:
+        yield found
+
+
+SHORT = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts=2")
+
+
+def lost(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
+    from postlude.recipes.grpo import run
+
+    config = config_of(Path(directory), *overrides)
+    run(config)
+    ending = read_ending(config.run)
+    assert ending is not None
+    return ending.outcome, ending.sentence
+
+
+@pytest.mark.slow
+def test_grpo_by_a_server_goes_on_when_a_lost_server_comes_back(ranks: Ranks, tmp_path: Path) -> None:
+    """It is killed in the middle of the third step: two are saved, and the third is done when it is there again."""
+    with closing(TinyVLLM()) as server:
+        left = iter(range(15))  # of 6 answers a step
+        server.before = lambda: server.kill() if next(left, None) is None else None
+        once = ("--rollout.retries=1", "--rollout.backoff=0.01")
+        ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *SHORT, f"--rollout={server.url}", *once)
+    assert outcome == "failed"
+    assert sentence.startswith(f"the one server there is does not answer any more: {server.url} cannot be reached")
+    assert "step-000002 is whole" in sentence
+    with closing(TinyVLLM()) as another:
+        (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={another.url}")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert 0.0 <= row["rollout_kl"] < 1e-9, "the server has the weights that learn"
+        assert (row["servers/up"], row["servers/failed"], row["servers/retried"]) == (1.0, 0.0, 0.0)
+        assert row["servers/reload_seconds"] <= row["time/weights"]
+    assert (server.calls.count("/collective_rpc"), another.calls.count("/collective_rpc")) == (3, 1)
+    assert not (tmp_path / "run" / "weights").exists()
+    assert not {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
+
+
+@pytest.mark.thorough
+def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    with closing(TinyVLLM()) as server:
+        (rows,) = ranks(1, trained, str(whole), *SHORT, f"--rollout={server.url}")
+        left = iter(range(15))
+        server.before = lambda: server.kill() if next(left, None) is None else None
+        ranks(1, lost, str(broken), *SHORT, f"--rollout={server.url}", "--rollout.retries=0")
+    with closing(TinyVLLM()) as another:
+        (again,) = ranks(1, trained, str(broken), *SHORT, f"--rollout={another.url}")
+    kept = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in rows]
+    found = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in again]
+    assert without_times(found) == without_times(kept)
+
+
+def told(tmp_path: Path, *overrides: str) -> str:
+    """What the preflight of a GRPO run says of its servers."""
+    config = config_of(tmp_path, *overrides)
+    compared = config.old_logprobs == "rollout"
+    subject = Subject(config, Start())
+    (check,) = of_servers(subject, config.rollout, config.answers, trained=True, compared=compared)
+    try:
+        return check.look()
+    except MISTAKES as error:
+        return str(error)
+
+
+def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVLLM, tmp_path: Path) -> None:
+    asked = (tmp_path, f"--rollout={server.url}")
+    assert told(*asked) == "1 of 1 answer (vllm)"
+    both = told(tmp_path, f"--rollout={server.url},http://127.0.0.1:9")
+    assert both == "1 of 2 answer (vllm); http://127.0.0.1:9 cannot be reached: Connection refused"
+    known, choice = server.say, server.choice
+
+    def say(path: str, body: Any) -> Any:
+        return {"data": [{"id": "tiny", "owned_by": "llamacpp"}]} if path == "/v1/models" else known(path, body)
+
+    server.say = say
+    assert f"{server.url} speaks llama.cpp, which takes no new weights" in told(*asked)
+    server.say = lambda path, body: {} if path == "/weight_info" else known(path, body)
+    assert "does not say which weights it has at /weight_info" in told(*asked)
+    server.say = known
+
+    def without(**changes: Any) -> Any:
+        def changed(body: Any) -> Any:
+            answer = choice(body)
+            answer["choices"][0] |= changes
+            return answer
+
+        return changed
+
+    server.choice = without(logprobs=None)
+    assert f"{server.url} gave no log-probs" in told(*asked)
+    server.choice = without(token_ids=None)
+    assert f"{server.url} gave text but no token ids" in told(*asked)
+    server.choice = without(token_ids=[9999] * 8)
+    assert "It serves another model." in told(*asked)
+    server.choice = without(text="Rome")
+    assert f"{server.url} writes its own tokens as 'Rome'" in told(*asked)
+    server.choice = choice
+    server.kill()
+    assert "the one server there is does not answer any more" in told(*asked)
+
+
+def test_log_probs_of_another_temperature_are_refused_where_ratios_are_taken_to_them(
+    server: TinyVLLM, tmp_path: Path
+) -> None:
+    hot = (tmp_path, f"--rollout={server.url}", "--answers.temperature=0.7")
+    assert "1 of 1 answer" in told(*hot)  # this one gives them at the temperature
+    known = server.answer
+    server.answer = lambda body: (known(body)[0], [-0.5] * len(known(body)[0]))
+    assert "gives log-probs at temperature 1, but answers are drawn at 0.7" in told(*hot)
+    assert "1 of 1 answer" in told(*hot, "--old_logprobs=recompute")
+    server.answer = lambda body: (known(body)[0], [0.0] * len(known(body)[0]))
+    assert "gives log-probs among the tokens that answers.top_p leaves" in told(*hot, "--answers.top_p=0.9")
+
+
+def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    for overrides, sentence in (
+        (("--rollout=ftp://there",), "rollout"),
+        (("--rollout=http://there", "--replay_routing=true"), "servers do not tell"),
+        (("--rollout=http://there", "--answers.draft=mtp"), "a server drafts as it was started to"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=sentence):
+            config_of(tmp_path, *overrides)
+
+
+def evaluated(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
+    from postlude.recipes.config.configs import EvalConfig
+    from postlude.recipes.config.reading import load
+    from postlude.recipes.evaluation import run
+
+    config = load(EvalConfig, None, [f"--run={directory}", *overrides])
+    run(config)
+    (row,) = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "servers/"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_an_evaluation_by_a_server_is_the_native_one(ranks: Ranks, server: TinyVLLM, tmp_path: Path, size: int) -> None:
+    common = ("--environment.size=16", "--tasks=6", "--answers.max_new_tokens=5", "--budget=512")
+    native, *_ = ranks(size, evaluated, str(tmp_path / "native"), *common)
+    served, *_ = ranks(size, evaluated, str(tmp_path / "served"), *common, f"--rollout={server.url}")
+    assert served == native
+
+
+def distilled(group: Any, directory: str, *overrides: str) -> list[float]:
+    from postlude.recipes.config.configs import DistillConfig
+    from postlude.recipes.config.reading import load
+    from postlude.recipes.distill import run
+
+    common = ("--teacher=tiny-dense", "--data=own_answers", "--data.environment.size=16", "--steps=3", "--batch=2")
+    more = ("--data.answers.max_new_tokens=4", "--data.answers.temperature=0", "--budget=512", "--export=false")
+    config = load(DistillConfig, None, [f"--run={directory}", "--optimizer.lr=1e-2", *common, *more, *overrides])
+    run(config)
+    return [json.loads(line)["loss"] for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.thorough
+def test_a_student_that_is_served_learns_what_it_learns_here(ranks: Ranks, server: TinyVLLM, tmp_path: Path) -> None:
+    (native,) = ranks(1, distilled, str(tmp_path / "native"))
+    (served,) = ranks(1, distilled, str(tmp_path / "served"), f"--data.rollout={server.url}")
+    assert served == native
+    assert torch.tensor(native).diff().abs().min() > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2"])
+def test_grpo_by_a_server_in_other_layouts(ranks: Ranks, server: TinyVLLM, tmp_path: Path, layout: str) -> None:
+    rows, *_ = ranks(2, trained, str(tmp_path), *SHORT, f"--rollout={server.url}", f"--layout={layout}")
+    assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows)

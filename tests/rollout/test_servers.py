@@ -1,0 +1,176 @@
+"""Several servers as one: what was asked for comes, whatever befalls a server, and by the weights that were sent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from postlude.rollout.protocol import Span
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.servers.engine import HTTPEngine
+from postlude.rollout.servers.errors import ServerError
+from tests.rollout.fakes import OLD, FakeVLLM, foretold, slowly
+
+PROMPTS = [[place, 2 * place + 1] for place in range(40)]
+THREE = Sampling(max_new_tokens=3)
+RELOAD = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[FakeVLLM, FakeVLLM]]:
+    with closing(FakeVLLM()) as one, closing(FakeVLLM()) as other:
+        yield one, other
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., HTTPEngine]]:
+    with ExitStack() as held:
+
+        def connect(*servers: FakeVLLM, **settings: Any) -> HTTPEngine:
+            settings = {"backoff": 0.01, "retries": 2, "concurrency": 4} | settings
+            return held.enter_context(closing(HTTPEngine([each.url for each in servers], **settings)))
+
+        yield connect
+
+
+def check(engine: HTTPEngine) -> None:
+    """Every answer is the one that its request alone decides: none is lost, doubled or swapped."""
+    for place, (one,) in enumerate(engine.generate(PROMPTS, THREE)):
+        body = {"token_ids": PROMPTS[place], "sampling_params": {"seed": place, "max_tokens": 3}}
+        assert (one.tokens, one.logprobs) == foretold(body)
+
+
+def after(count: int, act: Callable[[], bytes | None]) -> Callable[[], bytes | None]:
+    """Act from the `count`th time on."""
+    left = iter(range(count))
+    return lambda: act() if next(left, None) is None else None
+
+
+def test_requests_of_a_killed_server_go_to_another(two, engines) -> None:
+    doomed, other = two
+    engine = engines(*two)
+    doomed.before = after(5, doomed.kill)
+    check(engine)
+    assert doomed.answered == 5
+    assert other.answered >= len(PROMPTS) - 5
+    counts = engine.take_counts()
+    assert counts.failed >= 1
+    assert counts.retried >= 1
+
+
+def test_one_that_hangs_is_timed_out(two, engines) -> None:
+    hanging, other = two
+    release = threading.Event()
+    hanging.before = after(2, lambda: b"late" if release.wait(5) else None)
+    engine = engines(*two, timeout=0.3, retries=0)
+    began = time.perf_counter()
+    check(engine)
+    assert time.perf_counter() - began < 2.0
+    release.set()
+    assert other.answered >= len(PROMPTS) - 3
+    assert "gave no answer within 0.3 s" in engine.fleet.servers[0].problem
+
+
+@pytest.mark.parametrize(
+    ("garbage", "sentence"),
+    [
+        (b"<html>", "answered with something that is not JSON"),
+        (b'{"choices": []}', "gave 0 choices where one was asked for"),
+        (b'{"choices": [{"token_ids": [1], "finish_reason": "stop"}]}', "without token ids or log-probs"),
+    ],
+)
+def test_one_that_answers_garbage_is_named_and_left_out(two, engines, caplog, garbage: bytes, sentence: str) -> None:
+    spoiled, _ = two
+    spoiled.before = after(3, lambda: garbage)
+    engine = engines(*two)
+    with caplog.at_level(logging.WARNING, "postlude"):
+        check(engine)
+    asked = spoiled.calls.count("/inference/v1/generate")
+    assert f"{spoiled.url} " in caplog.text
+    assert sentence in caplog.text
+    assert "It is left out from now on." in caplog.text
+    check(engine)
+    assert spoiled.calls.count("/inference/v1/generate") == asked, "it was not asked again"
+
+
+def test_a_slow_one_gets_less(two, engines) -> None:
+    slow, fast = two
+    slow.before, fast.before = slowly(0.1), slowly(0.005)
+    check(engines(*two))
+    assert slow.answered < fast.answered / 2
+
+
+def test_when_all_are_lost_each_is_named_with_its_reason(two, engines) -> None:
+    killed, spoiled = two
+    killed.before, spoiled.before = after(2, killed.kill), after(2, lambda: b"nonsense")
+    with pytest.raises(ServerError) as raised:
+        check(engines(*two))
+    said = str(raised.value)
+    assert said.startswith("none of the 2 servers answers any more: ")
+    assert f"{killed.url} cannot be reached: Connection refused" in said
+    assert f"{spoiled.url} answered with something that is not JSON" in said
+
+
+def test_a_request_that_fells_whoever_reads_it_is_bounded(engines) -> None:
+    with closing(FakeVLLM()) as server:
+        engine = engines(server)
+
+        def fell(body: Any) -> Any:
+            engine.fleet.servers[0].failures = 0  # as if it had answered others since the last time
+            raise ConnectionError
+
+        server.answer = fell
+        with pytest.raises(ServerError, match=r"was not answered in 4 attempts, lastly as .* closed the connection"):
+            engine.generate([[1]], THREE)
+
+
+def test_weights_are_read_while_requests_are_kept_and_the_version_is_seen_to(two, engines) -> None:
+    engine = engines(*two)
+    engine.meet()
+    for step in (1, 2):
+        engine.update(f"/weights/{step}", f"start.{step}")
+        for server in two:
+            assert (server.directory, server.version) == (f"/weights/{step}", f"start.{step}")
+        ((one,),) = engine.generate(PROMPTS[:1], THREE)
+        assert one.versions == (Span(f"start.{step}", 0, 3),)
+    assert [call for call in two[0].calls if call in RELOAD] == RELOAD * 2
+    two[0].say = lambda path, body: {"weight_version": "another"} if path == "/weight_info" else {}
+    engine.update("/weights/3", "start.3")
+    assert engine.fleet.servers[0].state == "out"
+    assert engine.fleet.servers[0].problem == "says that its weights are 'another' after it was given 'start.3'"
+    check(engine)
+
+
+def test_a_server_that_comes_late_or_anew_gets_the_newest_weights_first(engines) -> None:
+    with closing(FakeVLLM()) as old, closing(FakeVLLM()) as other:
+        engine = engines(old, other, retries=0)
+        engine.update("/weights/1", "start.1")
+        old.kill()
+        check(engine)
+        assert engine.fleet.servers[0].state == "gone"
+        with closing(FakeVLLM(port=old.port)) as new:
+            assert new.version == OLD
+            engine.update("/weights/2", "start.2")
+            while engine.fleet.servers[0].state != "up":
+                time.sleep(0.01)
+            check(engine)
+            assert new.answered > 0
+            first = next(place for place, call in enumerate(new.calls) if call == "/collective_rpc")
+            in_earnest = [place for place, call in enumerate(new.calls) if call == "/inference/v1/generate"][1]
+            assert (new.version, first < in_earnest) == ("start.2", True)
+
+
+def test_answers_of_weights_that_were_never_sent_are_asked_for_again(two, engines) -> None:
+    """A server that was started anew between two requests tells its old weights, and gets the new ones."""
+    engine = engines(*two)
+    engine.update("/weights/1", "start.1")
+    two[0].version = OLD
+    for (one,) in engine.generate(PROMPTS, THREE):
+        assert one.versions == (Span("start.1", 0, 3),)
+    assert engine.take_counts().retried >= 1
