@@ -21,6 +21,7 @@ from postlude.optimizer import SGD, AdamW, Schedule
         (AdamW, {"eps": 0.0}, "eps is 0, but it must be a number above 0"),
         (AdamW, {"weight_decay": -0.1}, "weight_decay is -0.1"),
         (AdamW, {"max_grad_norm": 0.0}, "max_grad_norm is 0"),
+        (AdamW, {"moments": "4bit"}, "how moments are kept is '4bit'"),
         (SGD, {"lr": -1.0}, "lr is -1"),
         (SGD, {"momentum": 1.0}, "momentum is 1"),
         (Schedule, {"warmup": -1}, "warmup is -1"),

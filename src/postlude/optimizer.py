@@ -1,22 +1,22 @@
-"""AdamW, SGD and the learning-rate schedule, as values; and the optimizer they make over a model's parameters.
+"""AdamW, SGD and the learning-rate schedule, as values, without torch: configs are made of them.
 
-The values need no torch: configs are made of them. What is built of them imports it.
+`engine/optimizers.py` builds what they describe over a model's parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from postlude.checks import NonNegative, Positive, Share, Within, check, one_of
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 Shape = Literal["constant", "linear", "cosine"]
+Moments = Literal["fp32", "8bit"]
+Weights = Literal["fp32", "split", "rounded"]
+"""How weights are stored: in fp32; in bf16, with the sixteen bits that fp32 has beyond in the optimizer's state; or in
+bf16 alone, each step rounded up or down at random so that it is right on average."""
+SCALE_BYTES = 4 / 64  # of a number in eight bits: its share of the scale that a block has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +70,21 @@ class AdamW:
     """The most the gradient's norm may be; none leaves it."""
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over steps."""
+    moments: Moments = "fp32"
+    """How the moments of matrices are kept: in fp32, or in eight bits, in blocks of 64 with a scale each."""
+    offload: bool = False
+    """Whether the state of matrices is kept in host memory, and brought to the device piece by piece for a step."""
 
     def __post_init__(self) -> None:
+        one_of("how moments are kept", self.moments, get_args(Moments))
         check(self)
 
-    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over these parameters."""
-        import torch
-
-        groups = _groups(parameters, self.weight_decay)
-        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+    def numbers(self, weights: Weights = "fp32") -> float:
+        """What it keeps on the device for a parameter, in numbers of fp32, but for the few that vectors have."""
+        if self.offload:
+            return 0.0
+        moments = 2.0 if self.moments == "fp32" else 2 * (1 + SCALE_BYTES) / 4
+        return moments + (0.5 if weights == "split" else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,26 +105,9 @@ class SGD:
     def __post_init__(self) -> None:
         check(self)
 
-    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over these parameters."""
-        import torch
-
-        groups = _groups(parameters, self.weight_decay)
-        # Not fused: DTensors have no fused step of it.
-        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, foreach=True)
+    def numbers(self, weights: Weights = "fp32") -> float:
+        """What it keeps on the device for a parameter, in numbers of fp32."""
+        return float(self.momentum > 0)
 
 
 OptimizerConfig = AdamW | SGD
-
-
-def _groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """One group a mesh, since a fused step wants its parameters on one, with and without decay."""
-    from torch.distributed.tensor import DTensor
-
-    groups: dict[Any, dict[str, Any]] = {}
-    for parameter in parameters.values():
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        decay = weight_decay if parameter.ndim > 1 else 0.0
-        group = groups.setdefault((mesh, decay), {"params": [], "weight_decay": decay})
-        group["params"].append(parameter)
-    return list(groups.values())

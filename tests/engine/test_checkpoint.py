@@ -479,5 +479,6 @@ def test_another_models_checkpoint_is_refused_on_every_rank(
 
 def test_another_optimizers_checkpoint_is_refused(ranks: Any, saved: Path) -> None:
     assert refused(ranks, saved, optimizer=SGD(lr=1e-3)) == (
-        f"ValueError: {saved} was saved with AdamW, but this engine has SGD. Give the engine the same optimizer."
+        f"ValueError: {saved} was saved with AdamW, but this engine has SGD. Give the engine the same optimizer, and "
+        "the same weights."
     )

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from postlude.engine import gradients
-from postlude.engine.gradients import clip, squared_norm, sum_counted
+from postlude.engine.gradients import clip, sum_counted, total_norm
 from postlude.layout import Layout
 from tests.conftest import Ranks
 from tests.meshes import mesh
 
 
-def test_the_norm_is_summed_in_float64_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, sizes = torch.linalg.vector_norm, list[int]()
+def norms(group: dist.ProcessGroup) -> list[int]:
+    """The sizes of the pieces that norms were taken of."""
+    whole, sizes = torch._foreach_norm, list[int]()
 
-    def watched(chunk: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-        sizes.append(chunk.numel())
-        return whole(chunk, dtype=dtype)
+    def watched(chunks: list[torch.Tensor], *how: Any) -> list[torch.Tensor]:
+        sizes.extend(chunk.numel() for chunk in chunks)
+        return list(whole(chunks, *how))
 
-    monkeypatch.setattr(gradients, "CHUNK", 7)
-    monkeypatch.setattr(torch.linalg, "vector_norm", watched)
     drawn = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
-    for scale in (1.0, 1e25, 1e-25):  # squares that fp32 has no room for
-        values = drawn * scale
-        torch.testing.assert_close(squared_norm(values), values.double().square().sum(), rtol=1e-12, atol=0.0)
-    assert sum(sizes) == 3 * drawn.numel()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "CHUNK", 7)
+        patch.setattr(torch, "_foreach_norm", watched)
+        for scale in (1.0, 1e25, 1e-25):  # squares that fp32 has no room for
+            values = drawn * scale
+            wide = values.double().square().sum()
+            for copies, expected in (((1, 1), 2 * wide), ((1, 2), 1.5 * wide), ((2, 2), wide)):
+                found = total_norm([(values, copies[0]), (values.T, copies[1])], values.device)
+                torch.testing.assert_close(found, expected.sqrt(), rtol=1e-12, atol=0.0)
+    assert float(total_norm([], drawn.device)) == 0.0
+    return sizes
+
+
+def test_the_norm_is_summed_in_float64_piece_by_piece(ranks: Ranks) -> None:
+    (sizes,) = ranks(1, norms)
+    assert sum(sizes) == 3 * 3 * 2 * 45
     assert max(sizes) <= 7
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from postlude import Layout
 from postlude.engine import engine as engine_module
-from postlude.engine import sharding
+from postlude.engine import whole
 from postlude.engine.scale import Scale
 from postlude.model import context as context_module
 from postlude.ops import collectives, exchange
@@ -68,7 +68,7 @@ FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
         Layout(tp=2),
         "tiny-dense",
         "sft",
-        lambda: patch.object(sharding, "sum_alike", lambda parameters: None),
+        lambda: patch.object(whole, "sum_alike", lambda parameters: None),
     ),
     "tp: the gradient of what ranks hold alike is not summed before it is sharded": (
         Layout(tp=2, dp_shard=2),

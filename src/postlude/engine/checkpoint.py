@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from postlude.engine.condition import Condition
+from postlude.engine.optimizers import kind, part_of
 from postlude.engine.streaming import speaks_for
 from postlude.hf.tensors import MODEL
 from postlude.model.parallel import held, region
 from postlude.model.recast import Moves
+from postlude.optimizer import OptimizerConfig, Weights
 from postlude.parts import FORMAT, STATE, Catalogue, Part, Reader, Staging, damaged, joined, read_state
 from postlude.world.agreement import RankFailure, agreed, first_rank_says
 from postlude.world.mesh import Mesh
@@ -61,8 +63,13 @@ class Trained(Protocol):
         ...
 
     @property
-    def optimizer_config(self) -> object:
+    def optimizer_config(self) -> OptimizerConfig:
         """The value it was made from."""
+        ...
+
+    @property
+    def weights(self) -> Weights:
+        """How its weights are stored."""
         ...
 
     @property
@@ -147,7 +154,7 @@ def save(
         "step": trained.step,
         "skipped": trained.skipped,
         "optimizer_start": trained.optimizer_start,
-        "optimizer": type(trained.optimizer_config).__name__,
+        "optimizer": kind(trained.optimizer_config, trained.weights),
         "began_later": trained.began_later,
         "layout": str(trained.mesh.layout),
         "extra": extra,
@@ -176,23 +183,23 @@ def load(trained: Trained, directory: str | os.PathLike[str], moved: Moves | Non
     source = Path(directory).expanduser().resolve()
     state = first_rank_says(lambda: read_state(source, ENTRIES))
     _check_files(source, state["files"])
-    if state["optimizer"] != type(trained.optimizer_config).__name__:
+    if state["optimizer"] != (here := kind(trained.optimizer_config, trained.weights)):
         raise ValueError(
-            f"{source} was saved with {state['optimizer']}, but this engine has "
-            f"{type(trained.optimizer_config).__name__}. Give the engine the same optimizer."
+            f"{source} was saved with {state['optimizer']}, but this engine has {here}. Give the engine the same "
+            "optimizer, and the same weights."
         )
     there = _There(state, moved)
     with _optimizer_at(trained, state["step"] - state["optimizer_start"]):
         named = _named(trained)
-        wanted = {there.name(name): _part(tensor) for name, tensor in named.items() if there.has(name)}
+        wanted = {there.name(name): part for name, (part, _) in named.items() if there.has(name)}
         _check_tensors(source, wanted, state["tensors"], there.spare)
     reader = Reader(source, state)
     telling = _telling(f"{source} could not be read", "The engine may hold parts of it; load again.")
     with trained.condition.writing("load"), telling:
         agreed(lambda: reader.fill(wanted), lambda _: None)
-    for name, tensor in named.items():
+    for name, (part, _) in named.items():
         if name.startswith(OPTIMIZER) and not there.has(name):
-            held(tensor).zero_()
+            part.values.zero_()
     trained.condition.mended(weights=True)
     trained.zero_grad()
     trained.step, trained.skipped = state["step"], state["skipped"]
@@ -263,25 +270,32 @@ def check(directory: str | os.PathLike[str]) -> None:
 def parts_to_save(trained: Trained) -> dict[str, Part]:
     """What this rank, of all that hold the same, is to write."""
     found = {}
-    for name, tensor in _named(trained).items():
+    for name, (part, of) in _named(trained).items():
         own = (
             dist.get_rank() == 0
             if name == RANDOM
-            else speaks_for(name.rsplit("/", 1)[1], tensor, trained.mesh, trained.shared)
+            else speaks_for(name.rsplit("/", 1)[1], of, trained.mesh, trained.shared)
         )
-        if own and held(tensor).numel():
-            found[name] = _part(tensor)
+        if own and part.values.numel():
+            found[name] = part
     return found
 
 
-def _named(trained: Trained) -> dict[str, Tensor]:
-    """Weights, optimizer state and random state, by names that are the same in every layout."""
-    found: dict[str, Tensor] = {f"{MODEL}{name}": tensor for name, tensor in trained.tensors.items()}
+def _named(trained: Trained) -> dict[str, tuple[Part, Tensor]]:
+    """Weights, optimizer state and random state, by names that are the same in every layout.
+
+    Each with the tensor that it is spread over ranks as. Of state in host memory, what the device still has to copy
+    there is waited for.
+    """
+    if trained.mesh.device_type == "cuda":
+        torch.cuda.synchronize()
+    found = {f"{MODEL}{name}": (_part(tensor), tensor) for name, tensor in trained.tensors.items()}
     for name, parameter in trained.parameters.items():
         for key, value in trained.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and key != "step":
-                found[f"{OPTIMIZER}{key}/{name}"] = value
-    found[RANDOM] = torch.get_rng_state()
+                found[f"{OPTIMIZER}{key}/{name}"] = part_of(value, parameter), parameter
+    random = torch.get_rng_state()
+    found[RANDOM] = _part(random), random
     return found
 
 

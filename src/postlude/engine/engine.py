@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from postlude.data import Batch, Microbatch
-from postlude.engine import checkpoint, exporting, streaming
+from postlude.engine import checkpoint, exporting, optimizers, streaming
 from postlude.engine.condition import Condition
 from postlude.engine.dealing import Dealt, deal
-from postlude.engine.gradients import clip, squared_norm, sum_counted
+from postlude.engine.gradients import copies, no_gradient, sum_counted, total_norm
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.result import Result, StepResult
-from postlude.engine.scale import Ledger, Scale, Tally
-from postlude.engine.sharding import Gathering, copies, renewed, shard, sum_shared
+from postlude.engine.scale import Ledger, Scale, Tally, connected
+from postlude.engine.sharding import Gathering, renewed, shard, sum_shared
 from postlude.hf.card import ModelCard
 from postlude.hf.export import describe
 from postlude.hf.families import FAMILIES
@@ -39,7 +39,7 @@ from postlude.model.recast import moves
 from postlude.model.recompute import Recompute
 from postlude.objectives import Objective
 from postlude.ops.backend import ScanBackend
-from postlude.optimizer import AdamW, OptimizerConfig
+from postlude.optimizer import AdamW, OptimizerConfig, Weights
 from postlude.parts import Staging
 from postlude.pipeline import Executor
 from postlude.trace.recorder import SILENT, Recorder
@@ -60,7 +60,8 @@ class Engine:
     With `overlap` one microbatch's forward and another's backward take turns, so that exchanges with experts hide
     behind compute, with the same result to the bit. Weights then stay whole for a step. With `gather_once`, and in a
     pipeline, so do gradients, which are summed once a step instead of once a microbatch: where ranks shard a model,
-    each needs room for all of its stage's, in fp32. One that shards nothing has them whole anyway.
+    each needs room for all of its stage's, in fp32. One that shards nothing has them whole anyway. `weights` says how
+    they are stored between steps (`postlude.optimizer.Weights`): narrower than fp32 where no rank shares them.
 
     `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
     its tensors are streamed under our own names. Of a `Recast`, `fresh` names the tensors that the source had not.
@@ -82,6 +83,7 @@ class Engine:
         mtp: bool = False,
         overlap: bool = False,
         gather_once: bool = False,
+        weights: Weights = "fp32",
         seed: int = 0,
         mesh: Mesh | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
@@ -99,6 +101,7 @@ class Engine:
         self.mtp = mtp
         self.overlap = overlap
         self.gather_once = gather_once
+        self.weights = weights
         self.gathering: dict[int, Gathering] = {}
         self.block_types = blocks
         self.families = families
@@ -140,6 +143,7 @@ class Engine:
                 recompute=self.recompute,
                 scans=self.scans,
                 value_head=self.critic,
+                dtype=None if self.weights == "fp32" else torch.bfloat16,
                 blocks=self.block_types,
             )
         if stage.predicts_ahead:
@@ -218,7 +222,7 @@ class Engine:
                     self.gathering[index].begin(train=True)
             self.executor.run(
                 own,
-                output_processor=lambda inputs, _: _connected(tally.evaluate(objective, inputs), inputs),
+                output_processor=lambda inputs, _: connected(tally.evaluate(objective, inputs), inputs),
                 loss=lambda value: value,
                 before_last_backward=lambda stage: self.gathering[stage.stage.index].before_last_backward(),
                 complete=lambda stage, module: self.gathering[stage.stage.index].complete(module),
@@ -242,30 +246,22 @@ class Engine:
 
     def optimizer_step(self) -> StepResult:
         """Clip the gradients by their global norm, step, and start over from zero gradients."""
-        norm, lr = (
-            self.grad_norm(),
-            self.optimizer_config.lr * self.optimizer_config.schedule.factor(self.step - self.optimizer_start),
-        )
-        finite = math.isfinite(norm)
-        if finite:
-            limit = self.optimizer_config.max_grad_norm
-            if limit is not None and norm > limit:
-                clip(self.parameters.values(), limit, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            with self.condition.writing("optimizer_step"):
-                self.optimizer.step()
+        config, found = self.optimizer_config, self._norm_of_gradients()
+        lr = config.lr * config.schedule.factor(self.step - self.optimizer_start)
+        with self.condition.writing("optimizer_step"):
+            self.optimizer.move(lr, found)
+            norm = float(found)  # the host waits for it when the device has all of the step
+            finite = math.isfinite(norm)
+            if finite:
                 self._after_step()
-            self.step += 1
-        else:
-            self.skipped += 1
+        self.step, self.skipped = self.step + finite, self.skipped + (not finite)
         self.zero_grad()
         return StepResult(self.step, norm, lr, skipped=not finite)
 
     def set_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Move weights by this from now on: with fresh moments, and its schedule from the beginning."""
         self.optimizer_config = optimizer
-        self.optimizer = optimizer.build(self.parameters)
+        self.optimizer = optimizers.build(optimizer, self.parameters, self.weights)
         self.optimizer_start = self.step
         self.began_later: dict[str, int] = {}
 
@@ -278,26 +274,24 @@ class Engine:
             for counted in block.counted():
                 counted.zero_()
 
-    @torch.no_grad()
     def grad_norm(self) -> float:
         """The norm of the whole gradient, over every rank."""
-        self.condition.check(gradients=True)
-        found = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return self._norm({name: gradient for name, gradient in found.items() if gradient is not None})
+        return float(self._norm_of_gradients())
 
-    @torch.no_grad()
     def weight_norm(self) -> float:
         """The norm of all weights, over every rank. It is not finite where one of them is not."""
-        return self._norm(self.parameters)
+        own = self._own_parameters
+        return float(total_norm(((each, copies(each)) for each in own), self.device))
 
-    def _norm(self, tensors: Mapping[str, Tensor]) -> float:
-        """The norm of all tensors together that are spread as the parameters of their names are."""
-        squares, parameters = torch.zeros((), dtype=torch.float64, device=self.device), self.parameters
-        for name, tensor in tensors.items():
-            if not self._is_second_copy(name):
-                squares += squared_norm(tensor) / copies(parameters[name])
-        dist.all_reduce(squares)
-        return float(squares.sqrt())
+    def _norm_of_gradients(self) -> Tensor:
+        self.condition.check(gradients=True)
+        own = self._own_parameters
+        return total_norm(((each.grad, copies(each)) for each in own if each.grad is not None), self.device)
+
+    @property
+    def _own_parameters(self) -> list[nn.Parameter]:
+        """Those of `parameters` that this stage speaks for."""
+        return [each for name, each in self.parameters.items() if not self._is_second_copy(name)]
 
     def evaluate(
         self, batch: Batch, processor: Callable[[OutputInputs], Mapping[str, Tensor]], *, shifted: bool = True
@@ -504,7 +498,7 @@ class Engine:
             gathering.end()
         for parameter in self.parameters.values():
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = no_gradient(parameter)
         for name in sorted(self.shared & self.parameters.keys()):
             gradient = self.parameters[name].grad
             assert gradient is not None
@@ -518,13 +512,3 @@ class Engine:
         sum_counted([counted for block in self._blocks for counted in block.counted()], self.mesh)
         for block in self._blocks:
             block.after_step()
-
-
-def _connected(value: Tensor, inputs: OutputInputs) -> Tensor:
-    """A loss with a gradient for every parameter, though it be zero: FSDP sums what all ranks have, or none."""
-    if value.requires_grad:
-        return value
-    reached = inputs.hidden.float().sum() + inputs.head.weight.float().sum()
-    if inputs.head.value_head is not None:
-        reached = reached + inputs.head.values(inputs.hidden).sum()
-    return value + 0.0 * reached

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from postlude.model.parallel import held
@@ -15,10 +16,44 @@ from postlude.world.mesh import Mesh
 CHUNK = 1 << 24  # elements that are looked at in float64 at a time
 
 
-def squared_norm(gradient: Tensor) -> Tensor:
-    """Sum of squares of what this rank holds of a gradient, a float64 scalar; never all of it in float64."""
-    chunks = held(gradient).reshape(-1).split(CHUNK)
-    return torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]).square().sum()
+@torch.no_grad()
+def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> Tensor:
+    """The norm of all tensors of all ranks together, a float64 scalar; never all of one in float64.
+
+    Each comes with the number of ranks that hold the same part of it.
+    """
+    chunks, shares = list[Tensor](), list[float]()
+    for tensor, alike in tensors:
+        cut = held(tensor).reshape(-1).split(CHUNK)
+        chunks += cut
+        shares += [1.0 / alike] * len(cut)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if chunks:
+        norms = torch.stack(torch._foreach_norm(chunks, 2.0, torch.float64))
+        weights = (
+            shares[0]
+            if len(set(shares)) == 1
+            else torch.tensor(shares, dtype=torch.float64).to(device, non_blocking=True)
+        )
+        squares += (norms.square() * weights).sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def no_gradient(parameter: Tensor) -> Tensor:
+    """Zeros to add gradients to: in fp32, though the parameter be narrower."""
+    parameter.grad_dtype = None  # any
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
+
+
+def copies(parameter: Tensor) -> int:
+    """How many ranks hold the same part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    count = 1
+    for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+        count *= size if placement.is_replicate() else 1
+    return count
 
 
 def clip(parameters: Iterable[Tensor], limit: float, norm: float) -> None:

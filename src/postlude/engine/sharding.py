@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
+from postlude.engine.whole import Whole
 from postlude.model import LanguageModel
 from postlude.model.parallel import Gathered, held
-from postlude.ops.linear import sum_where_made
 from postlude.world.mesh import Mesh
 
 
@@ -57,6 +57,11 @@ def shard(
     apart = model.apart()
     if is_whole(mesh, experts=any(part.experts for part in apart)):
         return Whole(model, compute_dtype)
+    if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+        raise ValueError(
+            f"weights are stored narrower than fp32 where no other rank shares them, but {mesh.layout} shards them. "
+            'Use weights="fp32", of which each rank stores a part, or a layout of tp and pp alone.'
+        )
     once = once or mesh.pp.size > 1
     whole_between = once or overlap
     even = functools.partial(_evenly, ranks=mesh.expert_shards.shape[-1])
@@ -99,72 +104,6 @@ def _evenly(parameter: nn.Parameter, ranks: int) -> Shard:
     """
     shape = held(parameter).shape
     return Shard(next((dimension for dimension, size in enumerate(shape) if size % ranks == 0), 0))
-
-
-class Whole:
-    """Nobody shares this rank's part of the stage: no FSDP, which would copy every weight and gradient it handles.
-
-    During a pass each parameter's place is taken by a leaf in the dtype of computation, a plain tensor: a copy made
-    once, or the very memory where the dtypes are one. Autograd adds what it finds to the stored parameter's gradient
-    itself, in its dtype, also to that of a copy which is narrower.
-    """
-
-    def __init__(self, stage: LanguageModel, compute_dtype: torch.dtype) -> None:
-        self.stage, self.compute_dtype = stage, compute_dtype
-        self.wide = {part.module for part in stage.apart() if part.fp32}
-        self.stored: list[tuple[nn.Module, str, nn.Parameter]] = []
-
-    def begin(self, *, train: bool) -> None:
-        """Put a leaf in every parameter's place, with a gradient to add to."""
-        self.end()
-        for module in self.stage.modules():
-            dtype = torch.float32 if module in self.wide else self.compute_dtype
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                leaf = nn.Parameter(held(parameter).to(dtype), requires_grad=parameter.requires_grad)
-                if train and parameter.requires_grad:
-                    _add_to(leaf, parameter)
-                self.stored.append((module, name, parameter))
-                setattr(module, name, leaf)
-
-    def before_last_backward(self) -> None:
-        """Gradients are where they belong after every one."""
-
-    def complete(self, module: Gathered) -> None:
-        """Its gradients are where they belong."""
-
-    def settle(self) -> None:
-        """Sum the gradients of what tensor-parallel ranks hold alike, each of which has its own addend."""
-        sum_alike([parameter for _, _, parameter in self.stored if parameter.grad is not None])
-
-    def end(self) -> None:
-        """Put the parameters back."""
-        for module, name, parameter in self.stored:
-            setattr(module, name, parameter)
-        self.stored.clear()
-
-
-def _add_to(leaf: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Have autograd add the leaf's gradient to that of a stored parameter, which every rank that holds it shares in."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    total = held(parameter.grad)
-    if isinstance(parameter, DTensor) and parameter.device_mesh.get_local_rank() and copies(parameter) > 1:
-        total.zero_()  # what ranks that hold it alike have summed before, the first one brings into the next sum
-    leaf.grad_dtype = None  # any
-    leaf.grad = total
-    sum_where_made(leaf, total)
-
-
-def sum_alike(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients of what several ranks hold alike over those ranks, all in one go."""
-    alike = [each for each in parameters if isinstance(each, DTensor) and copies(each) > 1]
-    gradients = [held(each.grad) for each in alike if each.grad is not None]
-    if not gradients:
-        return
-    together = torch.cat([each.flatten() for each in gradients])
-    dist.all_reduce(together, group=alike[0].device_mesh.get_group())
-    for each, total in zip(gradients, together.split([each.numel() for each in gradients]), strict=True):
-        each.copy_(total.view_as(each))
 
 
 class ByCalls:
@@ -277,13 +216,3 @@ def sum_shared(gradient: Tensor, mesh: Mesh) -> None:
     """Sum the gradient of a shared parameter over the two ends of the pipeline, which both hold it."""
     if mesh.ends.group is not None:
         dist.all_reduce(held(gradient), group=mesh.ends.group)
-
-
-def copies(parameter: Tensor) -> int:
-    """How many ranks hold the same part of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    count = 1
-    for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-        count *= size if placement.is_replicate() else 1
-    return count

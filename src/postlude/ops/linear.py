@@ -59,13 +59,14 @@ def make_gradients(put_off: Later) -> None:
         torch.autograd.backward([weight for weight, _ in left], [gradient for _, gradient in left])
 
 
-def sum_where_made(weight: Tensor, total: Tensor) -> None:
+def sum_where_made(weight: Tensor, total: Tensor | None) -> None:
     """Have operations add the gradient of `weight`, a leaf, to `total` as they make it, and leave none to the leaf.
 
     `total` is the leaf's own gradient, to which autograd adds what others make. On CUDA products and norms do it, in
-    the kernel that makes the gradient, which rounds nothing in between; elsewhere it is left to autograd.
+    the kernel that makes the gradient, which rounds nothing in between; elsewhere, and with None from now on, it is
+    left to autograd.
     """
-    if total.is_cuda:
+    if total is None or total.is_cuda:
         weight.gradient_total = total  # type: ignore[attr-defined]
 
 

@@ -112,7 +112,7 @@ def simulate(
     return StepTime(timeline, timeline.makespan + after, *means)
 
 
-def forecast(model: CostModel, *, overlap: bool = False, moments: int = 2, device: str = "cuda") -> Forecast:
+def forecast(model: CostModel, *, overlap: bool = False, moments: float = 2, device: str = "cuda") -> Forecast:
     """A step of the cost model's layout: its time, and each pipeline rank's memory."""
     layout = model.layout
     step = simulate(
@@ -126,7 +126,7 @@ def forecast(model: CostModel, *, overlap: bool = False, moments: int = 2, devic
     return Forecast(model, overlap, step, memory_of(model, overlap=overlap, moments=moments, device=device))
 
 
-def memory_of(model: CostModel, *, overlap: bool, moments: int = 2, device: str = "cuda") -> list[Memory]:
+def memory_of(model: CostModel, *, overlap: bool, moments: float = 2, device: str = "cuda") -> list[Memory]:
     """What each pipeline rank needs."""
     return estimate(
         model.config,

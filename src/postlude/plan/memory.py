@@ -16,11 +16,13 @@ from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.recompute import Recompute
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
+from postlude.optimizer import Weights
 from postlude.pipeline.order import Turn, turns
 from postlude.plan.clock import most_held
-from postlude.plan.sizes import Held, Sizes, layers_of, sizes_of, total
+from postlude.plan.sizes import Sizes, layers_of, sizes_of, total
 
 STORED = 4  # bytes of a parameter as it is stored; of its gradient and each of the optimizer's numbers too
+NARROW = 2  # of one that is stored in bf16
 AT_WORK = 0.35  # of what its largest block keeps, roughly: gradients of features that a backward holds beside it
 
 
@@ -63,26 +65,28 @@ def estimate(
     *,
     budget: int,
     compute_bytes: int,
-    moments: int,
+    moments: float,
     recompute: Recompute = "none",
     frozen: int = 0,
     device: str = "cpu",
     microbatches: int | None = None,
     overlap: bool = False,
     gather_once: bool = False,
+    weights: Weights = "fp32",
     mtp: bool = True,
     blocks: Mapping[str, type[Block]] = BLOCKS,
     sizes: Sizes | None = None,
 ) -> list[Memory]:
     """What each pipeline rank needs.
 
-    `moments` are the numbers that the optimizer keeps for each parameter; `frozen` the parameters of other models that
-    are held in the same layout, in all. `microbatches` are those of one data-parallel rank in a step, by default as
-    many as fill the pipeline. Without `mtp` multi-token-prediction depths are held, but neither run nor trained.
-    `sizes` are the model's in this layout, if they are known already.
+    `moments` are the numbers of fp32 that the optimizer keeps for each parameter (`AdamW.numbers`); `frozen` the
+    parameters of other models that are held in the same layout, in all. `microbatches` are those of one data-parallel
+    rank in a step, by default as many as fill the pipeline. Without `mtp` multi-token-prediction depths are held, but
+    neither run nor trained. `sizes` are the model's in this layout, if they are known already.
     """
     sizes = sizes or sizes_of(config, layout, blocks)
     tokens = -(-budget // (layout.cp * layout.tp))
+    weight_bytes = STORED if weights == "fp32" else NARROW
     found = []
     for rank in range(layout.pp):
         stages = [Stage(index, layout.stages) for index in range(rank, layout.stages, layout.pp)]
@@ -95,11 +99,13 @@ def estimate(
         at_work = max(_at_work(config, stage, recompute, mtp) for stage in stages)
         found.append(
             Memory(
-                parameters=stored * STORED,
+                parameters=stored * weight_bytes,
                 gradients=(stored - idle) * STORED,
-                optimizer=(stored - idle) * STORED * moments,
-                frozen=frozen * STORED // (layout.dp_shard * layout.cp * layout.tp * layout.pp),
-                gathered=_gathered(sizes, stages, layout, compute_bytes, overlap=overlap, once=gather_once),
+                optimizer=int((stored - idle) * STORED * moments),
+                frozen=frozen * weight_bytes // (layout.dp_shard * layout.cp * layout.tp * layout.pp),
+                gathered=0
+                if compute_bytes == weight_bytes and _is_whole(sizes, stages, layout)
+                else _gathered(sizes, stages, layout, compute_bytes, overlap=overlap, once=gather_once),
                 activations=int(in_flight * tokens * compute_bytes),
                 working=int(at_work * tokens * compute_bytes),
                 head=_head(config, layout, -(-budget // layout.cp), device, compute_bytes) if last else 0,
@@ -124,14 +130,14 @@ def _gathered(
 ) -> int:
     """Whole weights beside the stored ones: a layer's and the next one's; or all of the rank's.
 
-    All, where nobody shards them: a copy in the dtype of computation, unless it is the stored one. In a pipeline, or
+    All, where nobody shards them: a copy in the dtype of computation, unless that is the stored one. In a pipeline, or
     where they are gathered `once`, they stay whole between microbatches, and gradients with them, in fp32. Otherwise
     what is outside the layers is gathered for the whole pass; with overlap all of it, and a layer's gradient waits in
     fp32.
     """
     held = total(sizes.stage(stage) for stage in stages)
-    if _is_whole(held, layout):
-        return held.used * compute_bytes if compute_bytes != STORED else 0
+    if _is_whole(sizes, stages, layout):
+        return held.used * compute_bytes
     if layout.pp > 1 or once:
         own = sum(sizes.stage(stage).stored(layout) for stage in stages)  # of gradients, which come as these go
         return held.used * (compute_bytes + STORED) - own * STORED
@@ -145,14 +151,15 @@ def _summed(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes
     """A gradient as it was made, what is sent of it, and this rank's part of the sum; summed once, the first lasts."""
     each = [sizes.outside(stage) for stage in stages]
     largest = max(each, key=lambda held: held.used)
-    if _is_whole(total(sizes.stage(stage) for stage in stages), layout):
+    if _is_whole(sizes, stages, layout):
         return largest.used * compute_bytes
     made = 0 if layout.pp > 1 or once else compute_bytes
     return largest.used * (made + STORED) + largest.stored(layout) * STORED
 
 
-def _is_whole(held: Held, layout: Layout) -> bool:
+def _is_whole(sizes: Sizes, stages: Sequence[Stage], layout: Layout) -> bool:
     """Whether nobody shares what a rank holds, so that nothing is gathered or sent."""
+    held = total(sizes.stage(stage) for stage in stages)
     return layout.dp_replicate == 1 and held.stored(layout) == held.used
 
 

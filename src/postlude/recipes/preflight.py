@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 
 from postlude.checks import MISTAKES
 from postlude.data.chat import Encoder
-from postlude.engine import AdamW
 from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer, read_model, with_depths
 from postlude.hf.source import Source
@@ -128,8 +127,6 @@ class Subject:
     def memory(self) -> list[Memory]:
         """What a rank of each pipeline stage will need."""
         config: Training = self.config
-        optimizer = config.optimizer
-        moments = 2 if isinstance(optimizer, AdamW) else int(optimizer.momentum > 0)
         on_gpu = self.start.device == "cuda"
         dtype = getattr(torch, config.dtype or ("bfloat16" if on_gpu else "float32"))
         return estimate(
@@ -137,7 +134,8 @@ class Subject:
             config.layout,
             budget=config.budget,
             compute_bytes=dtype.itemsize,
-            moments=moments,
+            moments=config.optimizer.numbers(config.weights),
+            weights=config.weights,
             recompute=config.recompute,
             frozen=sum(parameters_in(read_model(name)[1]) for name in self.others),
             device=self.start.device,

@@ -93,6 +93,7 @@ class Trainer(ABC):
             recompute=config.recompute,
             overlap=config.overlap,
             gather_once=config.gather_once,
+            weights=config.weights,
             seed=config.seed,
             mtp=config.mtp is not None,
         )

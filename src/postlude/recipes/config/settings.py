@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from postlude.data.datasets import read_rows
 from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
-from postlude.optimizer import SGD, AdamW
+from postlude.optimizer import SGD, AdamW, Weights
 from postlude.recipes.config.schema import Kinds, Settings
 from postlude.recipes.run.sinks import known
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn
@@ -318,6 +318,9 @@ class Training(Model):
     """How the model is divided, such as pp=2,tp=2."""
     optimizer: OptimizerSettings = AdamW()
     """How weights are moved."""
+    weights: Weights = "fp32"
+    """How weights are stored, where no ranks share them: in fp32; "split", in bf16, with the sixteen bits that fp32
+    has beyond in the optimizer's state; "rounded", in bf16 alone, each step rounded at random, right on average."""
     mtp: Ahead | None = None
     """Multi-token prediction of the tokens that are learned, beside the objective; none leaves it out."""
     recompute: Recompute = "none"

@@ -16,6 +16,8 @@ MAY_CHANGE = (
     "recompute",
     "overlap",
     "gather_once",
+    "optimizer.offload",
+    "warm_start.optimizer.offload",
     "answers.draft",
     "data.answers.draft",
     "rollout",

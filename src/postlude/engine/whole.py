@@ -1,0 +1,150 @@
+"""A stage whose parameters no other rank shares: used as they are stored, or as copies made once a pass. No FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from postlude.engine.gradients import copies, no_gradient
+from postlude.model import LanguageModel
+from postlude.model.parallel import Gathered, held
+from postlude.ops.linear import sum_where_made
+
+BUCKET_BYTES = 1 << 28
+"""Of the memory that many tensors are made in at once: little enough to find a place again."""
+ALIGNED = 128  # elements
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter stands, what this rank stores of it, and the leaf that takes its place during a pass."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    part: Tensor
+    leaf: nn.Parameter
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the leaf is in another dtype, and so in memory of its own."""
+        return self.leaf.dtype != self.part.dtype
+
+
+class Whole:
+    """The gathering of such a stage. FSDP would copy every weight and gradient that it handles.
+
+    During a pass each parameter's place is taken by a leaf in the dtype of computation, a plain tensor: a copy made
+    once, or the very memory where the dtypes are one. Autograd adds what it finds to the stored parameter's gradient
+    itself, in its dtype, also to that of a copy which is narrower.
+    """
+
+    def __init__(self, stage: LanguageModel, compute_dtype: torch.dtype) -> None:
+        self.stage, self.compute_dtype = stage, compute_dtype
+        self.wide = {part.module for part in stage.apart() if part.fp32}
+        self.places: list[Place] = []  # known from the first pass on, when parameters have memory
+        self.passing = False
+
+    def begin(self, *, train: bool) -> None:
+        """Put a leaf in every parameter's place, with a gradient to add to."""
+        self.end()
+        self.passing = True
+        self.places = self.places or list(self._places())
+        copied = [place for place in self.places if place.is_copied]
+        for dtype in {place.leaf.dtype for place in copied}:
+            some = [place for place in copied if place.leaf.dtype == dtype]
+            for place, room in zip(some, rooms([place.part for place in some], dtype, torch.empty), strict=True):
+                place.leaf.data = room
+        with torch.no_grad():
+            if copied:
+                torch._foreach_copy_([place.leaf for place in copied], [place.part for place in copied])
+        if train:
+            self._expect_gradients([place for place in self.places if place.parameter.requires_grad])
+        for place in self.places:
+            setattr(place.module, place.name, place.leaf)
+
+    def before_last_backward(self) -> None:
+        """Gradients are where they belong after every one."""
+
+    def complete(self, module: Gathered) -> None:
+        """Its gradients are where they belong."""
+
+    def settle(self) -> None:
+        """Sum the gradients of what tensor-parallel ranks hold alike, each of which has its own addend."""
+        sum_alike([place.parameter for place in self.places])
+
+    def end(self) -> None:
+        """Put the parameters back, and let go of copies."""
+        if not self.passing:
+            return
+        for place in self.places:
+            setattr(place.module, place.name, place.parameter)
+            place.leaf.grad = None
+            sum_where_made(place.leaf, None)
+            if place.is_copied:
+                place.leaf.data = place.leaf.new_empty(0)
+        self.passing = False
+
+    def _places(self) -> Iterable[Place]:
+        for module in self.stage.modules():
+            dtype = torch.float32 if module in self.wide else self.compute_dtype
+            for name, parameter in module.named_parameters(recurse=False):
+                part = held(parameter)
+                data = part if part.dtype == dtype else part.new_empty(0, dtype=dtype)
+                leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                leaf.grad_dtype = None  # any
+                yield Place(module, name, parameter, part, leaf)
+
+    def _expect_gradients(self, places: Sequence[Place]) -> None:
+        """Have autograd add the gradients of leaves to those of stored parameters."""
+        fresh = [place.parameter for place in places if place.parameter.grad is None]
+        plain = [parameter for parameter in fresh if not isinstance(parameter, DTensor)]
+        for parameter, room in zip(plain, rooms(plain, torch.float32, torch.zeros), strict=True):
+            parameter.grad_dtype = None
+            parameter.grad = room
+        for place in places:
+            parameter = place.parameter
+            if parameter.grad is None:
+                parameter.grad = no_gradient(parameter)
+            total = held(parameter.grad)
+            if isinstance(parameter, DTensor) and parameter.device_mesh.get_local_rank() and copies(parameter) > 1:
+                total.zero_()  # what ranks that hold it alike have summed before, the first brings into the next sum
+            place.leaf.grad = total
+            sum_where_made(place.leaf, total)
+
+
+def rooms(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[..., Tensor]) -> list[Tensor]:
+    """Memory for tensors of the same shapes in a `dtype`, made together in buckets, as a launch for each takes time."""
+    found: list[Tensor] = []
+    waiting: list[Tensor] = []
+    size = 0
+    for tensor in [*tensors, None]:
+        if waiting and (tensor is None or size + _room(tensor) > BUCKET_BYTES // dtype.itemsize):
+            bucket = make(size, dtype=dtype, device=waiting[0].device).split([_room(each) for each in waiting])
+            found += [room[: each.numel()].view(each.shape) for room, each in zip(bucket, waiting, strict=True)]
+            waiting, size = [], 0
+        if tensor is not None:
+            waiting.append(tensor)
+            size += _room(tensor)
+    return found
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.numel() // ALIGNED) * ALIGNED
+
+
+def sum_alike(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum the gradients of what several ranks hold alike over those ranks, all in one go."""
+    alike = [each for each in parameters if isinstance(each, DTensor) and copies(each) > 1]
+    gradients = [held(each.grad) for each in alike if each.grad is not None]
+    if not gradients:
+        return
+    together = torch.cat([each.flatten() for each in gradients])
+    dist.all_reduce(together, group=alike[0].device_mesh.get_group())
+    for each, total in zip(gradients, together.split([each.numel() for each in gradients]), strict=True):
+        each.copy_(total.view_as(each))

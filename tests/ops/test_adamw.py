@@ -1,0 +1,185 @@
+"""A step on numbers that are stored narrow: as AdamW in fp32, exactly where that is promised, else on average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.ops import adamw
+from postlude.ops.adamw import BLOCK, Eight, Place, Rates, adamw_step, draws, halves, joined, now_at
+
+RATES = Rates(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay=0.1)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def start(weight: Tensor, *, weights: str = "fp32", moments: str = "fp32") -> dict[str, Any]:
+    """A tensor before its first step."""
+    eight = moments == "8bit"
+    return {
+        "weight": weight.clone() if weights == "fp32" else weight.bfloat16(),
+        "first": Eight.zeros_like(weight) if eight else torch.zeros_like(weight),
+        "second": Eight.zeros_like(weight) if eight else torch.zeros_like(weight),
+        "low": torch.zeros_like(weight, dtype=torch.int16) if weights == "split" else None,
+    }
+
+
+def run(state: dict[str, Any], gradients: list[Tensor], **options: Any) -> dict[str, Any]:
+    for number, gradient in enumerate(gradients, start=1):
+        now = now_at(torch.tensor([float(number)], device=DEVICE), RATES)[0]
+        given = [state["weight"], gradient, state["first"], state["second"]]
+        adamw_step(*given, now, RATES, low=state["low"], **options)
+    return state
+
+
+def tensors(state: dict[str, Any]) -> list[Tensor]:
+    found = []
+    for each in state.values():
+        found += [each.codes, each.scales] if isinstance(each, Eight) else [] if each is None else [each]
+    return found
+
+
+def test_in_fp32_it_is_torchs_adamw() -> None:
+    parameter = torch.nn.Parameter(normal(7, 65))
+    state = start(parameter.detach())
+    optimizer = torch.optim.AdamW([parameter], lr=RATES.lr, betas=RATES.betas, eps=RATES.eps, weight_decay=RATES.decay)
+    gradients = [normal(7, 65, seed=seed) for seed in range(1, 6)]
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    run(state, gradients)
+    torch.testing.assert_close(state["weight"], parameter.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(state["second"], optimizer.state[parameter]["exp_avg_sq"], rtol=1e-6, atol=0.0)
+
+
+def test_two_halves_are_the_fp32_number_to_the_bit() -> None:
+    weight = normal(5, 130).bfloat16().float()  # as both start
+    gradients = [normal(5, 130, seed=seed) for seed in range(1, 9)]
+    wide, split = run(start(weight), gradients), run(start(weight, weights="split"), gradients)
+    assert torch.equal(joined(split["weight"], split["low"]), wide["weight"])
+    values = torch.cat([normal(1000), torch.tensor([0.0, -0.0, 1.0, 1e-40, -3e38], device=DEVICE)])
+    high, low = halves(values)
+    assert torch.equal(joined(high, low).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(high, values.bfloat16())
+
+
+def mean_of(function: Any, values: Tensor, count: int = 400) -> Tensor:
+    """What a function that rounds at random gives on average."""
+    index = torch.arange(values.numel(), device=DEVICE).view(values.shape)
+    total = torch.zeros_like(values, dtype=torch.float64)
+    for step in range(count):
+        total += function(values, draws(index, 3, torch.tensor([float(step)], device=DEVICE)))
+    return total / count
+
+
+def test_weights_rounded_at_random_are_right_on_average() -> None:
+    values = normal(40, 70)
+    mean = mean_of(lambda values, drawn: adamw.rounded(values, drawn[0]).double(), values)
+    apart = (adamw.halves(values)[0].double() - values).abs().mean()
+    assert (mean - values).abs().mean() < 0.15 * apart  # 400 draws of a spread as wide as what is rounded away
+    assert (mean - values).mean().abs() < 0.005 * apart
+
+
+def test_a_step_below_half_of_the_last_bit_moves_weights_on_average() -> None:
+    state = start(torch.ones(64, 64, device=DEVICE), weights="rounded")
+    rates = Rates(lr=2.0**-12, betas=(0.0, 0.0), eps=1e-30, decay=0.0)  # bf16 below 1 has steps of 2^-8
+    for number in range(1, 65):
+        now = now_at(torch.tensor([float(number)], device=DEVICE), rates)[0]
+        gradient = torch.ones(64, 64, device=DEVICE)
+        adamw_step(
+            state["weight"].to(DEVICE), gradient, *(state[name].to(DEVICE) for name in ("first", "second")), now, rates
+        )
+    assert float(state["weight"].float().mean()) == pytest.approx(1 - 64 * 2.0**-12, abs=2e-4)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_eight_bits_are_within_a_level_and_right_on_average(signed: bool) -> None:
+    values = normal(20, 150) * torch.exp2(2 * normal(20, 150, seed=1))
+    values = values if signed else values.square()
+    narrow = adamw.narrowed_first if signed else adamw.narrowed_second
+    wide = adamw.widened_first if signed else adamw.widened_second
+
+    def once(values: Tensor, drawn: Any) -> Tensor:
+        return wide(*narrow(values, drawn[1 if signed else 2])).double()
+
+    largest = torch.nn.functional.pad(values.abs(), (0, 42)).view(20, 3, BLOCK).amax(-1).repeat_interleave(BLOCK, 1)
+    within = values.abs() > largest[:, :150] * 2.0 ** (-15.75 if signed else -31.75)
+    assert within.float().mean() > 0.95
+    error = mean_of(lambda values, drawn: (once(values, drawn) / values - 1).abs(), values, 20)
+    assert error[within].max() < 2 ** (1 / 8) - 1
+    off = (mean_of(once, values) / values - 1)[within]
+    assert off.abs().mean() < 0.003
+    assert off.mean().abs() < 2e-4
+
+
+def test_what_steps_divide_by_is_never_rounded_to_zero() -> None:
+    values = torch.full((1, 70), 1e-30, device=DEVICE)
+    values[0, 0] = 1.0
+    values[0, 1] = 0.0
+    codes, scales = adamw.narrowed_second(values, torch.zeros(1, 70, dtype=torch.int64, device=DEVICE) + 65535)
+    found = adamw.widened_second(codes, scales)
+    assert found[0, 1] == 0.0
+    assert found[0, 2] > 0.0
+    assert found[0, 0] == 1.0
+    assert float(found[0, 69]) == pytest.approx(1e-30, rel=0.1)  # in a block of its own
+
+
+CUTS: dict[str, tuple[tuple[int, ...], tuple[slice, ...]]] = {
+    "rows": ((6, 100), (slice(2, 5), slice(0, 100))),
+    "columns": ((6, 200), (slice(0, 6), slice(64, 128))),
+    "last columns": ((6, 200), (slice(3, 6), slice(128, 200))),
+    "experts": ((4, 6, 100), (slice(1, 3), slice(0, 6), slice(0, 100))),
+    "rows of experts": ((4, 6, 100), (slice(0, 4), slice(3, 6), slice(0, 100))),
+}
+
+
+@pytest.mark.parametrize("weights", ["rounded", "split"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_part_is_moved_as_in_the_whole(cut: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: blocks and random numbers are those of the whole, in however many goes it is looked at."""
+    shape, region = CUTS[cut]
+    weight, gradients = normal(*shape), [normal(*shape, seed=seed) for seed in (1, 2, 3)]
+    options = {"weights": weights, "moments": "8bit"}
+    whole = run(start(weight, **options), gradients, key=5)
+    monkeypatch.setattr(adamw, "ROWS_AT_ONCE", 250)
+    part = start(weight[region].contiguous(), **options)
+    run(part, [each[region].contiguous() for each in gradients], key=5, place=Place.of(region, shape))
+    blocks = (*region[:-1], slice(region[-1].start // BLOCK, -(-region[-1].stop // BLOCK)))
+    for mine, all_of_it in zip(tensors(part), tensors(whole), strict=True):
+        assert torch.equal(mine, all_of_it[region if all_of_it.shape == shape else blocks])
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("weights", ["fp32", "split", "rounded"])
+def test_gradients_are_scaled_and_a_step_that_is_not_finite_changes_nothing(weights: str, moments: str) -> None:
+    weight, gradient = normal(3, 70), normal(3, 70, seed=1)
+    options = {"weights": weights, "moments": moments}
+    scaled = run(start(weight, **options), [4 * gradient], scale=torch.tensor([0.25, 1.0], device=DEVICE))
+    plain = run(start(weight, **options), [gradient])
+    assert all(map(torch.equal, tensors(scaled), tensors(plain)))
+    before = [each.clone() for each in tensors(plain)]
+    run(plain, [gradient * torch.nan], scale=torch.tensor([torch.nan, 0.0], device=DEVICE))
+    assert all(map(torch.equal, tensors(plain), before))
+
+
+def test_average_of_eight_bits_follows_a_slow_change() -> None:
+    """Each change of the second moment is far below a level, and it still comes to where it should."""
+    state = start(torch.zeros(16, 64).to(DEVICE), moments="8bit")
+    rates = Rates(lr=0.0, betas=(0.9, 0.999), eps=1e-8, decay=0.0)
+    gradient = torch.full((16, 64), 3.0, device=DEVICE)
+    gradient[:, 0] = 30.0  # the scale of each block
+    gradient_later = gradient.clone()
+    gradient_later[:, 1:] = 1.0
+    for number in range(1, 1501):
+        now = now_at(torch.tensor([float(number)], device=DEVICE), rates)[0]
+        moved = gradient if number <= 500 else gradient_later
+        adamw_step(state["weight"], moved, state["first"], state["second"], now, rates)
+    second = adamw.widened_second(state["second"].codes, state["second"].scales)[:, 1:]
+    expected = (1 - 0.999**500) * 9 * 0.999**1000 + (1 - 0.999**1000)
+    assert float(second.mean()) == pytest.approx(expected, rel=0.05)

@@ -1,0 +1,17 @@
+"""The Triton kernel of a step equals the reference: through Triton's interpreter on any machine, compiled on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ops.kernel_checks import interpret_checks, run_checks
+
+
+@pytest.mark.thorough
+def test_through_the_interpreter() -> None:
+    interpret_checks("adamw_checks.py")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    run_checks("adamw_checks.py")
