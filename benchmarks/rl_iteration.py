@@ -69,7 +69,7 @@ class Side(Protocol):
 class Postlude:
     def __init__(self, config: PretrainedConfig, device: str, budget: int, rows: int) -> None:
         self.engine = Engine(config, device=device, budget=budget, optimizer=AdamW(lr=1e-6))
-        self.generator = GatheredGenerator(self.engine, None, max_batch_tokens=2**20, max_sequences=512)
+        self.generator = GatheredGenerator(self.engine, None, max_sequences=512)
 
     def rollout(self, tasks: Tasks) -> None:
         samplings = [
