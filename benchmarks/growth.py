@@ -293,11 +293,12 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 for point in axis.points(which):
                     forget(arguments.device)
                     found = {"size": point.size} | attempt(lambda p=point, w=which: measured(p, w, clock))
+                    print("  " + ", ".join(f"{key} {value}" for key, value in found.items()), flush=True)
                     forget(arguments.device)
                     if axis.attention and "seconds" in found:
                         found["attention_s"] = round(attention_alone(point, which, clock), 4)
+                        print(f"    of which attention {found['attention_s']} s", flush=True)
                     points.append(found)
-                    print("  " + ", ".join(f"{key} {value}" for key, value in found.items()), flush=True)
                 case = {"axis": name, "pass": which, "says": axis.says, "points": points} | fitted(axis, points)
                 results.add(case)
                 powers_found = ", ".join(f"{key} ∝ n^{power}" for key, power in case["exponents"].items())

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class Work:
     rows: int
     options: dict[str, Any]
     """Of the engine."""
+    moments: str = "fp32"
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def padded_batch(sample: Sample, rows: int, *, alike: bool = False) -> tuple[Bat
 
 
 def engine(work: Work, budget: int) -> Engine:
-    return Engine(work.config, device=work.device, budget=budget, **{"optimizer": AdamW(lr=1e-6), **work.options})
+    optimizer = AdamW(lr=1e-6, moments=work.moments, offload=work.offload)
+    return Engine(work.config, device=work.device, budget=budget, optimizer=optimizer, **work.options)
 
 
 def update(given: Engine, rows: Batch, objective: Objective) -> Callable[[], None]:
@@ -201,7 +204,7 @@ def with_fewer_rows(case: Case, work: Work, clock: Clock, profiled: bool) -> dic
     """As `run`; where rows at a time take too much memory, with half as many, until it fits."""
     rows = work.rows
     while True:
-        tried = Work(work.config, work.sample, work.device, work.budget, rows, work.options)
+        tried = replace(work, rows=rows)
         found = attempt(lambda tried=tried: run(case, tried, clock, profiled))
         found["rows"] = rows
         if found.get("failed") != OUT_OF_MEMORY or rows == 1:
@@ -240,6 +243,11 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=ROWS, help="rows at a time where they are padded")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none", help="Postlude's")
+    parser.add_argument(
+        "--weights", choices=["fp32", "split", "rounded"], default="fp32", help="how Postlude stores them"
+    )
+    parser.add_argument("--moments", choices=["fp32", "8bit"], default="fp32", help="of Postlude's AdamW")
+    parser.add_argument("--offload", action="store_true", help="keep the state of Postlude's AdamW in host memory")
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -273,8 +281,10 @@ def compare(shape: str, arguments: argparse.Namespace, results: Results) -> None
     sample = Sample.of(MIXES[arguments.mix](), config.vocab_size)
     if not arguments.inside:
         print(f"{shape}, {arguments.mix}: {len(sample.lengths)} sequences, {sum(sample.lengths):,} tokens")
-    chosen = {"recompute": arguments.recompute}
-    work = Work(config, sample, arguments.device, max(arguments.budget, *sample.lengths), arguments.rows, chosen)
+    chosen = {"recompute": arguments.recompute, "weights": arguments.weights}
+    stepped = {"moments": arguments.moments, "offload": arguments.offload}
+    budget = max(arguments.budget, *sample.lengths)
+    work = Work(config, sample, arguments.device, budget, arguments.rows, chosen, **stepped)
     clock = Clock(arguments.device, arguments.repeats)
     for name in arguments.cases:
         case = CASES[name]
@@ -287,7 +297,7 @@ def compare(shape: str, arguments: argparse.Namespace, results: Results) -> None
         else:
             found = attempt(lambda case=case: run(case, work, clock, arguments.profile))
         said = {"case": name, "says": case.says, "shape": shape, "mix": arguments.mix}
-        results.add(said | {"budget": work.budget, **chosen} | found)
+        results.add(said | {"budget": budget, **chosen, **stepped} | found)
         if not apart:
             print(shown(name, found), flush=True)
 
