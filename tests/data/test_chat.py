@@ -27,6 +27,15 @@ THINKS_LAST = (  # as Qwen3's does, it writes an empty thought before the last a
     "{% if loop.last and message.role == 'assistant' %}<think></think>{% endif %}{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+THINKS_SINCE_ASKED = (  # as Qwen3's does, it leaves out what was thought before the last question of the user
+    "{% set ns = namespace(asked=0) %}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and loop.index0 < ns.asked %}{{ message.content.split('</think>')[-1] }}"
+    "{% elif message.role == 'assistant' and loop.last and '</think>' not in message.content %}"
+    "<think>\n\n</think>\n\n{{ message.content }}{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 PARTS = CHAT_TEMPLATE.replace(
     "{{ message.content }}",
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -99,6 +108,30 @@ def test_a_template_that_rewrites_what_was_said_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"Use a template with {% generation %} marks"):
             refused()
+
+
+def test_a_template_that_leaves_earlier_reasoning_out_is_refused() -> None:
+    """As Qwen3's does before a user's message, and not before a tool's."""
+    one = encoder(THINKS_SINCE_ASKED)
+    for heard in ("Go on", [MORE], [{"role": "tool", "content": "4"}, MORE]):
+        with pytest.raises(
+            ValueError, match=r"leaves out what the assistant thought .* once a message of user follows"
+        ):
+            one.observation(heard, [], chat=True)
+        assert one.observation(heard, [], chat=True, keep_reasoning=True)[-len(b"assistant\n") :] == [*b"assistant\n"]
+    assert b"tool\n4" in bytes(
+        token for token in one.observation([{"role": "tool", "content": "4"}], [], chat=True) if token < 256
+    )
+
+
+def test_an_answer_of_several_turns_learns_what_is_said() -> None:
+    one = encoder(None)
+    encoded = one.answer("1+1:", ["?1+1", "=2;", "2"])
+    assert text(encoded.tokens) == "1+1:?1+1<|end|>=2;2<|end|>"
+    assert learned(encoded) == "?1+1<|end|>2<|end|>"
+    assert one.answer("1+1:", ["2"]) == one.answer("1+1:", "2")
+    with pytest.raises(ValueError, match="the answer of row 3 has 2 turns, but it begins and ends with what is said"):
+        one.answer("1+1:", ["?1+1", "=2;"], "row 3")
 
 
 def test_marks_are_believed_whatever_else_a_template_does() -> None:

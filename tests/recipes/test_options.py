@@ -234,6 +234,11 @@ ELSEWHERE = {
     "environment.reply": "test_grpo.py: test_a_conversation",
     "environment.max_turns": "test_grpo.py: test_a_conversation",
     "environment.unfinished_reward": "test_grpo.py: test_a_conversation",
+    "environment.keep_reasoning": "tests/data/test_chat.py",
+    "environment.episode": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
+    "environment.address": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
+    "environment.action": "tests/rollout/test_episodes.py",
+    "environment.observation": "tests/rollout/test_episodes.py",
 }
 
 

@@ -68,3 +68,31 @@ def guess(prompt: Any, completions: list[str], example: Mapping[str, Any]) -> An
     if len(completions) == 2:
         return [{"role": "user", "content": "Think!"}]
     return "higher" if number < example["number"] else "lower"
+
+
+FAULTS: dict[str, Any] = {
+    "none": None,
+    "object": object(),
+    "no content": [{"role": "tool"}],
+    "part": [{"role": "tool", "content": [{"type": "image"}]}],
+    "bad role": [{"role": 3, "content": "x"}],
+}
+
+
+def talk(prompt: Any, completions: list[str], example: Mapping[str, Any]) -> Any:
+    """A conversation of so many turns, whose answers are so long, and that fails or takes its time as it is told."""
+    match example.get("fault"):
+        case "raise":
+            raise RuntimeError("no such tool")
+        case "die":
+            os._exit(7)
+        case "hang":
+            time.sleep(60)
+        case fault if fault in FAULTS:
+            return FAULTS[fault]
+    if len(completions) == 1:
+        time.sleep(example.get("sleep", 0))
+    if len(completions) == example["turns"]:
+        return {"reward": 1.0, "turns": len(completions)}
+    heard = str(len(completions)) * example["length"]
+    return [{"role": "tool", "content": heard}] if example.get("role") else heard

@@ -36,6 +36,7 @@ PLAIN_TEMPLATE = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+SAID = "what was said."  # stands for a sampled turn where a template is asked what it writes after one
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -129,11 +130,12 @@ class Encoder:
         """A whole conversation, its assistant turns learned."""
         return self._alone(self._conversation(messages, row))
 
-    def answer(self, prompt: Prompt, completion: Prompt, row: str = "the pair") -> Encoded:
+    def answer(self, prompt: Prompt, completion: Prompt | Sequence[str], row: str = "the pair") -> Encoded:
         """A prompt and the completion to learn.
 
-        After text, the completion is text, and ends with the end token. After messages it is the assistant's message,
-        as text or as messages.
+        After text, the completion is text, and ends with the end token; of several turns it is a list of what is said
+        and what is heard in turn, where only what is said is learned. After messages it is the assistant's message, as
+        text or as messages.
         """
         return self._alone(self._answer(prompt, completion, row))
 
@@ -160,17 +162,27 @@ class Encoder:
         learned = yield from self._learned(self._template.checked(messages, row), 0, row)
         return self._fitted(learned, row)
 
-    def _answer(self, prompt: Prompt, completion: Prompt, row: str) -> Work[Encoded]:
+    def _answer(self, prompt: Prompt, completion: Prompt | Sequence[str], row: str) -> Work[Encoded]:
         if isinstance(prompt, str):
-            if not isinstance(completion, str):
+            turns = [completion] if isinstance(completion, str) else list(completion)
+            if not all(isinstance(turn, str) for turn in turns):
                 raise ValueError(
                     f"the prompt of {row} is text but its answer is messages. Give both as text or both as messages."
                 )
-            before, after = yield [Opening(prompt), completion]
-            after = after + self._end
-            return self._fitted(Encoded(before + after, [0] * len(before) + [1] * len(after)), row)
+            if len(turns) % 2 == 0:
+                raise ValueError(
+                    f"the answer of {row} has {len(turns)} turns, but it begins and ends with what is said: give an "
+                    "odd number of texts."
+                )
+            tokens, *pieces = yield [Opening(prompt), *turns]
+            mask = [0] * len(tokens)
+            for place, piece in enumerate(pieces):
+                spoken = place % 2 == 0
+                added = piece + self._end if spoken else piece
+                tokens, mask = tokens + added, mask + [int(spoken)] * len(added)
+            return self._fitted(Encoded(tokens, mask), row)
         messages = self._template.checked(prompt, row)
-        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        said: Any = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         whole = [*messages, *self._template.checked(said, row)]
         learned = yield from self._learned(whole, len(messages), row)
         return self._fitted(learned, row)
@@ -192,11 +204,14 @@ class Encoder:
         worse = yield from self._answer(prompt, rejected, f"{row} (rejected)")
         return better, worse
 
-    def observation(self, observation: Prompt, after: Sequence[int], *, chat: bool) -> list[int]:
+    def observation(
+        self, observation: Prompt, after: Sequence[int], *, chat: bool, keep_reasoning: bool = False
+    ) -> list[int]:
         """The tokens between a sampled turn and the next: the observation with all that the template puts around it.
 
         `after` are the tokens sampled last; if they lack the token that ends a turn, it comes first. They are never
-        encoded again. Without `chat` the observation is text as it is.
+        encoded again. Without `chat` the observation is text as it is. A template that leaves earlier reasoning out
+        is refused, since here it stays, unless `keep_reasoning`.
         """
         if not chat:
             if not isinstance(observation, str):
@@ -204,13 +219,29 @@ class Encoder:
             return self._tokens([observation])[0]
         row = "the observation"
         heard = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        said = [ASKED, {"role": "assistant", "content": "."}]
-        turn, ((_, end),) = self._alone(self._spans(said, [1], row))
-        (whole,) = self._tokens([self._render([*said, *self._template.checked(heard, row)], header=True)])
-        if whole[:end] != turn[:end]:
+        roles = tuple(str(message.get("role")) for message in self._template.checked(heard, row))
+        if not keep_reasoning and self._drops_reasoning(roles):
+            raise ValueError(
+                f"the chat template leaves out what the assistant thought in earlier turns once a message of "
+                f"{roles[-1]} follows, but tokens that were sampled stay as they are: the model would learn to go on "
+                f"from what it is not shown elsewhere. Set the environment's keep_reasoning if it shall, or answer in "
+                f"another role: templates that know tools keep reasoning before a tool's message."
+            )
+        text = self._render([ASKED, {"role": "assistant", "content": SAID}, *heard], header=True)
+        opening = self._render([ASKED], header=False)
+        cut = text.find(SAID, len(opening)) + len(SAID)
+        if not text.startswith(opening) or cut < len(SAID):
             raise ValueError(self._refusal(1, row))
-        closing = turn[end - 1 : end] if turn[end - 1] in self._special else []
-        return ([] if list(after[-1:]) == closing else closing) + whole[end:]
+        until, whole = self._tokens([text[:cut], text])
+        between = whole[len(until) :] if whole[: len(until)] == until else self._tokens([text[cut:]])[0]
+        ended = between[:1] == list(after[-1:]) and between[0] in self._special
+        return between[1:] if ended else between
+
+    def _drops_reasoning(self, roles: tuple[str, ...]) -> bool:
+        known = self._dropped
+        if roles not in known:
+            known[roles] = self._template.drops_reasoning([{"role": role, "content": "."} for role in roles])
+        return known[roles]
 
     def _learned(self, messages: list[Message], first: int, row: str) -> Work[Encoded]:
         """Learn the assistant's turns from message `first` on."""
@@ -377,6 +408,10 @@ class Encoder:
 
     @cached_property
     def _spaces(self) -> dict[int, bool]:
+        return {}
+
+    @cached_property
+    def _dropped(self) -> dict[tuple[str, ...], bool]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,6 +16,12 @@ Message: TypeAlias = Mapping[str, Any]
 
 WORD = "probe"
 ASKED: Message = {"role": "user", "content": "?"}
+THOUGHT = "reasoning-probe"
+THINKING: tuple[Message, ...] = (  # the ways in which templates are told what the assistant thought
+    {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n."},
+    {"role": "assistant", "content": ".", "reasoning_content": THOUGHT},
+    {"role": "assistant", "content": ".", "thinking": THOUGHT},
+)
 CALL = {"type": "function", "function": {"name": WORD, "arguments": {WORD: 1}}}
 
 
@@ -77,6 +83,16 @@ class Template:
         called, empty = [{"role": "assistant", "content": text, "tool_calls": [CALL]} for text in (None, "")]
         silent = {"role": "assistant", "content": ""}
         return self._same([ASKED, called], [ASKED, empty]) and not self._same([ASKED, called], [ASKED, silent])
+
+    def drops_reasoning(self, heard: list[Message]) -> bool:
+        """Whether what the assistant thought is written in its last turn, and no more once `heard` follows it."""
+        return any(self._thinks([ASKED, said]) and not self._thinks([ASKED, said, *heard]) for said in THINKING)
+
+    def _thinks(self, messages: list[Message]) -> bool:
+        try:
+            return THOUGHT in self.render(messages)
+        except Exception:  # whatever a template raises: it does not know them
+            return False
 
     def _same(self, one: list[Message], other: list[Message]) -> bool:
         try:

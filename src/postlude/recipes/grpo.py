@@ -226,7 +226,8 @@ def example_of(task: Task, tokenizer: ChatTokenizer, budget: int) -> Encoded:
             f"{', '.join(task.example)}. Add the column, or set warm_start.steps to 0."
         )
     try:
-        return Encoder(tokenizer=tokenizer, max_length=budget).answer(task.prompt, str(answer), task.name)
+        turns = answer if isinstance(answer, list) else str(answer)
+        return Encoder(tokenizer=tokenizer, max_length=budget).answer(task.prompt, turns, task.name)
     except TooLong as error:
         raise ValueError(
             f"{task.name} with its answer has {error.length} tokens, too many for the warm start in a budget of "

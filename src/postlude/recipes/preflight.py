@@ -37,6 +37,7 @@ from postlude.recipes.config.settings import (
     ObjectiveFile,
     Prompts,
     Training,
+    Turns,
     built,
 )
 from postlude.recipes.encodings import CACHE, Encodings
@@ -47,6 +48,7 @@ from postlude.recipes.run.changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
 from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.recipes.run.sinks import check_sinks
+from postlude.rollout.environments import is_chat
 from postlude.rollout.generator import check_draft
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
 
@@ -185,6 +187,9 @@ def of_environment(
             made = not isinstance(settings, Prompts)  # tasks that are made: the first of them speak for all
             _tasks(subject, environment.tasks, PAGE if made else len(environment.tasks), answers, example)
             first = environment.tasks[0]
+            if isinstance(settings, Turns) and is_chat(first.prompt):
+                encoder = Encoder(tokenizer=subject.tokenizer)
+                encoder.observation("?", [], chat=True, keep_reasoning=settings.keep_reasoning)
             said = first.example.get("answer")
             environment.attempt(first, said if isinstance(said, str) else "")
             return f"{len(environment.tasks)} tasks, and a judge that answers"

@@ -16,7 +16,7 @@ from postlude.recipes.clock import Clock
 from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evaluation, Prompts
 from postlude.recipes.metrics import DRAFTS, EVAL, FAILED, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
 from postlude.recipes.run.directory import Sample
-from postlude.rollout.environments import Environment, Episode, Transcript, Turn, is_chat
+from postlude.rollout.environments import Environment, Said, Transcript, Turn, is_chat
 from postlude.rollout.gathered import RankedEngine
 from postlude.rollout.protocol import Completion
 from postlude.rollout.rewards import Score
@@ -25,6 +25,7 @@ from postlude.rollout.tasks import Chosen, Task
 
 SHOWN = 8  # answers of a step kept to be looked at
 TRAINED, HELD_OUT = 0, 1  # what answers are for: the same task gets other answers in either
+LINGER = 0.5  # seconds in which turns are waited for, to go on together; those that take longer go on later
 NO_ROOM = Score(0.0, {"no_room": 1.0})  # what a conversation earns that outgrows the budget
 
 
@@ -110,18 +111,28 @@ class Rollouts:
         rank, size = dist.get_rank(), dist.get_world_size()
         own = {place: self.environment.reset(attempts[place].task) for place in range(rank, len(attempts), size)}
         said = dict(enumerate(completion for group in drawn for completion in group))
-        while said:
+        waiting: dict[int, int] = {}  # places of episodes of this rank whose turn is not known yet
+        under_way = len(attempts)
+        while under_way:
             for place, completion in said.items():
                 attempts[place].completions.append(completion)
                 attempts[place].transcript.answer(completion.tokens, completion.logprobs, completion.routing)
+                if place in own:
+                    waiting[id(own[place])] = place
+                    self.environment.submit(own[place], _said(completion))
             with self.timed("reward"):
-                turns = self._turns(own, {place: completion.text or "" for place, completion in said.items()})
+                turns = self._turns(waiting)
             with self.timed("rollout"):
                 going = [place for place, turn in turns.items() if not self._over(attempts[place], turn)]
+                under_way -= len(turns) - len(going)
+                for place in (place for place in turns if place in own and place not in going):
+                    self.environment.release(own[place])
                 said = {}
                 if going:
-                    turn = len(attempts[going[0]].completions)
-                    again = [_seed(seeds[place // samples], place % samples, turn) for place in going]
+                    again = [
+                        _seed(seeds[place // samples], place % samples, len(attempts[place].completions))
+                        for place in going
+                    ]
                     more = self.engine.generate(
                         [attempts[place].transcript.tokens for place in going],
                         [replace(sampling, seed=seed) for seed in again],
@@ -134,22 +145,38 @@ class Rollouts:
         attempt.score = turn.score
         if turn.observation is None:
             return True
-        chat = is_chat(attempt.task.prompt)
-        heard = self.encoder.observation(turn.observation, attempt.completions[-1].tokens, chat=chat)
+        chat, earned = is_chat(attempt.task.prompt), turn.score or Score(0.0)
+        try:
+            heard = self.encoder.observation(
+                turn.observation,
+                attempt.completions[-1].tokens,
+                chat=chat,
+                keep_reasoning=self.environment.keep_reasoning,
+            )
+        except ValueError as error:  # the environment's mistake, at the cost of this attempt
+            attempt.score = Score(earned.reward, earned.parts, f"the environment's answer cannot be read: {error}")
+            return True
         if len(attempt.transcript.tokens) + len(heard) + self.answers.max_new_tokens > self.budget:
-            attempt.score = NO_ROOM
+            attempt.score = earned.plus(NO_ROOM)
             return True
         attempt.transcript.observe(heard)
         return False
 
-    def _turns(self, own: Mapping[int, Episode], said: Mapping[int, str]) -> dict[int, Turn]:
-        """What comes of completions. Each rank asks for its share, so that all hear the same of a judge that wavers."""
-        places = [place for place in said if place in own]
-        turns = self.environment.step([own[place] for place in places], [said[place] for place in places])
+    def _turns(self, waiting: dict[int, int]) -> dict[int, Turn]:
+        """What has come of completions, by place: of all that wait, or of those that do not take long.
+
+        Each rank asks for its share, so that all hear the same of a judge that wavers.
+        """
+        found = self.environment.collect(len(waiting), LINGER)
+        turns = {waiting.pop(key): turn for key, (_, turn) in found.items() if key in waiting}
         everyone: list[dict[int, Turn]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, dict(zip(places, turns, strict=True)))
-        found = {place: turn for share in everyone for place, turn in share.items()}
-        return {place: found[place] for place in said}
+        dist.all_gather_object(everyone, turns)
+        turns = {place: turn for share in everyone for place, turn in share.items()}
+        return {place: turns[place] for place in sorted(turns)}
+
+
+def _said(completion: Completion) -> Said:
+    return Said(completion.text or "", completion.tokens, completion.finish_reason == "length")
 
 
 def encode_prompt(encoder: Encoder, task: Task, budget: int, answers: Answers) -> list[int]:

@@ -1,27 +1,33 @@
-"""Environments: what comes of a completion, a score or the next thing to read.
+"""Environments: what comes of a completion, a score or the next thing to read, whenever that is known.
 
 A rollout loop needs no more than this, `Encoder` and a rollout engine:
 
     episodes = [environment.reset(task) for task in tasks]
     transcripts = [Transcript(encoder.prompt(episode.task.prompt)) for episode in episodes]
+    those = all of them
     while some are not done:
         completions = engine.generate([transcript.tokens for transcript in those], sampling)
-        turns = environment.step(those episodes, [completion.text for ...])
         for each: transcript.answer(completion.tokens, completion.logprobs, completion.routing)
-            if not turn.done: transcript.observe(encoder.observation(turn.observation, completion.tokens, chat=...))
+            environment.submit(episode, Said(completion.text, completion.tokens))
+        those = []
+        for episode, turn in environment.poll(...):     # others may still wait for a tool, and hold up nobody
+            if not turn.done: transcript.observe(encoder.observation(turn.observation, its last tokens, chat=...))
+                those += [its transcript]
 
 Tokens that were sampled are never decoded and encoded again, and observations are never learned.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
 from postlude.data.messages import Message
-from postlude.rollout.rewards import RewardPool, Sample, Score
+from postlude.rollout.rewards import Reply, RewardPool, Score
 from postlude.rollout.tasks import Task, Tasks
 
 if TYPE_CHECKING:
@@ -29,15 +35,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What the model said in a turn."""
+
+    text: str
+    tokens: Sequence[int] = ()
+    """As they were sampled."""
+    cut_off: bool = False
+    """Whether it reached max_new_tokens before it had ended."""
+
+
+@dataclass(frozen=True)
 class Turn:
-    """What comes of a completion: what the model reads next, or the end and what it earned."""
+    """What comes of a completion: what the model reads next, or the end, and what it earned."""
 
     score: Score | None = None
+    """At the end, what the whole episode earned; before, what it has earned so far, if anything."""
     observation: str | list[Message] | None = None
 
     def __post_init__(self) -> None:
-        if (self.score is None) == (self.observation is None):
-            raise ValueError("a turn has either a score, and is the last, or an observation. Give one of them.")
+        if self.score is None and self.observation is None:
+            raise ValueError("a turn has a score, and is the last, or an observation. Give one of them.")
 
     @property
     def done(self) -> bool:
@@ -45,59 +63,126 @@ class Turn:
         return self.observation is None
 
 
-@dataclass
+@dataclass(eq=False)
 class Episode:
     """One attempt at a task: what the model said and was told so far."""
 
     task: Task
-    completions: list[str] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     observations: list[str | list[Message]] = field(default_factory=list)
+    earned: Score | None = None
+    """What its turns have earned so far, if they did."""
     score: Score | None = None
     """Set when it is over."""
     state: Any = None
     """Whatever an environment keeps for it."""
 
+    @property
+    def completions(self) -> list[str]:
+        """What the model said, as text."""
+        return [each.text for each in self.said]
 
-class Environment(Protocol):
-    """Tasks, and what comes of answers to them. Episodes take a step together, so that they are scored in parallel."""
+
+class Environment(ABC):
+    """Tasks, and what comes of answers to them. Many episodes are under way at once, and each waits for its own."""
 
     tasks: Tasks
-
-    def reset(self, task: Task) -> Episode:
-        """Begin an attempt at a task."""
-        ...
-
-    def step(self, episodes: Sequence[Episode], completions: Sequence[str]) -> list[Turn]:
-        """Give each episode its newest completion, and say what comes of it."""
-        ...
-
-    def attempt(self, task: Task, completion: str) -> None:
-        """Judge one completion on trial, before a run begins. A judge that cannot is a ValueError."""
-        ...
-
-    def close(self) -> None:
-        """Give back what it holds."""
-        ...
-
-
-class SingleTurn:
-    """The first completion is the answer, and `pool` scores it: reward(prompt, completion, example)."""
-
-    def __init__(self, tasks: Tasks, pool: RewardPool) -> None:
-        self.tasks, self.pool = tasks, pool
+    keep_reasoning: bool = False
+    """Whether reasoning of earlier turns stays before the model, though its chat template would leave it out."""
 
     def reset(self, task: Task) -> Episode:
         """Begin an attempt at a task."""
         return Episode(task)
 
-    def step(self, episodes: Sequence[Episode], completions: Sequence[str]) -> list[Turn]:
-        """Score every completion. Each episode is then over."""
-        _record(episodes, completions)
-        samples = [
-            Sample(episode.task.prompt, completion, episode.task.example)
-            for episode, completion in zip(episodes, completions, strict=True)
-        ]
-        return _ended(episodes, [Turn(score) for score in self.pool.score_all(samples)])
+    def submit(self, episode: Episode, said: Said) -> None:
+        """Give an episode its newest completion, and go on."""
+        if episode.score is not None:
+            raise ValueError(f"the episode of task {episode.task.name!r} is over. Reset the task for another attempt.")
+        episode.said.append(said)
+        self._submit(episode)
+
+    def poll(self, timeout: float | None = 0.0) -> list[tuple[Episode, Turn]]:
+        """What has come of completions: waits up to `timeout` seconds for the first, for ever if None."""
+        return [(episode, _taken(episode, turn)) for episode, turn in self._poll(timeout)]
+
+    def step(self, episodes: Sequence[Episode], said: Sequence[Said | str]) -> list[Turn]:
+        """Give each episode its newest completion, and wait until it is known what comes of every one."""
+        if len(episodes) != len(said):
+            raise ValueError(f"{len(episodes)} episodes got {len(said)} completions. Give one of each.")
+        for episode, each in zip(episodes, said, strict=True):
+            self.submit(episode, Said(each) if isinstance(each, str) else each)
+        turns = self.collect(len(episodes), None)
+        return [turns[id(episode)][1] for episode in episodes]
+
+    def collect(self, count: int, limit: float | None) -> dict[int, tuple[Episode, Turn]]:
+        """`count` turns, by the ids of their episodes, or as many as come within `limit` seconds."""
+        found: dict[int, tuple[Episode, Turn]] = {}
+        until = None if limit is None else time.monotonic() + limit
+        while len(found) < count:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            found |= {id(episode): (episode, turn) for episode, turn in self.poll(left)}
+            if left == 0.0:
+                break
+        return found
+
+    def release(self, episode: Episode) -> None:
+        """Let go of an episode: it is over, or its caller ends it before."""
+        episode.score = episode.score or episode.earned or Score(0.0)
+
+    @abstractmethod
+    def attempt(self, task: Task, completion: str) -> None:
+        """Judge one completion on trial, before a run begins. A judge that cannot is a ValueError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds."""
+
+    @abstractmethod
+    def _submit(self, episode: Episode) -> None:
+        """Begin to find out what comes of the last thing said."""
+
+    @abstractmethod
+    def _poll(self, timeout: float | None) -> list[tuple[Episode, Turn]]:
+        """What was found out, each turn with what it alone has earned."""
+
+
+class Judged(Environment):
+    """One whose turns are calls of a function in a pool of processes."""
+
+    replies: bool
+    """Whether it may say something for the model to read."""
+
+    def __init__(self, tasks: Tasks, pool: RewardPool) -> None:
+        self.tasks, self.pool = tasks, pool
+        self._waiting: dict[int, Episode] = {}
+
+    def close(self) -> None:
+        """End the workers of the pool."""
+        self.pool.close()
+
+    @abstractmethod
+    def _call(self, episode: Episode) -> tuple[Any, ...]:
+        """What the function is called with."""
+
+    @abstractmethod
+    def _turn(self, episode: Episode, reply: Reply) -> Turn:
+        """What its reply means."""
+
+    def _submit(self, episode: Episode) -> None:
+        self._waiting[self.pool.submit(self._call(episode))] = episode
+
+    def _poll(self, timeout: float | None) -> list[tuple[Episode, Turn]]:
+        found = []
+        for ticket, reply in self.pool.poll(timeout, replies=self.replies).items():
+            episode = self._waiting.pop(ticket)
+            found.append((episode, self._turn(episode, reply)))
+        return found
+
+
+class SingleTurn(Judged):
+    """The first completion is the answer, and `pool` scores it: reward(prompt, completion, example)."""
+
+    replies = False
 
     def attempt(self, task: Task, completion: str) -> None:
         """Score one completion on trial."""
@@ -108,12 +193,15 @@ class SingleTurn:
                 "numbers."
             )
 
-    def close(self) -> None:
-        """End the workers of the pool."""
-        self.pool.close()
+    def _call(self, episode: Episode) -> tuple[Any, ...]:
+        return episode.task.prompt, episode.said[-1].text, episode.task.example
+
+    def _turn(self, episode: Episode, reply: Reply) -> Turn:
+        assert isinstance(reply, Score)
+        return Turn(reply)
 
 
-class MultiTurn:
+class MultiTurn(Judged):
     """A conversation: `reply` hears the completions so far, and answers or judges.
 
     reply(prompt, completions, example) is called in the pool's processes, by the rules of a reward function. Text or
@@ -121,6 +209,8 @@ class MultiTurn:
     nothing between calls: `completions` holds all that was said. An episode without a score after `max_turns`
     completions ends with `unfinished_reward`.
     """
+
+    replies = True
 
     def __init__(
         self,
@@ -133,36 +223,34 @@ class MultiTurn:
         timeout: float = 30.0,
         failed_reward: float = 0.0,
     ) -> None:
-        if max_turns < 1:
-            raise ValueError(f"max_turns is {max_turns}, but the model must have at least one turn.")
-        self.tasks, self.max_turns, self.unfinished_reward = tasks, max_turns, unfinished_reward
-        self.pool = RewardPool(reply, workers=workers, timeout=timeout, failed_reward=failed_reward)
-
-    def reset(self, task: Task) -> Episode:
-        """Begin an attempt at a task."""
-        return Episode(task)
-
-    def step(self, episodes: Sequence[Episode], completions: Sequence[str]) -> list[Turn]:
-        """Hear each completion and say what comes of it."""
-        _record(episodes, completions)
-        calls = [(episode.task.prompt, list(episode.completions), episode.task.example) for episode in episodes]
-        turns = []
-        for episode, reply in zip(episodes, self.pool.reply_all(calls), strict=True):
-            if isinstance(reply, Score):
-                turns.append(Turn(reply))
-            elif len(episode.completions) >= self.max_turns:
-                turns.append(Turn(Score(self.unfinished_reward, {"unfinished": 1.0})))
-            else:
-                turns.append(Turn(observation=reply))
-        return _ended(episodes, turns)
+        check_turns(max_turns)
+        self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
+        super().__init__(tasks, RewardPool(reply, workers=workers, timeout=timeout, failed_reward=failed_reward))
 
     def attempt(self, task: Task, completion: str) -> None:
         """Hear one completion on trial."""
         _tried(self.pool, task, (task.prompt, [completion], task.example), completion)
 
-    def close(self) -> None:
-        """End the workers."""
-        self.pool.close()
+    def _call(self, episode: Episode) -> tuple[Any, ...]:
+        return episode.task.prompt, episode.completions, episode.task.example
+
+    def _turn(self, episode: Episode, reply: Reply) -> Turn:
+        if isinstance(reply, Score):
+            return Turn(reply)
+        if len(episode.said) >= self.max_turns:
+            return Turn(unfinished(self.unfinished_reward))
+        return Turn(observation=reply)
+
+
+def check_turns(max_turns: int) -> None:
+    """Refuse a limit that leaves the model no turn."""
+    if max_turns < 1:
+        raise ValueError(f"max_turns is {max_turns}, but the model must have at least one turn.")
+
+
+def unfinished(reward: float) -> Score:
+    """What an episode earns that has no end after all its turns."""
+    return Score(reward, {"unfinished": 1.0})
 
 
 @dataclass
@@ -214,16 +302,7 @@ def is_chat(prompt: Prompt) -> bool:
     return not isinstance(prompt, str)
 
 
-def _record(episodes: Sequence[Episode], completions: Sequence[str]) -> None:
-    if len(episodes) != len(completions):
-        raise ValueError(f"{len(episodes)} episodes got {len(completions)} completions. Give one of each.")
-    for episode, completion in zip(episodes, completions, strict=True):
-        if episode.score is not None:
-            raise ValueError(f"the episode of task {episode.task.name!r} is over. Reset the task for another attempt.")
-        episode.completions.append(completion)
-
-
-def _tried(pool: RewardPool, task: Task, call: tuple[Any, ...], completion: str) -> Score | str | list[Message]:
+def _tried(pool: RewardPool, task: Task, call: tuple[Any, ...], completion: str) -> Reply:
     try:
         return pool.attempt(call)
     except ValueError as error:
@@ -238,10 +317,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _ended(episodes: Sequence[Episode], turns: list[Turn]) -> list[Turn]:
-    for episode, turn in zip(episodes, turns, strict=True):
-        if turn.observation is None:
-            episode.score = turn.score
-        else:
-            episode.observations.append(turn.observation)
-    return turns
+def _taken(episode: Episode, turn: Turn) -> Turn:
+    """A turn as the episode remembers it: with what all turns so far have earned."""
+    earned = episode.earned
+    if turn.score is not None:
+        earned = turn.score if earned is None else earned.plus(turn.score)
+    episode.earned = earned
+    if turn.observation is None:
+        episode.score = earned
+    else:
+        episode.observations.append(turn.observation)
+    return Turn(earned, turn.observation)

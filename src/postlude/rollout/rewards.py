@@ -21,6 +21,8 @@ RewardFunction: TypeAlias = Callable[[Any, str, Mapping[str, Any]], float | Mapp
 one, the reward is the sum of the parts."""
 
 TOTAL = "reward"
+Reply: TypeAlias = "Score | str | list[Message]"
+"""What a function says of a completion: what it earned, or something for the model to read."""
 
 
 class Sample(NamedTuple):
@@ -39,8 +41,46 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
 
+    def plus(self, other: Score) -> Score:
+        """Both together: what turn after turn earned."""
+        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in {**self.parts, **other.parts}}
+        return Score(self.reward + other.reward, parts, self.error or other.error)
 
-class RewardPool:
+
+class Tally:
+    """What failed, counted by kind; the first of each kind is logged. A failure earns `failed_reward`."""
+
+    def __init__(self, name: str, failed_reward: float) -> None:
+        if not math.isfinite(failed_reward):
+            raise ValueError(f"failed_reward is {failed_reward}, but a reward is a finite number.")
+        self.name, self.failed_reward = name, failed_reward
+        self.failures: Counter[Failure] = Counter(dict.fromkeys(FAILURES, 0))
+        self.scored = 0
+
+    def failed(self, outcome: Outcome) -> Score:
+        """What a call that failed earns."""
+        assert outcome.failure is not None
+        spoken = outcome.failure in ("timed_out", "died")  # then the sentence begins with its name
+        return self._count(outcome.failure, str(outcome.error) if spoken else f"{self.name} failed: {outcome.error}")
+
+    def invalid(self, fault: ValueError) -> Score:
+        """What a call earns that returned something else than it may."""
+        return self._count("invalid", f"{self.name} {fault}")
+
+    def _count(self, failure: Failure, error: str) -> Score:
+        self.scored += 1
+        self.failures[failure] += 1
+        if self.failures[failure] == 1:
+            log.warning("%s The sample gets reward %g; such failures are counted.", error, self.failed_reward)
+        return Score(self.failed_reward, {}, error)
+
+    def report(self) -> dict[str, float]:
+        """For the metrics: how many were scored, and how many failed in each way, since it began."""
+        counts = {f"failed/{kind}": float(self.failures[kind]) for kind in FAILURES}
+        return {"scored": float(self.scored), "failed": float(self.failures.total()), **counts}
+
+
+class RewardPool(Tally):
     """Scores completions with `score`, a function or path/to/file.py:name, in `workers` processes.
 
     A sample whose call raises, takes more than `timeout` seconds, ends its process, or returns anything but finite
@@ -57,42 +97,41 @@ class RewardPool:
         timeout: float = 30.0,
         failed_reward: float = 0.0,
     ) -> None:
-        if not math.isfinite(failed_reward):
-            raise ValueError(f"failed_reward is {failed_reward}, but a reward is a finite number.")
-        self.failed_reward = failed_reward
-        self.failures: Counter[Failure] = Counter(dict.fromkeys(FAILURES, 0))
-        self.scored = 0
+        super().__init__(score if isinstance(score, str) else "", failed_reward)
         self._workers = Workers(score, count=workers, timeout=timeout)
+        self.name = self._workers.name
 
     def score_all(self, samples: Sequence[Sample | tuple[Prompt, str, Mapping[str, Any]]]) -> list[Score]:
         """Score every sample, in their order."""
         return [self._score(outcome) for outcome in self._workers.call_all(samples)]
 
-    def reply_all(self, calls: Sequence[tuple[Any, ...]]) -> list[Score | str | list[Message]]:
-        """Call a function that may also return text or messages, which are given back as they are."""
-        replies: list[Score | str | list[Message]] = []
-        for outcome in self._workers.call_all(calls):
-            replies.append(outcome.value if _is_reply(outcome.value) else self._score(outcome))
-        return replies
+    def submit(self, call: tuple[Any, ...]) -> int:
+        """Ask for one call, and go on. Returns its ticket."""
+        return self._workers.submit(call)
 
-    def attempt(self, call: tuple[Any, ...]) -> Score | str | list[Message]:
+    def poll(self, timeout: float | None = 0.0, *, replies: bool = False) -> dict[int, Reply]:
+        """What has come of calls that were submitted, by their tickets: scores, or `replies` as well.
+
+        Waits up to `timeout` seconds for the first, for ever if None. Text and messages are given back as they are.
+        """
+        found: dict[int, Reply] = {}
+        for ticket, outcome in self._workers.poll(timeout).items():
+            found[ticket] = outcome.value if replies and is_reply(outcome.value) else self._score(outcome)
+        return found
+
+    def attempt(self, call: tuple[Any, ...]) -> Reply:
         """Call the function once, outside all counts. A failure is a ValueError that says what went wrong."""
         (outcome,) = self._workers.call_all([call])
         if outcome.failure is not None:
             spoken = outcome.failure in ("timed_out", "died")  # then the sentence begins with its name
             raise ValueError(outcome.error if spoken else f"{self._workers.name} failed: {outcome.error}")
-        if _is_reply(outcome.value):
+        if is_reply(outcome.value):
             reply: str | list[Message] = outcome.value
             return reply
         try:
             return read_score(outcome.value)
         except ValueError as fault:
             raise ValueError(f"{self._workers.name} {fault}") from fault
-
-    def report(self) -> dict[str, float]:
-        """For the metrics: how many were scored, and how many failed in each way, since the pool was made."""
-        counts = {f"failed/{kind}": float(self.failures[kind]) for kind in FAILURES}
-        return {"scored": float(self.scored), "failed": float(self.failures.total()), **counts}
 
     def close(self) -> None:
         """End the workers."""
@@ -107,22 +146,17 @@ class RewardPool:
         self.close()
 
     def _score(self, outcome: Outcome) -> Score:
+        if outcome.failure is not None:
+            return self.failed(outcome)
+        try:
+            score = read_score(outcome.value)
+        except ValueError as fault:
+            return self.invalid(fault)
         self.scored += 1
-        failure, error = outcome.failure, outcome.error
-        if failure is None:
-            try:
-                return read_score(outcome.value)
-            except ValueError as fault:
-                failure, error = "invalid", f"{self._workers.name} {fault}"
-        elif failure in ("raised", "invalid"):
-            error = f"{self._workers.name} failed: {error}"
-        self.failures[failure] += 1
-        if self.failures[failure] == 1:
-            log.warning("%s The sample gets reward %g; such failures are counted.", error, self.failed_reward)
-        return Score(self.failed_reward, {}, error)
+        return score
 
 
-def _is_reply(value: Any) -> bool:
+def is_reply(value: Any) -> bool:
     """Whether it is text or messages, for the model to read."""
     return isinstance(value, str) or (
         isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)

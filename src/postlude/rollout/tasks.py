@@ -51,7 +51,7 @@ class Window:
         return self.stop - self.start
 
     def __getitem__(self, index: int) -> Task:
-        return self.tasks[self.start + _checked(index, len(self))]
+        return self.tasks[self.start + checked(index, len(self))]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Chosen:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Task:
-        return self.tasks[self.indices[_checked(index, len(self))]]
+        return self.tasks[self.indices[checked(index, len(self))]]
 
 
 def hold_out(tasks: Tasks, count: int) -> tuple[Window, Window]:
@@ -110,7 +110,7 @@ class ReasoningGym:
         return self.size
 
     def __getitem__(self, index: int) -> Task:
-        page, place = divmod(_checked(index, self.size), PAGE)
+        page, place = divmod(checked(index, self.size), PAGE)
         if page not in self._pages:
             stop = min(self.size, (page + 1) * PAGE)
             (outcome,) = self._source.call_all([(page * PAGE, stop)])
@@ -119,7 +119,7 @@ class ReasoningGym:
             self._pages[page] = read_page(outcome.value)
         entry = self._pages[page][place]
         question = entry["question"] + (ANSWER_IN_TAG.format(tag=self.tag) if self.tag else "")
-        prompt = question if not self.chat else _messages(question, self.system)
+        prompt = question if not self.chat else messages(question, self.system)
         return Task(prompt, entry, f"{self.name} {self.seed}:{index}")
 
     def reward(self) -> GymReward:
@@ -148,7 +148,7 @@ class DatasetTasks:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Task:
-        row = self.rows[_checked(index, len(self))]
+        row = self.rows[checked(index, len(self))]
         prompt = row[self.prompt]
         if not isinstance(prompt, str | list):
             raise ValueError(
@@ -156,16 +156,18 @@ class DatasetTasks:
                 f"but a prompt is text or a list of messages."
             )
         if isinstance(prompt, str) and self.chat:
-            prompt = _messages(prompt, self.system)
+            prompt = messages(prompt, self.system)
         return Task(prompt, row, self.rows.where(index))
 
 
-def _messages(question: str, system: str | None) -> list[Message]:
+def messages(question: str, system: str | None) -> list[Message]:
+    """A question as messages, after a system message if there is one."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": question}]
 
 
-def _checked(index: int, size: int) -> int:
+def checked(index: int, size: int) -> int:
+    """An index that there is a task for, or an IndexError."""
     if not 0 <= index < size:
         raise IndexError(f"there is no task {index}: they count from 0 to {size - 1}.")
     return index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -13,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,6 +27,7 @@ Failure: TypeAlias = Literal["raised", "invalid", "timed_out", "died"]
 FAILURES: tuple[Failure, ...] = ("raised", "invalid", "timed_out", "died")
 
 LARGEST_PARCEL = 64  # calls sent at once
+PARCEL = 0.02  # seconds that the calls sent at once may take together: what is slow holds up no more than that
 START_LIMIT = 120.0  # seconds for a worker to load its function
 INSIDE = "POSTLUDE_WORKER"  # in the environment of a worker
 SCRIPT = "import sys; sys.path.insert(0, sys.argv[1]); from postlude.rollout.worker import main; main()"
@@ -51,6 +53,8 @@ class Workers:
     called before its first call is timed. It should depend on its arguments alone, since any worker may get any call;
     hashes are the same in all of them. A call of more than `timeout` seconds is ended with its process and whatever
     that has started, and so is every worker on `close`, at exit, and when this object is dropped.
+
+    `submit` and `poll` let the caller go on meanwhile; `call_all` waits.
     """
 
     def __init__(self, function: str | Callable[..., Any], *, count: int, timeout: float) -> None:
@@ -59,10 +63,10 @@ class Workers:
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout}, but a call needs some seconds, more than 0.")
         self.name = function if isinstance(function, str) else _name(function)
-        self.timeout = timeout
         self._here: Callable[..., Any] | None = None
-        self._processes: list[_Process] = []
-        self._lock = threading.Lock()
+        self._tickets = itertools.count()
+        self._done: dict[int, Outcome] = {}  # what was called in this process
+        self._crew: _Crew | None = None
         self._closed = False
         if count == 0:
             self._here = worker.prepare(load_callable(function) if isinstance(function, str) else function)
@@ -72,79 +76,208 @@ class Workers:
                 f"a worker process is about to start workers of its own for {self.name}. A file with a function for "
                 f'workers is run in each: put what it does itself under `if __name__ == "__main__":`.'
             )
-        self._start = _packed(function, self.name)
-        self._finalizer = weakref.finalize(self, _end_all, self._processes)
-        self._processes += [_Process(self._start, timeout) for _ in range(count)]
-        try:
-            for process in self._processes:
-                process.answers.poll(START_LIMIT)
-                process.greet(self.name)
-        except BaseException:
-            self.close()
-            raise
+        self._crew = _Crew(_packed(function, self.name), self.name, count, timeout)
+        self._finalizer = weakref.finalize(self, self._crew.close)
+
+    def submit(self, arguments: tuple[Any, ...]) -> int:
+        """Ask for a call, and go on. Returns the ticket by which its outcome will be known."""
+        if self._closed:
+            raise WorkerError(f"the workers of {self.name} were closed. Make new ones.")
+        ticket = next(self._tickets)
+        if self._here is not None:
+            self._done[ticket] = _outcome(worker.answer(self._here, arguments))
+        else:
+            assert self._crew is not None
+            self._crew.give(ticket, _parcelled(arguments))
+        return ticket
+
+    def poll(self, timeout: float | None = 0.0, of: Collection[int] | None = None) -> dict[int, Outcome]:
+        """Outcomes that have come, by their tickets: waits up to `timeout` seconds for the first, for ever if None.
+
+        Each is told once. `of` asks for these tickets alone.
+        """
+        if self._crew is not None:
+            return self._crew.take(timeout, of)
+        found = {ticket: self._done[ticket] for ticket in (list(self._done) if of is None else of)}
+        for ticket in found:
+            del self._done[ticket]
+        return found
 
     def call_all(self, calls: Sequence[tuple[Any, ...]]) -> list[Outcome]:
         """Call the function with each tuple of arguments. Outcomes come in the order of the calls."""
-        if self._closed:
-            raise WorkerError(f"the workers of {self.name} were closed. Make new ones.")
-        if self._here is not None:
-            return [_outcome(worker.answer(self._here, arguments)) for arguments in calls]
-        with self._lock:
-            try:
-                return self._share_out(calls)
-            except BaseException:
-                for slot, process in enumerate(self._processes):
-                    if process.at_work:  # what it still answers would be taken for the next call's
-                        process.end()
-                        self._processes[slot] = _Process(self._start, self.timeout)
-                raise
+        tickets: list[int] = []
+        outcomes: dict[int, Outcome] = {}
+        try:
+            for call in calls:
+                tickets.append(self.submit(call))
+            while len(outcomes) < len(tickets):
+                outcomes |= self.poll(None, set(tickets) - outcomes.keys())
+        except BaseException:
+            if self._crew is not None:
+                self._crew.forget(tickets)  # what they still answer is nobody's
+            raise
+        return [outcomes[ticket] for ticket in tickets]
 
     def close(self) -> None:
         """End every worker."""
         self._closed = True
-        _end_all(self._processes)
+        if self._crew is not None:
+            self._crew.close()
 
-    def _share_out(self, calls: Sequence[tuple[Any, ...]]) -> list[Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        waiting = deque(range(len(calls)))
-        while len(outcomes) < len(calls):
-            for slot, process in enumerate(self._processes):
-                if not waiting or process.at_work or not process.ready:
+
+class _Crew:
+    """The processes, and a thread that hands calls out and hears answers while everybody else goes on.
+
+    The thread alone touches the processes. What it shares with callers is behind `changed`.
+    """
+
+    def __init__(self, start: bytes, name: str, count: int, timeout: float) -> None:
+        self.start, self.name, self.timeout = start, name, timeout
+        self.calls: dict[int, bytes] = {}  # not answered yet
+        self.waiting: deque[int] = deque()
+        self.done: dict[int, Outcome] = {}
+        self.unwanted: set[int] = set()
+        self.pace = PARCEL  # seconds a call, of late; until that is known, each is sent by itself
+        self.broken: BaseException | None = None
+        self.closed = False
+        self.changed = threading.Condition()
+        self.bell, self.ring = _pipe()
+        self.processes = [_Process(start, timeout) for _ in range(count)]
+        self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
+        try:
+            for process in self.processes:
+                process.answers.poll(START_LIMIT)
+                process.greet(name)
+        except BaseException:
+            self.close()
+            raise
+        self.thread.start()
+
+    def give(self, ticket: int, call: bytes) -> None:
+        """Have a call made."""
+        with self.changed:
+            self.calls[ticket] = call
+            self.waiting.append(ticket)
+            self._wake()
+
+    def take(self, timeout: float | None, of: Collection[int] | None) -> dict[int, Outcome]:
+        """What has come of all, or of some."""
+
+        def there() -> list[int]:
+            return [ticket for ticket in (list(self.done) if of is None else of) if ticket in self.done]
+
+        with self.changed:
+            self.changed.wait_for(lambda: self.broken or self.closed or there(), timeout)
+            if self.broken is not None:
+                raise self.broken
+            if self.closed and not there():
+                raise WorkerError(f"the workers of {self.name} were closed. Make new ones.")
+            return {ticket: self.done.pop(ticket) for ticket in there()}
+
+    def forget(self, tickets: Iterable[int]) -> None:
+        """Nobody wants these any more."""
+        with self.changed:
+            self.unwanted |= {ticket for ticket in tickets if ticket in self.calls}
+            for ticket in tickets:
+                self.done.pop(ticket, None)
+            self._wake()
+
+    def close(self) -> None:
+        """End every process."""
+        with self.changed:
+            if self.closed:
+                return
+            self.closed = True
+            self._wake()
+            self.changed.notify_all()
+        if self.thread.is_alive():
+            self.thread.join()
+        while self.processes:
+            self.processes.pop().end()
+        self.bell.close()
+        self.ring.close()
+
+    def _wake(self) -> None:
+        """With `changed` held."""
+        if not self.bell.closed and not self.bell.poll():
+            self.ring.send_bytes(b"")
+
+    def _run(self) -> None:
+        try:
+            while not self.closed:
+                self._round()
+        except BaseException as error:  # a new worker that cannot load the function: everyone who waits is told
+            with self.changed:
+                self.broken = error
+                self.changed.notify_all()
+
+    def _round(self) -> None:
+        with self.changed:
+            self._drop_unwanted()
+            for slot, process in enumerate(self.processes):
+                if not self.waiting or process.at_work or not process.ready:
                     continue
-                size = min(LARGEST_PARCEL, max(1, len(waiting) // (2 * len(self._processes))))  # the last are small
-                if not process.give([waiting.popleft() for _ in range(size)], calls):
-                    self._replace(slot, waiting)
-            busy = {
-                process.answers: slot
-                for slot, process in enumerate(self._processes)
-                if process.at_work or not process.ready
-            }
-            nearest = min((self._processes[slot].deadline for slot in busy.values()), default=0.0)
-            heard = {busy[found] for found in wait(list(busy), max(0.0, nearest - time.monotonic()))}  # type: ignore[index]
-            now = time.monotonic()
-            for slot in busy.values():
-                process = self._processes[slot]
-                if not process.ready:
-                    if slot in heard or now >= process.deadline:
-                        process.greet(self.name)
-                elif slot in heard:
-                    if not process.collect(outcomes):
-                        blamed = process.at_work.popleft()
-                        outcomes[blamed] = Outcome(failure="died", error=f"{self.name} {process.last_words()}.")
-                        self._replace(slot, waiting)
-                elif now >= process.deadline:
-                    blamed = process.at_work.popleft()
-                    sentence = f"{self.name} took more than {self.timeout:g} s and was ended."
-                    outcomes[blamed] = Outcome(failure="timed_out", error=sentence)
-                    self._replace(slot, waiting)
-        return [outcomes[index] for index in range(len(calls))]
+                share = len(self.waiting) // (2 * len(self.processes))  # the last are small
+                size = max(1, min(LARGEST_PARCEL, share, int(PARCEL / self.pace)))
+                if not process.give([self.waiting.popleft() for _ in range(size)], self.calls):
+                    self._replace(slot)
+        busy = {
+            process.answers: slot for slot, process in enumerate(self.processes) if process.at_work or not process.ready
+        }
+        nearest = min((self.processes[slot].deadline for slot in busy.values()), default=None)
+        limit = None if nearest is None else max(0.0, nearest - time.monotonic())
+        heard = set(wait([*busy, self.bell], limit))
+        now = time.monotonic()
+        with self.changed:
+            while self.bell.poll():
+                self.bell.recv_bytes()
+            for answers, slot in busy.items():
+                self._hear(slot, answers in heard, now)
+            self.changed.notify_all()
 
-    def _replace(self, slot: int, waiting: deque[int]) -> None:
+    def _hear(self, slot: int, heard: bool, now: float) -> None:
+        process = self.processes[slot]
+        outcomes: dict[int, Outcome] = {}
+        if not process.ready:
+            if heard or now >= process.deadline:
+                process.greet(self.name)
+            return
+        if heard:
+            whole = process.collect(outcomes)
+            for _ in outcomes:
+                self.pace = 0.9 * self.pace + 0.1 * (now - process.since) / len(outcomes)
+            process.since = now
+            if not whole:
+                blamed = process.at_work.popleft()
+                outcomes[blamed] = Outcome(failure="died", error=f"{self.name} {process.last_words()}.")
+                self._replace(slot)
+        elif now >= process.deadline:
+            blamed = process.at_work.popleft()
+            sentence = f"{self.name} took more than {self.timeout:g} s and was ended."
+            outcomes[blamed] = Outcome(failure="timed_out", error=sentence)
+            self._replace(slot)
+        for ticket, outcome in outcomes.items():
+            del self.calls[ticket]
+            if ticket in self.unwanted:
+                self.unwanted.discard(ticket)
+            else:
+                self.done[ticket] = outcome
+
+    def _drop_unwanted(self) -> None:
+        for slot, process in enumerate(self.processes):
+            if self.unwanted.intersection(process.at_work):
+                self._replace(slot)
+        self.waiting = deque(ticket for ticket in self.waiting if ticket not in self.unwanted)
+        for ticket in self.unwanted:
+            del self.calls[ticket]
+        self.unwanted.clear()
+
+    def _replace(self, slot: int) -> None:
         """Put a new worker in the place of one that is lost, and what it had not begun back in front."""
-        lost = self._processes[slot]
-        waiting.extendleft(reversed(lost.at_work))
+        lost = self.processes[slot]
+        self.waiting.extendleft(reversed(lost.at_work))
         lost.end()
-        self._processes[slot] = _Process(self._start, self.timeout)
+        self.processes[slot] = _Process(self.start, self.timeout)
 
 
 class _Process:
@@ -154,6 +287,7 @@ class _Process:
         self.timeout = timeout
         self.at_work: deque[int] = deque()
         self.ready = False
+        self.since = 0.0  # when it began what it is at
         self.deadline = time.monotonic() + START_LIMIT
         calls_in, calls_out = os.pipe()
         answers_in, answers_out = os.pipe()
@@ -190,19 +324,12 @@ class _Process:
             raise WorkerError(f"{name} cannot be loaded: {reply['error']}")
         self.ready = True
 
-    def give(self, indices: list[int], calls: Sequence[tuple[Any, ...]]) -> bool:
+    def give(self, tickets: list[int], calls: Mapping[int, bytes]) -> bool:
         """Send calls. False if the process is lost."""
+        self.at_work.extend(tickets)
+        self.since = time.monotonic()
         try:
-            # Each by itself, and as a plain tuple, so that a worker imports nothing of ours to read it.
-            parcel = pickle.dumps([pickle.dumps(tuple(calls[index])) for index in indices])
-        except Exception as error:
-            raise WorkerError(
-                f"the arguments of a call cannot be sent to a worker process ({describe(error)}). "
-                f"Keep examples to plain data, or use workers=0."
-            ) from error
-        self.at_work.extend(indices)
-        try:
-            self.calls.send_bytes(parcel)
+            self.calls.send_bytes(pickle.dumps([calls[ticket] for ticket in tickets]))
         except BrokenPipeError:
             return False
         self.deadline = time.monotonic() + self.timeout
@@ -236,9 +363,21 @@ class _Process:
         self.answers.close()
 
 
-def _end_all(processes: list[_Process]) -> None:
-    while processes:
-        processes.pop().end()
+def _pipe() -> tuple[Connection, Connection]:
+    """The two ends of a pipe within this process: to hear, and to be heard."""
+    heard, spoken = os.pipe()
+    return Connection(heard, writable=False), Connection(spoken, readable=False)
+
+
+def _parcelled(arguments: tuple[Any, ...]) -> bytes:
+    """A call by itself, and as a plain tuple, so that a worker imports nothing of ours to read it."""
+    try:
+        return pickle.dumps(tuple(arguments))
+    except Exception as error:
+        raise WorkerError(
+            f"the arguments of a call cannot be sent to a worker process ({describe(error)}). "
+            f"Keep examples to plain data, or use workers=0."
+        ) from error
 
 
 def _outcome(reply: dict[str, Any]) -> Outcome:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -15,10 +17,13 @@ from postlude.optimizer import SGD, AdamW, Weights
 from postlude.recipes.config.schema import Kinds, Settings
 from postlude.recipes.run.sinks import known
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn
+from postlude.rollout.episodes import Episodes
+from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.rewards import RewardPool
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
 from postlude.rollout.verifiers import MathReward
+from postlude.user_code import load_callable
 
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -76,8 +81,6 @@ class Prompts(Settings):
     overlong: Literal["refuse", "drop"] = "refuse"
     """What becomes of prompts that leave no room in the budget for a whole answer: they end the run before it begins,
     or are left out."""
-    workers: NonNegativeInt = 4
-    """Processes that judge."""
     timeout: Positive = 30.0
     """Seconds after which a judgement counts as failed."""
 
@@ -86,7 +89,25 @@ class Prompts(Settings):
         return DatasetTasks(read_rows(self.path), prompt=self.prompt, chat=self.chat, system=self.system)
 
 
-class Dataset(Prompts):
+class Processes(Settings):
+    """Where a function of yours is called."""
+
+    workers: NonNegativeInt = 4
+    """Processes that judge."""
+
+
+class Turns(Settings):
+    """When an attempt of several turns ends, and what the model is shown of earlier ones."""
+
+    max_turns: PositiveInt
+    """The most turns the model has."""
+    unfinished_reward: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """What an attempt without an end by then earns."""
+    keep_reasoning: bool = False
+    """Whether reasoning of earlier turns stays before the model, though its chat template would leave it out."""
+
+
+class Dataset(Prompts, Processes):
     """Prompts of a file, judged by a function of yours or by comparing mathematics."""
 
     reward: str
@@ -98,20 +119,16 @@ class Dataset(Prompts):
         return SingleTurn(self.tasks(), RewardPool(score, workers=self.workers, timeout=self.timeout))
 
 
-class Conversation(Prompts):
+class Conversation(Prompts, Processes, Turns):
     """Prompts of a file, each the beginning of a conversation with a function of yours."""
 
     reply: str
     """path/to/file.py:name of reply(prompt, completions, example). Text or messages that it returns are read next; a
     number, or a dict of numbers, is the reward and the end."""
-    max_turns: PositiveInt
-    """The most turns the model has."""
-    unfinished_reward: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """What a conversation without an end by then earns."""
 
     def build(self, seed: int) -> Environment:
         """The environment of these rows."""
-        return MultiTurn(
+        environment = MultiTurn(
             self.tasks(),
             self.reply,
             max_turns=self.max_turns,
@@ -119,10 +136,66 @@ class Conversation(Prompts):
             workers=self.workers,
             timeout=self.timeout,
         )
+        environment.keep_reasoning = self.keep_reasoning
+        return environment
+
+
+class Live(Prompts, Turns):
+    """Prompts of a file, each the beginning of an episode that is an object of a class of yours."""
+
+    episode: str
+    """path/to/file.py:Class, made with a row and the settings. Its `async def step(self, said)` returns what is read
+    next, the reward, or (observation, reward)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Handed to it as keywords."""
+
+    def build(self, seed: int) -> Environment:
+        """The environment of these rows."""
+        made = functools.partial(load_callable(self.episode), **self.settings)
+        return _episodes(self, self.tasks(), made, self.episode, self.timeout)
+
+
+class OpenEnv(Turns):
+    """Episodes of an OpenEnv server, one a seed. What it shows at first is the prompt."""
+
+    address: str
+    """Where the server listens, such as http://localhost:8000."""
+    action: str = "message"
+    """The field of an action that what the model says is put into."""
+    observation: str | None = None
+    """The field of an observation that the model reads; none shows all of them, as JSON."""
+    size: PositiveInt = 1000
+    """How many episodes there are to draw from, by their seeds."""
+    chat: bool = True
+    """Whether the prompt is a user's message."""
+    system: str | None = None
+    """A system message before it."""
+    timeout: Positive = 30.0
+    """Seconds after which an answer of the server counts as failed."""
+
+    def build(self, seed: int) -> Environment:
+        """The environment of these episodes."""
+        server = OpenEnvServer(self.address, self.action, self.observation, self.timeout)
+        tasks = OpenEnvTasks(server, first=seed * self.size, size=self.size, chat=self.chat, system=self.system)
+        return _episodes(self, tasks, server.episode, f"the server at {self.address}", self.timeout)
+
+
+def _episodes(settings: Turns, tasks: Tasks, make: Callable[..., Any], name: str, timeout: float) -> Environment:
+    made = Episodes(
+        tasks,
+        make,
+        name=name,
+        max_turns=settings.max_turns,
+        unfinished_reward=settings.unfinished_reward,
+        timeout=timeout,
+    )
+    made.keep_reasoning = settings.keep_reasoning
+    return made
 
 
 EnvironmentSettings: TypeAlias = Annotated[
-    Gym | Dataset | Conversation, Kinds(reasoning_gym=Gym, dataset=Dataset, conversation=Conversation)
+    Gym | Dataset | Conversation | Live | OpenEnv,
+    Kinds(reasoning_gym=Gym, dataset=Dataset, conversation=Conversation, episodes=Live, openenv=OpenEnv),
 ]
 
 

@@ -1,0 +1,121 @@
+"""Episodes that an OpenEnv server plays: tasks are its seeds, and what it shows at first is the prompt.
+
+Needs the package openenv. A server holds one session an episode, so give it as many as are under way at once
+(MAX_CONCURRENT_ENVS there); one more is refused by it, and counts as a failure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from postlude.rollout.coroutines import Coroutines
+from postlude.rollout.environments import Said
+from postlude.rollout.tasks import Task, checked, messages
+
+SEED, SHOWN = "seed", "shown"
+HIDDEN = ("reward", "done", "metadata")  # of an observation: they are no part of what is seen
+
+
+@dataclass(frozen=True)
+class OpenEnvServer:
+    """A server, and how to speak to it: which field of an action says something, which of an observation is read."""
+
+    address: str
+    action: str = "message"
+    observation: str | None = None
+    timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if find_spec("openenv") is None:
+            raise ImportError(
+                "the environment is openenv, but its package is missing. Run `pip install openenv`, or choose another."
+            )
+
+    def episode(self, example: Mapping[str, Any]) -> OpenEnvEpisode:
+        """The episode of a task."""
+        return OpenEnvEpisode(self, example)
+
+    def read(self, observation: Any) -> str:
+        """An observation as text."""
+        if self.observation is None:
+            shown = {key: value for key, value in dict(observation).items() if key not in HIDDEN}
+            return json.dumps(shown, ensure_ascii=False)
+        if self.observation not in observation:
+            raise ValueError(
+                f'an observation has no field "{self.observation}"; it has: {", ".join(observation)}. Name one in '
+                "environment.observation"
+            )
+        value = observation[self.observation]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class OpenEnvEpisode:
+    """One session of a server."""
+
+    def __init__(self, server: OpenEnvServer, example: Mapping[str, Any]) -> None:
+        library = import_module("openenv.core.generic_client")  # only for who asks for it
+        self.server, self.example = server, example
+        self._client = library.GenericEnvClient(base_url=server.address, message_timeout_s=server.timeout)
+
+    async def reset(self) -> str:
+        """Connect, and begin with the seed: what is shown at first."""
+        await self._client.connect()
+        result = await self._client.reset(seed=self.example[SEED])
+        return self.server.read(result.observation)
+
+    async def begin(self) -> None:
+        """The same as the task did. A server that then shows something else is not playing what the model was shown."""
+        shown = await self.reset()
+        if shown != self.example[SHOWN]:
+            raise ValueError(
+                f"seed {self.example[SEED]} began with {shown[:60]!r}, and before with {self.example[SHOWN][:60]!r}: "
+                "the environment must begin alike for one seed"
+            )
+
+    async def step(self, said: Said) -> tuple[str | None, float]:
+        """Act, and tell what is seen and what it earned."""
+        result = await self._client.step({self.server.action: said.text})
+        return None if result.done else self.server.read(result.observation), result.reward or 0.0
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._client.close()
+
+
+class OpenEnvTasks:
+    """Tasks by their seeds: each is begun once to see its prompt, and again by every attempt at it."""
+
+    def __init__(self, server: OpenEnvServer, *, first: int, size: int, chat: bool, system: str | None) -> None:
+        self.server, self.first, self.size, self.chat, self.system = server, first, size, chat, system
+        self._shown: dict[int, str] = {}
+        self._coroutines = Coroutines(f"the server at {server.address}", server.timeout)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Task:
+        seed = self.first + checked(index, self.size)
+        if seed not in self._shown:
+            self._coroutines.submit(seed, self._look(seed))
+            outcome = self._coroutines.poll(None)[seed]
+            if outcome.failure is not None:
+                raise ValueError(
+                    f"the OpenEnv server at {self.server.address} did not begin seed {seed}: "
+                    f"{str(outcome.error).rstrip('.')}. Is it running, and has it room for another session?"
+                )
+            self._shown[seed] = outcome.value
+        shown = self._shown[seed]
+        prompt = messages(shown, self.system) if self.chat else shown
+        return Task(prompt, {SEED: seed, SHOWN: shown}, f"seed {seed} of {self.server.address}")
+
+    async def _look(self, seed: int) -> str:
+        episode = OpenEnvEpisode(self.server, {SEED: seed})
+        try:
+            return await episode.reset()
+        finally:
+            await episode.close()

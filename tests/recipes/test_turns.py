@@ -1,0 +1,224 @@
+"""Answers over several turns: what is learned is what was sampled, and an environment costs its own episodes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude import Batch, Engine, Layout
+from postlude.hf.builtin import tiny_dense
+from postlude.hf.tokenizer import byte_tokenizer
+from postlude.recipes import rollouts
+from postlude.recipes.clock import Clock
+from postlude.recipes.config.configs import EvalConfig
+from postlude.recipes.config.reading import load
+from postlude.recipes.config.settings import Answers
+from postlude.recipes.rollouts import Answered, Rollouts, summary
+from postlude.rollout.environments import MultiTurn, Turn
+from postlude.rollout.gathered import GatheredGenerator
+from postlude.rollout.protocol import Completion
+from postlude.rollout.rewards import Score
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.tasks import Task
+from tests.conftest import Ranks
+from tests.meshes import mesh
+from tests.rollout.functions import talk
+
+SAMPLES = 2
+
+
+class Recorded:
+    """An engine that remembers what it was asked and what it said."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.calls: list[list[tuple[list[int], Completion]]] = []
+
+    def refresh(self) -> None:
+        self.engine.refresh()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+    ) -> list[list[Completion]]:
+        found: list[list[Completion]] = self.engine.generate(prompts, sampling, n)
+        self.calls.append([(list(prompt), each) for prompt, own in zip(prompts, found, strict=True) for each in own])
+        return found
+
+
+class Parrot:
+    """An engine without a model: it says a letter."""
+
+    def refresh(self) -> None: ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+    ) -> list[list[Completion]]:
+        return [
+            [Completion([65 + place], [-1.0], [-1.0], "stop", chr(65 + place)) for place in range(n)] for _ in prompts
+        ]
+
+
+def asked(**example: Any) -> Task:
+    return Task("ask:", example, str(example))
+
+
+def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2, **settings: Any) -> list[Answered]:
+    environment = MultiTurn(tasks, talk, workers=workers, **{"max_turns": 6, "timeout": 5.0, **settings})
+    answers = Answers(max_new_tokens=5)
+    try:
+        found = Rollouts(engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timed=Clock())
+        return found.answer(tasks, SAMPLES, step=0)
+    finally:
+        environment.close()
+
+
+def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
+    """Conversations with a model, and all that can be off about them."""
+    config = tiny_dense()
+    config.initializer_range = 0.1
+    engine = Engine(config, mesh=mesh(layout), budget=160)
+    recorded = Recorded(GatheredGenerator(engine, byte_tokenizer()))
+    talks = [asked(turns=turns, length=length) for turns, length in ((1, 3), (2, 1), (4, 9), (3, 2))]
+    chats = [
+        Task([{"role": "user", "content": "Hi"}], {"turns": 3, "length": 4, "role": role}) for role in ("tool", "")
+    ]
+    found = rolled(recorded, [*talks, *chats], budget=160)
+    scored = engine.logprobs(Batch([each.transcript.tokens for each in found])).logprob
+    told = []
+    for each, trained in zip(found, scored, strict=True):
+        transcript = each.transcript
+        own = [
+            (prompt, said)
+            for call in recorded.calls
+            for prompt, said in call
+            if any(said is one for one in each.completions)
+        ]
+        off = max(
+            abs(float(ours) - theirs)
+            for ours, theirs, mask in zip(trained, transcript.logprobs, transcript.mask, strict=True)
+            if mask
+        )
+        told.append(
+            (transcript.tokens, transcript.mask, own, [one.tokens for one in each.completions], off, each.score)
+        )
+    return told
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), pytest.param(Layout(dp_shard=2), marks=pytest.mark.thorough)], ids=["one", "two"]
+)
+def test_trained_tokens_are_sampled_tokens_turn_after_turn(ranks: Ranks, layout: Layout) -> None:
+    told = ranks(layout.world_size, sampled_and_learned, layout)[0]
+    turns = []
+    for tokens, mask, own, said, off, score in told:
+        turns.append(len(said))
+        assert [completion.tokens for _, completion in own] == said
+        place = len(own[0][0])
+        expected = [0] * place
+        for prompt, completion in own:  # what a turn was sampled from is how the trained sequence begins, to the token
+            assert tokens[: len(prompt)] == prompt
+            expected += [0] * (len(prompt) - len(expected)) + [1] * len(completion.tokens)
+            assert tokens[len(prompt) : len(expected)] == completion.tokens
+        assert mask == expected
+        assert len(tokens) == len(expected)
+        assert off < 1e-4
+        assert score.parts["turns"] == len(said)
+    assert turns == [turns for turns in (1, 2, 4, 3, 3, 3) for _ in range(SAMPLES)]
+
+
+def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
+    kinds = ["raise", "none", "object", "no content", "part", "bad role", "die", "hang", "fine"]
+    tasks = [asked(turns=2, length=1, fault=kind) for kind in kinds]
+    found = rolled(Parrot(), tasks, timeout=1.0)
+    return [(each.task.example["fault"], each.score) for each in found[::SAMPLES]], summary(found)
+
+
+def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
+    ((found, metrics),) = ranks(1, faulty)
+    sentences = {
+        "raise": "talk failed: RuntimeError: no such tool",
+        "none": "talk returned None, but a reward is a number",
+        "object": "talk failed: TypeError: it returned a object",
+        "no content": "the environment's answer cannot be read: ",
+        "part": "the environment's answer cannot be read: ",
+        "bad role": "the environment's answer cannot be read: ",
+        "die": "talk ended its process with exit code 7",
+        "hang": "talk took more than 1 s and was ended",
+    }
+    for kind, score in found:
+        if kind == "fine":
+            assert (score.reward, score.error) == (1.0, None)
+        else:
+            assert score.reward == 0.0
+            assert sentences[kind] in score.error
+    assert metrics["reward/failed"] == pytest.approx(8 / 9)
+    assert metrics["reward_mean"] == pytest.approx(1 / 9)
+
+
+def slow_and_fast(group: Any) -> tuple[list[int], list[float]]:
+    engine = Recorded(Parrot())
+    tasks = [asked(turns=2, length=1, sleep=1.2), *(asked(turns=4, length=1) for _ in range(3))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts, "LINGER", 0.1)
+        found = rolled(engine, tasks, workers=3)
+    return [len(call) for call in engine.calls], [each.reward for each in found]
+
+
+def test_a_slow_tool_holds_up_nobody(ranks: Ranks) -> None:
+    ((rounds, rewards),) = ranks(1, slow_and_fast)
+    assert rewards == [1.0] * 4 * SAMPLES
+    assert rounds[:4] == [4 * SAMPLES, *[3 * SAMPLES] * 3], "fast ones have had all their turns"
+    assert sum(rounds[4:]) == SAMPLES, "before a slow one has had its second"
+
+
+def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
+    found = []
+    for settings in ({"budget": 28}, {"max_turns": 2, "unfinished_reward": -0.5}):
+        answers = rolled(Parrot(), [asked(turns=5, length=4)], **settings)
+        found.append((answers[0].reward, answers[0].parts, len(answers[0].completions)))
+    return found
+
+
+def test_limits_end_a_conversation_with_what_it_earned(ranks: Ranks) -> None:
+    ((no_room, unfinished),) = ranks(1, limited)
+    assert no_room == (0.0, {"no_room": 1.0}, 4), "4 + 4·(1 + 4) tokens and 5 more do not fit"
+    assert unfinished == (-0.5, {"unfinished": 1.0}, 2)
+
+
+def test_what_turns_earn_is_added_up() -> None:
+    assert Score(1.0, {"a": 1.0}).plus(Score(0.5, {"a": 1.0, "b": 2.0}, "lost")) == Score(
+        1.5, {"a": 2.0, "b": 2.0}, "lost"
+    )
+
+
+EPISODE = """
+class Echo:
+    def __init__(self, example, times):
+        self.times = times
+
+    async def step(self, said):
+        self.times -= 1
+        return ("again", 0.5) if self.times else (None, 1.0)
+"""
+
+
+def test_episodes_and_servers_are_chosen_in_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "echo.py").write_text(EPISODE)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "go"}\n')
+    chosen = ("--environment.kind=episodes", f"--environment.episode={tmp_path / 'echo.py'}:Echo")
+    settings = ("--environment.settings.times=2", "--environment.max_turns=4", "--environment.keep_reasoning=true")
+    config = load(EvalConfig, None, [*chosen, f"--environment.path={tmp_path / 'rows.jsonl'}", *settings])
+    environment = config.environment.build(0)
+    assert environment.keep_reasoning
+    episode = environment.reset(environment.tasks[0])
+    assert [environment.step([episode], ["x"])[0] for _ in range(2)] == [Turn(Score(0.5), "again"), Turn(Score(1.5))]
+    environment.close()
+    monkeypatch.setattr("postlude.rollout.openenv.find_spec", lambda name: None)
+    config = load(
+        EvalConfig, None, ["--environment.kind=openenv", "--environment.address=http://x", "--environment.max_turns=4"]
+    )
+    with pytest.raises(ImportError, match="pip install openenv"):
+        config.environment.build(0)
