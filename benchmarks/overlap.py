@@ -129,10 +129,10 @@ STREAMS: list[torch.cuda.Stream] = []
 def model(device: str) -> ModelConfig:
     if device == "cuda":
         blocks: dict[str, Any] = {
-            "*": AttentionConfig(heads=16, kv_heads=4, head_dim=128),
-            "E": MoEConfig(experts=32, top_k=4, intermediate_size=768),
+            "*": AttentionConfig(heads=32, kv_heads=8, head_dim=128),
+            "E": MoEConfig(experts=16, top_k=4, intermediate_size=1536),
         }
-        return ModelConfig(pattern=Pattern.parse("[*E]{6}"), blocks=blocks, hidden_size=2048, vocab_size=32768)
+        return ModelConfig(pattern=Pattern.parse("[*E]{4}"), blocks=blocks, hidden_size=4096, vocab_size=32768)
     blocks = {
         "*": AttentionConfig(heads=4, kv_heads=4, head_dim=64),
         "E": MoEConfig(experts=8, top_k=2, intermediate_size=512),
