@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from postlude.ops.experts import expert_order, merge_rows, replicate_rows
+from postlude.ops.experts import add_to, expert_order, merge_rows, replicate_rows
 from tests.equality import assert_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,3 +35,12 @@ def test_to_rows_and_back_equals_float64(tokens: int, copies: int, width: int, d
     for name, actual, expected in zip(names, both(hidden, weights, "triton"), both(*exact, "torch"), strict=True):
         assert actual.dtype == dtype
         assert_equal(actual, expected, name, tolerance)
+
+
+@pytest.mark.parametrize("size", [(3, 5), (2, 4097)])
+def test_gradients_are_added_in_the_dtype_of_their_sum(size: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    total, gradient = (torch.randn(size, generator=generator).to(DEVICE) for _ in range(2))
+    expected = total + gradient.bfloat16()
+    add_to(total, gradient.bfloat16(), backend="triton")
+    assert torch.equal(total, expected)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postlude.ops.experts import add_bias, expert_order, grouped_linear, replicate_rows, restore_rows
+from postlude.ops.linear import sum_where_made
 from tests.equality import assert_equal
 
 
@@ -74,3 +75,17 @@ def test_grouped_linear_on_cuda_equals_float64(inside: int, outside: int, dtype:
     gradients = torch.autograd.grad(product, (rows, weight), upstream)
     for gradient, reference in zip(gradients, torch.autograd.grad(expected, exact, upstream.double()), strict=True):
         assert_equal(gradient, reference, tolerance=tolerance)
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_weights_gradient_is_added_where_it_is_summed() -> None:
+    counts = torch.tensor([300, 0, 77, 128], device="cuda")
+    rows = torch.randn(505, 64, device="cuda", dtype=torch.bfloat16)
+    weight, alone = (torch.ones(4, 96, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    total = torch.randn(4, 96, 64, device="cuda")
+    before = total.clone()
+    sum_where_made(weight, total)
+    grouped_linear(rows, weight, counts).sum().backward()
+    grouped_linear(rows, alone, counts).sum().backward()
+    assert weight.grad is None
+    assert torch.equal(total, before + alone.grad)

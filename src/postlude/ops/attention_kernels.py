@@ -36,7 +36,10 @@ def _load_keys(
     if TMA:
         loaded = base.load([row + first, head, 0]).reshape(place.shape[0], WIDE)
     else:
-        loaded = _load(base, place, stride, place < length, feature, WIDTH, WIDE, MASKED)
+        lane = tl.arange(0, place.shape[0])
+        loaded = _load(
+            base + first * tl.cast(stride, tl.int64), lane, stride, place < length, feature, WIDTH, WIDE, MASKED
+        )
     return loaded
 
 
@@ -268,8 +271,15 @@ def _key_gradient_tiles(
             asked = query.load([query_row + first, head, 0]).reshape(QUERIES * PACK, WIDE)
             upstream = gradient.load([query_row + first, head, 0]).reshape(QUERIES * PACK, VALUE_WIDE)
         else:
-            asked = _load(query, row * query_stride + own_head * query_head, 1, real, feature, WIDTH, WIDE, True)
-            upstream = _load(gradient, at, VALUE, real, value_feature, VALUE, VALUE_WIDE, True)
+            shift = lane // PACK
+            asked = _load(
+                query + first * tl.cast(query_stride, tl.int64), shift * query_stride + own_head * query_head, 1,
+                real, feature, WIDTH, WIDE, True,
+            )  # fmt: skip
+            upstream = _load(
+                gradient + first * tl.cast(heads, tl.int64) * VALUE, shift * heads + own_head, VALUE,
+                real, value_feature, VALUE, VALUE_WIDE, True,
+            )  # fmt: skip
         own_lse = tl.load(lse + at, mask=real, other=float("inf")) * LOG2E  # what is not real weighs nothing
         own_delta = tl.load(delta + at, mask=real, other=0.0)
         rated, factor = _rate(tl.dot(key, tl.trans(asked)), scale, softcap, SOFTCAP)  # [KEYS, rows]

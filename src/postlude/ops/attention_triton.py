@@ -44,8 +44,7 @@ class Tiles:
 def tiles_for(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
     """By measurement on an H200, by the wider of the heads of keys and of values.
 
-    Tiles come as a whole by Hopper's copy engine where it pays, heads are as wide as a tile and rows start at whole 16
-    bytes.
+    Tiles come as a whole by Hopper's copy engine where heads are as wide as a tile and rows start at whole 16 bytes.
     """
     widths = query.shape[-1], value.shape[-1]
     tma = all(width >= 16 and width.bit_count() == 1 for width in widths) and all(
@@ -53,7 +52,7 @@ def tiles_for(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
         for each in (query, key, value)
     )
     if max(widths) <= 128:
-        return Tiles(Tile(64, 64, 4, 3, tma), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2, tma))
+        return Tiles(Tile(64, 64, 4, 3, tma), Tile(128, 64, 8, 3, tma), Tile(64, 64, 4, 2, tma))
     return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma), Tile(32, 64, 8, 2, tma))
 
 

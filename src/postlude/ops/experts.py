@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from postlude.ops.backend import Backend, takes_triton
 from postlude.ops.exchange import Permutation, Way, exchange_sizes
-from postlude.ops.linear import Later, list_for
+from postlude.ops.linear import Later, gradient_total, list_for
 from postlude.world.mesh import Axis
 
 WIDEST = 16384  # features of a row that the Triton kernels take: one program has all of them
@@ -25,7 +25,8 @@ def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns `order` [T·k] (slot at each sorted row), its inverse, and `counts` [experts], rows per expert.
     """
-    chosen, order = choice.flatten().sort(stable=True)
+    narrow = torch.int16 if experts <= 2**15 else torch.int32  # which sorts in a fraction of int64's time
+    chosen, order = choice.flatten().to(narrow).sort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device, dtype=chosen.dtype), right=True)
     return order, inverse, ends.diff(prepend=ends.new_zeros(1))
@@ -87,7 +88,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Rows are sorted by expert; `counts` [E] says how many each has. Where the grouped kernel does not fit, the host
     waits for them.
     """
-    if len(rows) and rows.dtype == weight.dtype and grouped_kernel_fits(weight):
+    if _grouped_kernel_fits(rows, weight):
         product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32), list_for(weight))
         return product
     if not len(rows):
@@ -103,10 +104,11 @@ def add_bias(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
     return added
 
 
-def grouped_kernel_fits(weight: Tensor) -> bool:
-    """Whether one kernel multiplies by all matrices: it wants rows of whole 16 bytes, and bf16 on CUDA."""
+def _grouped_kernel_fits(rows: Tensor, weight: Tensor) -> bool:
+    """The grouped kernel wants rows of whole 16 bytes, and bf16 on CUDA."""
     aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
-    return aligned and (not weight.is_cuda or weight.dtype == torch.bfloat16)
+    dtype_fits = not rows.is_cuda or rows.dtype == torch.bfloat16
+    return len(rows) > 0 and aligned and dtype_fits and rows.dtype == weight.dtype
 
 
 class _Rows(Function):
@@ -185,16 +187,30 @@ class _GroupedProduct(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight, offsets = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
+        gradient, total = gradients[0].contiguous(), gradient_total(ctx.weight)
 
-        def for_weight() -> Tensor:
-            return F.grouped_mm(gradient.T, rows, offs=offsets)
+        def for_weight() -> Tensor | None:
+            made: Tensor = F.grouped_mm(gradient.T, rows, offs=offsets)
+            if total is None:
+                return made
+            add_to(total, made)
+            return None
 
         for_rows = F.grouped_mm(gradient, weight, offs=offsets) if ctx.needs_input_grad[0] else None
         if ctx.later is not None:
             ctx.later.append((ctx.weight, for_weight))
             return for_rows, None, None, None
         return for_rows, for_weight() if ctx.needs_input_grad[1] else None, None, None
+
+
+def add_to(total: Tensor, gradient: Tensor, *, backend: Backend = "auto") -> None:
+    """total += gradient, of another dtype. For two dtypes torch's own kernel reads number by number."""
+    dense = total.is_contiguous() and gradient.is_contiguous()
+    on_gpu = total.is_cuda or backend == "triton"
+    if dense and on_gpu and takes_triton("add_to", backend, total.device, total.dtype):
+        _kernels().add_to(total, gradient)
+    else:
+        total += gradient
 
 
 class _Bias(Function):

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+SUMMED = 4096  # numbers that a program adds
+
 
 def spread(tokens: Tensor, inverse: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
     """`tokens` [T, H] -> [T·copies, H]: token t at rows inverse[t·copies + j], each by weights[t, j] if given."""
@@ -34,6 +36,12 @@ def spread_and_rate(
     spreaded, rated = rows.new_empty(rows.shape), torch.empty_like(weights, memory_format=torch.contiguous_format)
     _run(_spread_kernel, tokens.contiguous(), spreaded, inverse, copies, weights, rows.contiguous(), rated)
     return spreaded, rated
+
+
+def add_to(total: Tensor, gradient: Tensor) -> None:
+    """total += gradient, both dense, of any dtypes."""
+    size = total.numel()
+    _add_kernel[(triton.cdiv(size, SUMMED),)](total, gradient, size, BLOCK=SUMMED, num_warps=4)
 
 
 def _run(
@@ -88,3 +96,11 @@ def _collect_kernel(tokens, rows, inverse, weights, COPIES: tl.constexpr, WIDTH:
         else:
             total += value * tl.load(weights + token * COPIES + copy).to(tl.float32)
     tl.store(tokens + token * WIDTH + feature, total.to(tokens.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _add_kernel(total, gradient, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = at < size
+    added = tl.load(total + at, mask=held) + tl.load(gradient + at, mask=held).to(total.dtype.element_ty)
+    tl.store(total + at, added, mask=held)

@@ -40,7 +40,6 @@ class Recurrent(Block):
     """
 
     generates = True
-    steady = True
     vectors: HeadVectors
     decays: tuple[float, float]
     """Between which A is drawn."""
