@@ -193,6 +193,17 @@ def test_tensors_keep_their_dtype_and_other_values_get_a_plain_one(entry, dtype)
     assert microbatch.column("column").dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64])
+def test_columns_are_aligned_alike_in_every_dtype(dtype):
+    """Also in those that numpy does not know."""
+    sequences = [[1, 2, 3], [4], [5, 6, 7, 8]]
+    values = [torch.arange(1, len(each) + 1) * (place + 1) for place, each in enumerate(sequences)]
+    (plain,) = pack(sequences, budget=8, columns={"x": values})
+    (other,) = pack(sequences, budget=8, columns={"x": [each.to(dtype) for each in values]})
+    assert other.column("x").dtype == dtype
+    assert torch.equal(other.column("x"), plain.column("x").to(dtype))
+
+
 def test_scalars_and_per_token_values_may_share_a_column():
     [microbatch] = pack([[1, 2], [3, 4, 5]], budget=5, columns={"mask": [True, [False, True, False]]})
     assert microbatch.column("mask").tolist() == [True, False, True, False, False]

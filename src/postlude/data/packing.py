@@ -123,9 +123,9 @@ def _built(plan: Plan, numbers: Sequence[int], content: Content, depth: int) -> 
     members = plan.members(numbers)
     device = content.tokens.device
     lengths = np.array([plan.lengths[member] for member in members], dtype=np.int64)
-    packing = Packing.from_lengths(lengths.tolist(), device)
-    # On the host by numpy, whatever the device: it knows the lengths, and for so little torch's threads only cost.
-    rows, firsts = np.arange(packing.total), np.cumsum(lengths) - lengths
+    # Whatever the device, the host knows the lengths.
+    stops = np.cumsum(lengths)
+    rows, firsts = np.arange(int(lengths.sum())), stops - lengths
     places = rows + np.repeat(np.array([plan.starts[member] for member in members], dtype=np.int64) - firsts, lengths)
     positions = rows - np.repeat(firsts, lengths)
     if depth:
@@ -137,7 +137,7 @@ def _built(plan: Plan, numbers: Sequence[int], content: Content, depth: int) -> 
 
     def shifted(values: Tensor, ahead: int, fill: int) -> Tensor:
         for _ in range(ahead):
-            values = _align(values, packing, fill=fill)
+            values = _align(values, stops - 1, fill=fill)
         return values
 
     def within(ahead: int, number: int) -> int:
@@ -223,10 +223,34 @@ def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bo
     into.index_add_(0, places, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
 
 
-def _align(values: Tensor, packing: Packing, *, fill: int) -> Tensor:
-    """Move each token's value, [T, ...], to the position that predicts it."""
-    last_positions = packing.cu_seqlens[1:].to(torch.int64) - 1
-    return values.roll(-1, 0).index_fill(0, last_positions, fill)
+def _align(values: Tensor, last: NDArray[np.int64], *, fill: int) -> Tensor:
+    """Move each token's value, [T, ...], to the position that predicts it; `last` positions of sequences get `fill`."""
+    if not _is_plain_memory(values):
+        return values.roll(-1, 0).index_fill(0, to_device(torch.from_numpy(last), values.device), fill)
+    before = values.numpy()
+    after = np.empty_like(before)
+    after[:-1] = before[1:]
+    after[last] = fill
+    return torch.from_numpy(after)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """As torch.cat along the first dimension."""
+    if not all(map(_is_plain_memory, pieces)):
+        return torch.cat(list(pieces))
+    return torch.from_numpy(np.concatenate([each.numpy() for each in pieces]))
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Whether numpy can do with it what torch does on the host.
+
+    A step waits for what is done there, and torch would wake its threads for this little: on a machine where others
+    compute as well, that took a hundred times as long.
+    """
+    return tensor.device.type == "cpu" and not tensor.requires_grad and tensor.dtype not in _UNKNOWN_TO_NUMPY
+
+
+_UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _align_back(values: Tensor, packing: Packing) -> Tensor:
@@ -254,8 +278,8 @@ def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept: Sequ
                 f"sequence {member} holds {read.dtype}, but tokens are integers. Give the token ids of a tokenizer."
             )
         tokens.append(_cut(read, keep).to(tokens[0].device if tokens else None, torch.int64))
-    together = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
-    if len(together) and together.min() < 0:
+    together = _joined(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+    if len(together) and (together.numpy() if _is_plain_memory(together) else together).min() < 0:
         member, lowest = next((m, int(each.min())) for m, each in zip(members, tokens, strict=True) if each.min() < 0)
         raise ValueError(
             f"sequence {member} holds token {lowest}, but the least is 0. "
@@ -294,7 +318,7 @@ def _read_column(
             )
     if all(values.ndim == 0 for values in pieces):
         return torch.stack(pieces).repeat_interleave(torch.tensor(kept, device=first.device))
-    return torch.cat(
+    return _joined(
         [
             _cut(values, keep) if values.ndim > 0 else values.expand(keep)
             for values, keep in zip(pieces, kept, strict=True)

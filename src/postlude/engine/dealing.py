@@ -220,7 +220,7 @@ def _read(batch: Batch, plan: Plan, rank: int, numbers: Sequence[int]) -> Conten
 
 
 def _check_vocabulary(tokens: Tensor, size: int) -> None:
-    if len(tokens) and (highest := int(tokens.max())) >= size:
+    if len(tokens) and (highest := int((tokens if tokens.is_cuda else tokens.numpy()).max())) >= size:
         raise ValueError(
             f"a sequence holds token {highest}, but the vocabulary ends at {size - 1}. "
             "Are tokenizer and model of one kind?"
