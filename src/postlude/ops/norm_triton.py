@@ -20,8 +20,8 @@ from postlude.ops.launch import Launcher, contiguous_like
 TILE = 1024  # numbers that a program takes at once where rows are short
 PER_WARP = 256
 MOST_WARPS = 16
-BACK_PROGRAMS = 6  # of the backward, on each multiprocessor
-SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 64, 32, 4
+BACK_PROGRAMS = 4  # of the backward, on each multiprocessor
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 4
 
 
 def forward(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

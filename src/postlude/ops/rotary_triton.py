@@ -103,13 +103,29 @@ def _head(
     # The tiles of heads at `row_at` [AT_ONCE, 1]; the last is of no use where nothing is left unturned.
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     held = row_held & (pair < HALF)
-    first = tl.load(vectors + row_at + pair, mask=held, other=0.0).to(tl.float32)
-    second = tl.load(vectors + row_at + HALF + pair, mask=held, other=0.0).to(tl.float32)
+    first = tl.load(vectors + row_at + pair, mask=held, other=0.0)
+    second = tl.load(vectors + row_at + HALF + pair, mask=held, other=0.0)
     rest = first
     if REST_BLOCK:
         other = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
-        rest = tl.load(vectors + row_at + other, mask=row_held & (other < WIDTH), other=0.0).to(tl.float32)
+        rest = tl.load(vectors + row_at + other, mask=row_held & (other < WIDTH), other=0.0)
     return first, second, rest
+
+
+@triton.jit
+def _wide(first, second, rest):
+    return first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
+
+
+@triton.jit
+def _weights(
+    weight, offset, HALF: tl.constexpr, WIDTH: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr
+):
+    # Of a norm, as the tiles of one head.
+    row = tl.arange(0, 1)[:, None]
+    first, second, rest = _head(weight, row, row == 0, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+    first, second, rest = _wide(first, second, rest)
+    return first + offset, second + offset, rest + offset
 
 
 @triton.jit
@@ -166,13 +182,14 @@ def _turned(
     held = head < heads
     at = token * token_stride + head * head_stride
     first, second, rest = _head(vectors, at, held, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+    first, second, rest = _wide(first, second, rest)
     if weight is not None:
         squares = _summed(first * first, second * second, rest * rest, REST_BLOCK)
         inverse = tl.rsqrt(squares / WIDTH + eps)
-        by_first, by_second, by_rest = _head(weight, head * 0, head >= 0, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
-        first *= inverse * (by_first + offset)
-        second *= inverse * (by_second + offset)
-        rest *= inverse * (by_rest + offset)
+        by_first, by_second, by_rest = _weights(weight, offset, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+        first *= inverse * by_first
+        second *= inverse * by_second
+        rest *= inverse * by_rest
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     c = tl.load(cos + token * 2 * HALF + pair, mask=pair < HALF, other=0.0)
     s = tl.load(sin + token * 2 * HALF + pair, mask=pair < HALF, other=0.0)
@@ -284,36 +301,46 @@ def _turned_back(
     if REST_BLOCK:
         of_rest = tl.zeros((AT_ONCE, REST_BLOCK), tl.float32)
     if weight is not None:
-        by_first, by_second, by_rest = _head(weight, head * 0, head >= 0, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
-    for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        token = tl.zeros((), tl.int64) + index
+        by_first, by_second, by_rest = _weights(weight, offset, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+    # The next token is on its way while one is worked on.
+    step = tl.num_programs(0)
+    token = tl.program_id(0).to(tl.int64)
+    arriving, also_arriving, rest_arriving = _head(
+        gradient, token * gradient_token + head * gradient_head, held, HALF, WIDTH, HALF_BLOCK, REST_BLOCK
+    )
+    coming, also_coming, rest_coming = arriving, also_arriving, rest_arriving
+    if weight is not None:
+        coming, also_coming, rest_coming = _head(
+            vectors, token * token_stride + head * head_stride, held, HALF, WIDTH, HALF_BLOCK, REST_BLOCK
+        )
+    for _ in range(tl.program_id(0), tokens, step):
         c = tl.load(cos + token * 2 * HALF + pair, mask=pair < HALF, other=0.0)
         s = tl.load(sin + token * 2 * HALF + pair, mask=pair < HALF, other=0.0)
-        at = token * gradient_token + head * gradient_head
-        arrived, also, rest = _head(gradient, at, held, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+        arrived, also, rest = _wide(arriving, also_arriving, rest_arriving)
+        value, second_value, rest_value = _wide(coming, also_coming, rest_coming)
+        after = token + step
+        there = head < tl.where(after < tokens, heads, 0)
+        at = after * gradient_token + head * gradient_head
+        arriving, also_arriving, rest_arriving = _head(gradient, at, there, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
         first, second = arrived * c + also * s, also * c - arrived * s
         if weight is not None:
-            at = token * token_stride + head * head_stride
-            value, second_value, rest_value = _head(vectors, at, held, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+            at = after * token_stride + head * head_stride
+            coming, also_coming, rest_coming = _head(vectors, at, there, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+            # Two sums that do not wait for each other.
             squares = _summed(value * value, second_value * second_value, rest_value * rest_value, REST_BLOCK)
+            scaled, second_scaled, rest_scaled = first * by_first, second * by_second, rest * by_rest
+            along = _summed(scaled * value, second_scaled * second_value, rest_scaled * rest_value, REST_BLOCK)
             inverse = tl.rsqrt(squares / WIDTH + eps)
-            value *= inverse
-            second_value *= inverse
-            of_first += first * value
-            of_second += second * second_value
-            first *= by_first + offset
-            second *= by_second + offset
-            if REST_BLOCK:
-                rest_value *= inverse
-                of_rest += rest * rest_value
-                rest *= by_rest + offset
-            along = _summed(first * value, second * second_value, rest * rest_value, REST_BLOCK) / WIDTH
-            first = inverse * (first - value * along)
-            second = inverse * (second - second_value * along)
-            if REST_BLOCK:
-                rest = inverse * (rest - rest_value * along)
+            along *= inverse * inverse / WIDTH
+            of_first += first * value * inverse
+            of_second += second * second_value * inverse
+            of_rest += rest * rest_value * inverse
+            first = inverse * (scaled - value * along)
+            second = inverse * (second_scaled - second_value * along)
+            rest = inverse * (rest_scaled - rest_value * along)
         to = (token * heads + head) * WIDTH
         _store_head(output, to, held, first, second, rest, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+        token = after
     if weight is not None:
         pair = tl.arange(0, HALF_BLOCK)
         tl.store(partial + pair, tl.sum(of_first, 0), mask=pair < HALF)
