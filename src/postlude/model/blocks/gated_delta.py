@@ -16,7 +16,7 @@ from postlude.model.block_config import BlockConfig, usual_heads
 from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
-from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RMSNorm, RowLinear, local
+from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RMSNorm, RowLinear, local, products
 from postlude.ops.backend import ScanBackend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
@@ -126,13 +126,12 @@ class GatedDelta(Recurrent):
         """[T / tp, H] -> [T / tp, H], after the pre-norm."""
         by_heads = context.microbatch.by_heads
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        of_keys = [projection(hidden) for projection in (self.q_proj, self.k_proj, self.v_proj)]
-        of_keys += [self.b_proj(hidden), self.a_proj(hidden)]
+        layers = (self.z_proj, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj)
+        gate, *of_keys = products(hidden, *layers)
         # All that belongs to a key head together: where there are context-parallel ranks that is one exchange.
         together = by_heads.enter(torch.cat([each.unflatten(-1, (self.key_heads, -1)) for each in of_keys], -1))
         heads = self.recur((together,), self._recurrence(vectors, by_heads, context.scans), by_heads, context)
-        gate = self.z_proj(hidden).view(heads.shape)
-        heads = (self.head_norm(heads) * F.silu(gate.float())).to(hidden.dtype)
+        heads = (self.head_norm(heads) * F.silu(gate.view(heads.shape).float())).to(hidden.dtype)
         output: Tensor = self.out_proj(heads.flatten(-2))
         return output
 

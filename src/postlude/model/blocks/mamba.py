@@ -17,7 +17,7 @@ from postlude.model.block_config import BlockConfig, usual_heads
 from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
-from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RowLinear, local, stored
+from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RowLinear, local, products, stored
 from postlude.ops.backend import ScanBackend
 from postlude.ops.collectives import gather_from_sequence, sum_over_group
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
@@ -154,14 +154,15 @@ class Mamba(Recurrent):
         """[T / tp, H] -> [T / tp, H], after the pre-norm."""
         config, by_heads = self.config, context.microbatch.by_heads
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        x = self.x_proj(hidden).unflatten(-1, (-1, config.head_dim))  # [T, heads, p]
-        shared = [self._own_groups(projection(hidden).T).permute(2, 0, 1) for projection in (self.b_proj, self.c_proj)]
+        x, dt, gate, *shared = products(hidden, self.x_proj, self.dt_proj, self.z_proj, self.b_proj, self.c_proj)
+        x = x.unflatten(-1, (-1, config.head_dim))  # [T, heads, p]
+        shared = [self._own_groups(each.T).permute(2, 0, 1) for each in shared]
         # Two exchanges where there are context-parallel ranks: what heads have of their own, and what they share.
-        x, dt = by_heads.enter(torch.cat((x, self.dt_proj(hidden)[..., None]), -1)).split((config.head_dim, 1), -1)
+        x, dt = by_heads.enter(torch.cat((x, dt[..., None]), -1)).split((config.head_dim, 1), -1)
         b, c = by_heads.enter(_for_each(by_heads, torch.cat(shared, -1), 1)).chunk(2, -1)  # [total, groups, n]
         inputs = torch.cat([each.flatten(1) for each in (x, b, c)], 1), dt.squeeze(-1)
         y = self.recur(inputs, self._recurrence(vectors, by_heads, context.scans), by_heads, context)
-        output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), self.z_proj(hidden)))
+        output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), gate))
         return output
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
