@@ -70,3 +70,24 @@ def test_the_cpu_leaves_sums_to_autograd() -> None:
     sum_where_made(weight, torch.zeros(2, 2))
     linear(torch.ones(1, 2), weight).sum().backward()
     assert torch.equal(weight.grad, torch.ones(2, 2))
+
+
+@pytest.mark.gpu
+def test_sums_of_bf16_products_are_not_rounded_on_cuda() -> None:
+    """Two products of one weight are added to its fp32 sum as fp32, and the weight's own gradient gets nothing."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    weight, gradients = drawn(48, 64).requires_grad_(), [drawn(700, 48), drawn(300, 48)]
+    rows = [drawn(700, 64).requires_grad_(), drawn(300, 64).requires_grad_()]
+    total = torch.zeros(48, 64, device="cuda")
+    sum_where_made(weight, total)
+    linears(rows[0], [weight], [None])[0].backward(gradients[0])
+    linear(rows[1], weight).backward(gradients[1])
+    assert weight.grad is None
+    products = [gradient.double().t() @ each.detach().double() for gradient, each in zip(gradients, rows, strict=True)]
+    assert_equal(total, sum(products), "sum")
+    for gradient, each in zip(gradients, rows, strict=True):
+        assert_equal(each.grad, gradient.double() @ weight.detach().double(), "gradient of rows", 2**-8)
