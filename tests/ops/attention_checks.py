@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from postlude.model.recompute import recomputed
+from postlude.ops import attention_triton
 from postlude.ops.attention import Scores
 from postlude.ops.attention_triton import Tile, Tiles, triton_attention
 from postlude.ops.packing import Packing
@@ -85,3 +87,30 @@ def test_by_tma() -> None:
         Scores(scale=0.4, window=20),
         tolerance,
     )
+
+
+def test_selective_recompute_keeps_what_attention_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = Packing.from_lengths(LONGER, device=DEVICE)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    inputs = tensors(2, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)[:3]
+    calls = []
+    kernel = attention_triton.forward_kernel
+    monkeypatch.setattr(attention_triton, "forward_kernel", Counted(kernel, calls))
+
+    def work(query, key, value):
+        return attention(query * 2, key, value, packing, packing, Scores(scale=0.4), SMALL).square()
+
+    gradients = [torch.autograd.grad(recomputed(work, how, *inputs).sum(), inputs) for how in ("none", "selective")]
+    assert len(calls) == 2
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+class Counted:
+    """A kernel whose launches are counted."""
+
+    def __init__(self, kernel, calls: list) -> None:
+        self.kernel, self.calls = kernel, calls
+
+    def __getitem__(self, grid):
+        self.calls.append(grid)
+        return self.kernel[grid]

@@ -8,7 +8,8 @@ values, each of which sums by itself, in one order: no atomics.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,9 +52,14 @@ def tiles_for(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
         (each.stride(0) | each.stride(1)) * each.element_size() % 16 == 0 and each.data_ptr() % 16 == 0
         for each in (query, key, value)
     )
-    if max(widths) <= 128:
-        return Tiles(Tile(64, 64, 4, 3, tma), Tile(128, 64, 8, 3, tma), Tile(64, 64, 4, 2, tma))
-    return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma), Tile(32, 64, 8, 2, tma))
+    return _tiles(max(widths) > 128, tma)
+
+
+@functools.cache
+def _tiles(wide: bool, tma: bool) -> Tiles:
+    if wide:
+        return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma), Tile(32, 64, 8, 2, tma))
+    return Tiles(Tile(64, 64, 4, 3, tma), Tile(128, 64, 8, 3, tma), Tile(64, 64, 4, 2, tma))
 
 
 def triton_attention(
@@ -153,14 +159,13 @@ def _forward(
     return output, lse
 
 
-# An operator, so that selective recompute keeps what it gives.
-_operator = torch.library.custom_op(
-    "postlude::attention",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor table, float scale, int? window, "
-    "float? softcap, int[] tile) -> (Tensor, Tensor)",
+# An operator, so that selective recompute keeps what it gives. Defined by hand: `custom_op` takes longer than a launch.
+_LIBRARY = torch.library.Library("postlude", "FRAGMENT")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor table, float scale, int? window, "
+    "float? softcap, int[] tile) -> (Tensor, Tensor)"
 )
+_LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
 
 
 class _Attention(Function):
@@ -180,7 +185,9 @@ class _Attention(Function):
     ) -> Tensor:
         pack = _packed_heads(query.shape[1] // key.shape[1], tiles.forward.rows)
         table = _table(_query_table, queries, keys, window, tiles.forward.rows // pack)
-        output, lse = _operator(query, key, value, sinks, table, scale, window, softcap, list(astuple(tiles.forward)))
+        tile = tiles.forward
+        how = [tile.rows, tile.keys, tile.warps, tile.stages, tile.tma]
+        output, lse = torch.ops.postlude.attention(query, key, value, sinks, table, scale, window, softcap, how)
         ctx.save_for_backward(query, key, value, sinks, output, lse)
         ctx.asked = queries, keys, scale, window, softcap, tiles
         assert isinstance(output, Tensor)
