@@ -1,8 +1,10 @@
 """Tables and a chart of what the step benchmarks found, for docs/benchmarks.md.
 
-PYTHONPATH=src python benchmarks/report.py benchmarks/results/*_h200.json --chart docs/images/train_step_h200.svg
+python benchmarks/report.py benchmarks/results/{train_step,rl_iteration,growth}_*.json \\
+    --page docs/benchmarks.md --chart docs/images/train_step_h200.svg
 
-Of results for the same case, shape and lengths, those of the file named last count.
+With --page, tables are put where the page has them, between lines such as `<!-- train_step -->` and
+`<!-- /train_step -->`; without, they are printed. Of results for the same case, those of the file named last count.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 Case = dict[str, Any]
-BESIDE = "trl"  # what others are compared with
+PEERS = {"update": "trl", "padded": "trl", "padded-all": "trl", "logprobs": "trl-logprobs", "sft": "liger-sft"}
+USUAL = {"recompute": "none", "weights": "fp32", "moments": "fp32", "offload": False}
 COLOURS = {True: "#2f6fde", False: "#b8bcc4"}  # Postlude's, and others'
 
 
 def read(paths: Iterable[Path]) -> dict[str, list[Case]]:
-    """By benchmark, its cases, each with the day and machine it was read on."""
+    """By benchmark, its cases."""
     found: dict[str, dict[Any, Case]] = {}
     for path in paths:
         result = json.loads(path.read_text())
@@ -27,9 +30,8 @@ def read(paths: Iterable[Path]) -> dict[str, list[Case]]:
             continue  # of another benchmark
         kind = Path(result["command"].split()[0]).stem
         for case in result["cases"]:
-            key = tuple(case.get(name) for name in ("shape", "mix", "budget", "case", "recompute", "axis", "pass"))
-            own = {"day": result["day"], "machine": result["machine"], "file": path.name}
-            found.setdefault(kind, {})[key] = case | own
+            key = tuple(case.get(name) for name in ("shape", "mix", "case", "axis", "pass", "budget", *USUAL))
+            found.setdefault(kind, {})[key] = case
     return {kind: list(cases.values()) for kind, cases in found.items()}
 
 
@@ -46,32 +48,39 @@ def heading(*cells: str) -> list[str]:
     return [row(*cells), "|" + "---|" * len(cells)]
 
 
+def how(case: Case) -> str:
+    """What a case is, with the options that are not the usual ones."""
+    says: str = case["says"]
+    if says.startswith("Postlude, packed"):
+        says += f", budget {case['budget']:,}"
+        says += "".join(f", {name}={case[name]}" for name, usual in USUAL.items() if case.get(name, usual) != usual)
+    if "out_of_memory_at_rows" in case:
+        says += f"; {case['out_of_memory_at_rows']} rows at a time: out of memory, so {case['rows']}"
+    return says
+
+
 def train_step(cases: Sequence[Case]) -> list[str]:
-    lines = heading("shape, lengths", "case", "real tokens/s", "MFU", "peak GiB", "beside TRL-style")
-    for case in cases:
+    lines = heading("shape, lengths", "case", "real tokens/s", "MFU", "peak GiB", "times its peer")
+    shapes = list(dict.fromkeys((case["shape"], case["mix"]) for case in cases))
+    for case in sorted(cases, key=lambda case: shapes.index((case["shape"], case["mix"]))):
         where = f"{case['shape']}, {case['mix']}"
-        same = [
-            each for each in cases if (each["shape"], each["mix"], each["case"]) == (case["shape"], case["mix"], BESIDE)
-        ]
-        says = case["says"]
-        if says.startswith("Postlude, packed"):
-            says = f"{says}, budget {case['budget']:,}" + (
-                f", recompute={case['recompute']}" if case["recompute"] != "none" else ""
-            )
-        if "out_of_memory_at_rows" in case:
-            says += f"; {case['out_of_memory_at_rows']} rows at a time: out of memory, so {case['rows']}"
         if "failed" in case:
-            lines.append(row(where, says, case["failed"], "", "", ""))
+            lines.append(row(where, how(case), case["failed"], "", "", ""))
             continue
-        beside = [each["tokens_per_second"] for each in same if "failed" not in each]
-        ratio = f"{case['tokens_per_second'] / beside[0]:.2f}×" if beside and case["case"] != BESIDE else ""
+        peer = PEERS.get(case["case"])
+        same = [
+            each["tokens_per_second"]
+            for each in cases
+            if (each["shape"], each["mix"], each["case"]) == (case["shape"], case["mix"], peer) and "failed" not in each
+        ]
+        ratio = f"{case['tokens_per_second'] / same[0]:.2f}×" if same else ""
         figures = f"{case['tokens_per_second']:,}", f"{case['mfu']:.1%}", gib(case["peak_gib"])
-        lines.append(row(where, says, *figures, ratio))
+        lines.append(row(where, how(case), *figures, ratio))
     return lines
 
 
 def rl_iteration(cases: Sequence[Case]) -> list[str]:
-    lines = heading("shape", "case", "rollout s", "log-probs s", "update s", "in all s", "Postlude's share of it")
+    lines = heading("shape", "case", "rollout s", "log-probs s", "update s", "in all s", "Postlude is")
     for case in cases:
         if "failed" in case:
             lines.append(row(case["shape"], case["says"], case["failed"], "", "", "", ""))
@@ -88,6 +97,9 @@ def growth(cases: Sequence[Case]) -> list[str]:
     lines = heading("by", "pass", "from … to", "seconds", "GiB above the state", "exponents", "superlinear")
     for case in cases:
         ran = [point for point in case["points"] if "seconds" in point]
+        if not ran:
+            lines.append(row(case["axis"], case["pass"], case["points"][0]["failed"], "", "", "", ""))
+            continue
         ends = [ran[0], ran[-1]]
         powers = ", ".join(f"{name} {power}" for name, power in case["exponents"].items())
         spans = (" … ".join(f"{end.get(key, 0):,}" for end in ends) for key in ("size", "seconds", "extra_gib"))
@@ -122,15 +134,31 @@ def chart(cases: Sequence[Case]) -> str:
 TABLES = {"train_step": train_step, "rl_iteration": rl_iteration, "growth": growth}
 
 
+def placed(page: str, kind: str, table: str) -> str:
+    """The page with another table between the lines that name it."""
+    first, last = f"<!-- {kind} -->\n", f"<!-- /{kind} -->"
+    if first not in page or last not in page:
+        raise SystemExit(f"the page has no place for {kind}: it needs the lines {first.strip()} and {last}.")
+    before, rest = page.split(first, 1)
+    return f"{before}{first}{table}\n{last}{rest.split(last, 1)[1]}"
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="JSON that the benchmarks wrote")
+    parser.add_argument("--page", type=Path, help="where to put the tables")
     parser.add_argument("--chart", type=Path, help="where to draw the training steps' tokens a second")
     arguments = parser.parse_args(words)
     found = read(arguments.results)
+    page = arguments.page.read_text() if arguments.page else ""
     for kind, cases in found.items():
-        days = sorted({f"{case['machine']}, {case['day']}" for case in cases})
-        print(f"\n{kind} ({'; '.join(days)})\n\n" + "\n".join(TABLES[kind](cases)))
+        table = "\n".join(TABLES[kind](cases))
+        if arguments.page:
+            page = placed(page, kind, table)
+        else:
+            print(f"\n{kind}\n\n{table}")
+    if arguments.page:
+        arguments.page.write_text(page)
     if arguments.chart:
         arguments.chart.write_text(chart(found["train_step"]))
 
