@@ -1,6 +1,6 @@
 """Tables and a chart of what the step benchmarks found, for docs/benchmarks.md.
 
-python benchmarks/report.py benchmarks/results/{train_step,rl_iteration,growth}_*.json \\
+python benchmarks/report.py benchmarks/results/*_h200.json \\
     --page docs/benchmarks.md --chart docs/images/train_step_h200.svg
 
 With --page, tables are put where the page has them, between lines such as `<!-- train_step -->` and
@@ -26,9 +26,9 @@ def read(paths: Iterable[Path]) -> dict[str, list[Case]]:
     found: dict[str, dict[Any, Case]] = {}
     for path in paths:
         result = json.loads(path.read_text())
-        if "command" not in result:
+        kind = Path(str(result.get("command", "")).split(" ")[0]).stem
+        if kind not in TABLES:
             continue  # of another benchmark
-        kind = Path(result["command"].split()[0]).stem
         for case in result["cases"]:
             key = tuple(case.get(name) for name in ("shape", "mix", "case", "axis", "pass", "budget", *USUAL))
             found.setdefault(kind, {})[key] = case

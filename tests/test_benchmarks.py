@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import one as the script that it is: with its own folder on the path, and gone again afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("workloads", "peers", "train_step", "rl_iteration", "growth")
+    names = ("workloads", "peers", "train_step", "rl_iteration", "growth", "report")
 
     def imported(name: str) -> ModuleType:
         return __import__(name)
@@ -87,6 +87,16 @@ def test_growth_is_told_by_the_upper_half_of_an_axis(benchmark: Any) -> None:
     found = growth.fitted(axis, [*points, {"size": 2**18, "failed": "out of memory"}])
     assert found["exponents"]["time without attention"] == 1.0
     assert found["superlinear"] == ["time", "memory"]
+
+
+def test_the_page_shows_the_results_that_are_kept(benchmark: Any) -> None:
+    """`benchmarks/report.py benchmarks/results/*.json --page docs/benchmarks.md` leaves the page as it is."""
+    report = benchmark("report")
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
+    found = report.read(sorted((BENCHMARKS / "results").glob("*_h200.json")))
+    assert "train_step" in found
+    for kind, cases in found.items():
+        assert report.placed(page, kind, "\n".join(report.TABLES[kind](cases))) == page
 
 
 SMOKES = {
