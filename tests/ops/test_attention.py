@@ -170,7 +170,15 @@ def test_varlen_equals_the_reference_on_cuda(widths, sinks, part, heads: int, kv
     scores = Scores(scale=0.125, window=window)
     for reference in (dense, per_sequence_attention):
         assert_alike(varlen_attention, reference, inputs, queries, keys, scores, tolerance=1e-2)
-    assert_alike(attend, dense, inputs, queries, keys, scores, tolerance=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (20, 36)])
+def test_attend_takes_kernels_that_compute_exactly_this(widths) -> None:
+    lengths = (130, 1, 517, 64)
+    packing = Packing.from_lengths(lengths, device="cuda")
+    inputs = on_cuda(widths, False, lengths, lengths, 8, 2)
+    assert_alike(attend, dense, inputs, packing, packing, Scores(scale=0.125), tolerance=1e-2)
 
 
 @pytest.mark.gpu

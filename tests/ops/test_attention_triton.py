@@ -35,7 +35,6 @@ def test_kernels() -> None:
         (12, 2, (128, 128), LENGTHS, 200, None, False),
         (16, 1, (64, 64), LENGTHS, 40, 20.0, True),
         (8, 2, (256, 256), PART, None, 20.0, False),
-        (8, 2, (256, 256), LENGTHS, 200, None, True),
         (8, 8, (192, 128), LENGTHS, 10_000, 20.0, False),
         (8, 2, (128, 64), PART, 1, None, False),
     ],
