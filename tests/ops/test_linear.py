@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops.linear import _Linears, linear, linears, make_gradients, putting_off, sum_where_made
+from postlude.ops.linear import _Linears, linear, linears, make_gradients, putting_off, side_by_side, sum_where_made
 from tests.equality import assert_equal
 
 
@@ -91,3 +91,20 @@ def test_sums_of_bf16_products_are_not_rounded_on_cuda() -> None:
     assert_equal(total, sum(products), "sum")
     for gradient, each in zip(gradients, rows, strict=True):
         assert_equal(each.grad, gradient.double() @ weight.detach().double(), "gradient of rows", 2**-8)
+
+
+def test_weights_that_lie_together_are_one_product() -> None:
+    rows, weights, _ = operands()
+    apart = [weight.detach() for weight in weights]
+    whole = torch.cat(apart)
+    laid = whole.split([6, 3, 2])
+    assert side_by_side(apart) is None
+    assert side_by_side(laid[1:]) is not None
+    assert side_by_side((laid[0], laid[2])) is None
+    assert side_by_side((laid[1], laid[0])) is None
+    joined = side_by_side(laid)
+    assert joined is not None
+    assert torch.equal(joined, whole)
+    with torch.no_grad():
+        for one, other in zip(linears(rows, laid, [None] * 3), linears(rows, apart, [None] * 3), strict=True):
+            assert_equal(one, other, "product")

@@ -38,7 +38,7 @@ def teacher_forced(
         for completion in group:
             wholes.append([*prompt, *completion.tokens])
             starts.append(len(prompt))
-    microbatches = pack(wholes, budget=max(map(len, wholes)))
+    microbatches = [each.to(model.embedding.weight.device) for each in pack(wholes, budget=max(map(len, wholes)))]
 
     def processor(inputs, context):
         return inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, temperature=temperature).logprob

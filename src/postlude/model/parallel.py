@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
 from postlude.ops.gating import Activation, gated_linear
-from postlude.ops.linear import linear, linears
+from postlude.ops.linear import linear, linears, side_by_side
 from postlude.ops.norm import rms_norm, rms_norm_beside
 from postlude.world.mesh import ALONE, Axis
 
@@ -215,6 +215,19 @@ class ColumnLinear(nn.Module):
 def products(hidden: Tensor, *layers: Linear | ColumnLinear) -> tuple[Tensor, ...]:
     """What each of `layers` makes of the same tokens, [T, in] -> [T, out] each."""
     return linears(hidden, [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers])
+
+
+@torch.no_grad()
+def lay_together(layers: Sequence[Linear | ColumnLinear]) -> None:
+    """Put the weights of these layers one after the other in memory, so that `products` of them can be one product.
+
+    Names and values stay as they are. For plain parameters, whose memory nothing else looks at.
+    """
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    if side_by_side(weights) is None:
+        parts = torch.cat(weights).split([len(weight) for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.data = part
 
 
 class RowLinear(nn.Module):

@@ -88,7 +88,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Rows are sorted by expert; `counts` [E] says how many each has. Where the grouped kernel does not fit, the host
     waits for them.
     """
-    if _grouped_kernel_fits(rows, weight):
+    if len(rows) and rows.dtype == weight.dtype and grouped_kernel_fits(weight):
         product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32), list_for(weight))
         return product
     if not len(rows):
@@ -104,11 +104,10 @@ def add_bias(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
     return added
 
 
-def _grouped_kernel_fits(rows: Tensor, weight: Tensor) -> bool:
-    """The grouped kernel wants rows of whole 16 bytes, and bf16 on CUDA."""
+def grouped_kernel_fits(weight: Tensor) -> bool:
+    """Whether one kernel multiplies by all matrices: it wants rows of whole 16 bytes, and bf16 on CUDA."""
     aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
-    dtype_fits = not rows.is_cuda or rows.dtype == torch.bfloat16
-    return len(rows) > 0 and aligned and dtype_fits and rows.dtype == weight.dtype
+    return aligned and (not weight.is_cuda or weight.dtype == torch.bfloat16)
 
 
 class _Rows(Function):

@@ -99,10 +99,28 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | N
     """`linear` of the same `rows` [T, in] by each of `weights` [out, in]: [T, out] each.
 
     On CUDA each product's gradient of the rows is added to the sum as it is made, rather than in a kernel of its own.
+    Where there are no gradients, and weights lie one after the other in memory, all are one product.
     """
     if _sums_as_made(rows):
         return _products(rows, weights, biases)
+    if not torch.is_grad_enabled() and not any(bias is not None for bias in biases):
+        joined = side_by_side(weights)
+        if joined is not None:
+            parts: tuple[Tensor, ...] = F.linear(rows, joined).split([weight.shape[0] for weight in weights], -1)
+            return parts
     return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
+    """All `weights` [out, in] as one, [sum of out, in], where they lie one after the other in memory; else None."""
+    first, place = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != place or weight.shape[1] != first.shape[1] or not weight.is_contiguous():
+            return None
+        place += weight.numel() * weight.element_size()
+    if weights[-1].untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        return None
+    return first.as_strided((sum(weight.shape[0] for weight in weights), first.shape[1]), first.stride())
 
 
 def _products(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from postlude.rollout.noise import GOLDEN, gumbel, mix
 from postlude.rollout.sampling import Sampling
 
-_BLOCK = 256  # tokens; a row draws its block first and its token within it
-_WITHIN = 1 << 40  # where the places of tokens begin, past those of blocks
+BLOCK = 256  # tokens; a row draws its block first and its token within it
+WITHIN = 1 << 40  # where the places of tokens begin, past those of blocks
 _SHORTLIST = 512  # likeliest tokens in which the edge of top-p is first looked for
 
 
@@ -98,11 +98,11 @@ def draw(logits: Tensor, settings: Settings, counts: Tensor) -> tuple[Tensor, Te
 
 
 def _blocks(scaled: Tensor) -> Tensor:
-    """[n, vocab] -> [n, blocks, _BLOCK], filled up with tokens that are never drawn."""
-    missing = -scaled.shape[1] % _BLOCK
+    """[n, vocab] -> [n, blocks, BLOCK], filled up with tokens that are never drawn."""
+    missing = -scaled.shape[1] % BLOCK
     if missing:
         scaled = F.pad(scaled, (0, missing), value=float("-inf"))
-    blocks: Tensor = scaled.unflatten(1, (-1, _BLOCK))
+    blocks: Tensor = scaled.unflatten(1, (-1, BLOCK))
     return blocks
 
 
@@ -112,11 +112,11 @@ def _gumbel_max(blocks: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     A small change of the logits changes the outcome with a small probability, as when every token had its own noise;
     with a search in their running sum it would not be small.
     """
-    places = torch.arange(max(_BLOCK, weights.shape[1]), device=weights.device)
+    places = torch.arange(max(BLOCK, weights.shape[1]), device=weights.device)
     block = (weights + gumbel(keys[:, None], places[: weights.shape[1]])).argmax(-1)  # [n]
-    within = blocks[torch.arange(len(block), device=block.device), block]  # [n, _BLOCK]
-    first = (block * _BLOCK)[:, None]
-    return (within + gumbel(keys[:, None], _WITHIN + first + places[:_BLOCK])).argmax(-1) + first[:, 0]
+    within = blocks[torch.arange(len(block), device=block.device), block]  # [n, BLOCK]
+    first = (block * BLOCK)[:, None]
+    return (within + gumbel(keys[:, None], WITHIN + first + places[:BLOCK])).argmax(-1) + first[:, 0]
 
 
 def _edge(scaled: Tensor, total: Tensor, settings: Settings) -> Tensor | None:

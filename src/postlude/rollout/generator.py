@@ -22,11 +22,13 @@ from postlude.rollout.cache import RowCache
 from postlude.rollout.draft import Drafter
 from postlude.rollout.draw import Settings, draw
 from postlude.rollout.forward import logits_at, packed
+from postlude.rollout.graphs import unsteady
 from postlude.rollout.noise import stream_key
+from postlude.rollout.paged_run import Need, PagedRun, Slots
 from postlude.rollout.protocol import Completion
 from postlude.rollout.routing import RoutingRecord, check_record
 from postlude.rollout.sampling import Sampling, one_each
-from postlude.rollout.schedule import Admission, Answer, Opening, Prompt, Schedule
+from postlude.rollout.schedule import Admission, Answer, Opening, Prompt, Schedule, not_numbers
 from postlude.rollout.stops import Decoder, StopStrings, final_text
 
 Draft = Literal["mtp"]
@@ -42,6 +44,10 @@ class Generator:
     With `draft="mtp"` the model's first multi-token-prediction depth guesses a token ahead, and a step that finds the
     guess right gives two tokens of an answer. The answers are the same, whatever the guesses. With `routing` answers
     tell which experts their tokens were sent to.
+
+    On a GPU a model of `steady` blocks, whole on its rank, takes recorded steps: the device draws tokens and ends
+    answers by itself, and the host reads them a step or two later. The cache and the recording are left to the next
+    call; see `release`.
 
     Under tensor parallelism every rank makes the same call and gets the same answers. Under data parallelism each rank
     brings prompts of its own; where they share weights they step together until the last is done, so all must call.
@@ -92,6 +98,7 @@ class Generator:
         if eos_tokens is None and tokenizer is not None and tokenizer.eos_token_id is not None:
             eos_tokens = (tokenizer.eos_token_id,)
         self.eos_tokens = frozenset(eos_tokens or ())
+        self._slots: Slots | None = None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
@@ -110,8 +117,30 @@ class Generator:
         ]
         answers = [answer for group in groups for answer in group]
         with torch.no_grad(), _evaluating(self.model), plain_products(self.model.embedding.weight.dtype):
-            _Run(self, answers).finish()
+            (self._recorded(answers) if answers and self.unsteady() is None else _Run(self, answers)).finish()
         return [[self._completion(answer) for answer in group] for group in groups]
+
+    def unsteady(self) -> str | None:
+        """Why steps cannot be recorded once and replayed, as they are on a GPU; None if they can.
+
+        What a recorded step has no place for takes the other way, where the host makes every step: same answers, later.
+        """
+        if self.draft is not None:
+            return f"draft={self.draft!r} makes steps of several tokens"
+        if self.routing:
+            return "routing=True keeps what routers choose"
+        return unsteady(self.model)
+
+    def release(self) -> None:
+        """Let go of the memory that a call leaves to the next: on a GPU the key/value cache and recorded steps."""
+        self._slots = None
+
+    def _recorded(self, answers: Sequence[Answer]) -> PagedRun:
+        need = Need.of(answers, self.max_batch_tokens, self.max_sequences)
+        if self._slots is None or not self._slots.fit(need):
+            self.release()
+            self._slots = Slots(self.model, need, next(self.model.parameters()).device)
+        return PagedRun(self.model, self._slots, answers, self.max_sequences, self.max_prefill_tokens)
 
     def _answers(self, place: int, tokens: Sequence[int], sampling: Sampling, n: int, apart: int) -> list[Answer]:
         tokens = [int(token) for token in tokens]
@@ -327,10 +356,7 @@ class _Run:
             answer.unseen = 0
             for token, logprob, sampled in taken:
                 if math.isnan(logprob):
-                    raise FloatingPointError(
-                        f"the model's logits after {answer.length} tokens are not numbers. Look at its weights, or at "
-                        "the training step that made them."
-                    )
+                    raise not_numbers(answer)
                 answer.unseen += 1
                 if answer.add(int(token), logprob, sampled):
                     finished.append(place)

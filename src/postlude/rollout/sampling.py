@@ -54,6 +54,11 @@ class Sampling:
             raise ValueError(f"stop={self.stop!r}: every stop string has at least one letter.")
 
     @property
+    def limited(self) -> bool:
+        """Whether tokens are drawn from fewer than all."""
+        return bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)
+
+    @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         return self.temperature == 0.0

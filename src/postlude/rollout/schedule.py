@@ -84,6 +84,14 @@ class Answer:
         return self.finish_reason is not None
 
 
+def not_numbers(answer: Answer) -> FloatingPointError:
+    """What there is to say of logits that are not numbers."""
+    return FloatingPointError(
+        f"the model's logits after {answer.length} tokens are not numbers. Look at its weights, or at the training "
+        "step that made them."
+    )
+
+
 Move = tuple[int, int, int]
 """Source row, target row, and how many tokens of it."""
 

@@ -18,6 +18,7 @@ from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLin
 from postlude.ops.attention import Scores, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.gating import gated
+from postlude.ops.paged_attention import WIDEST
 from postlude.ops.rotary import HeadNorms, RotaryConfig, rotate_heads
 from postlude.world.mesh import Mesh
 
@@ -163,12 +164,21 @@ class Attention(Block):
             self.q_norm = norm(query_size if full else config.head_dim, eps, tp=mesh.tp, offset=offset)
             self.k_norm = norm(key_size if full else config.head_dim, eps, tp=mesh.tp, offset=offset)
 
+    def together(self) -> tuple[tuple[ColumnLinear, ...], ...]:
+        """What makes queries, keys, values and a gate."""
+        gate = (self.gate_proj,) if self.config.output_gate else ()
+        return ((self.q_proj, self.k_proj, self.v_proj, *gate),)
+
+    @property
+    def steady(self) -> bool:
+        """Where its heads are no wider than decoding's kernel takes."""
+        return self.config.head_dim <= WIDEST
+
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         config = self.config
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        layers = [self.q_proj, self.k_proj, self.v_proj, *([self.gate_proj] if config.output_gate else [])]
-        query, key, value, *gates = products(hidden, *layers)
+        query, key, value, *gates = products(hidden, *self.together()[0])
         if config.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         key, value = self._own_heads(key), self._own_heads(value)

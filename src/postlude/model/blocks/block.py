@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from postlude.model.block_config import BlockConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import Gathered, NoNorm, RMSNorm
+from postlude.model.parallel import ColumnLinear, Gathered, Linear, NoNorm, RMSNorm
 from postlude.model.steps import Step, compute
 from postlude.world.mesh import Mesh
 
@@ -53,6 +53,15 @@ class Block(nn.Module):
     def _block_norm(self, model: ModelConfig) -> RMSNorm:
         return RMSNorm(model.hidden_size, model.norm_eps, tp=self.mesh.tp, offset=model.norm_offset)
 
+    @property
+    def steady(self) -> bool:
+        """Whether its work on one next token of each running sequence is the same kernels at every step.
+
+        Then a GPU can be handed a whole recorded step: the block asks nothing of the host that depends on values, and
+        of `context.running` nothing but `attend` and `recur`.
+        """
+        return False
+
     def steps(self) -> tuple[Step, ...]:
         """The block's work in order. Most blocks are one compute step."""
         return (compute("work", self._residual),)
@@ -60,6 +69,10 @@ class Block(nn.Module):
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], after the pre-norm and before the post-norm and the residual."""
         raise NotImplementedError(f"{type(self).__name__} must define work() or steps().")
+
+    def together(self) -> tuple[tuple[Linear | ColumnLinear, ...], ...]:
+        """Layers that are given the same tokens, group by group: `lay_together` makes one product of each."""
+        return ()
 
     def apart(self) -> tuple[Part, ...]:
         """The modules of this block that are sharded by themselves: experts, and what stays in fp32."""

@@ -102,6 +102,7 @@ class MLP(Block):
 
     Config = MLPConfig
     generates = True
+    steady = True
 
     def __init__(self, config: MLPConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -111,9 +112,12 @@ class MLP(Block):
         self.up_proj = ColumnLinear(outer, inner, bias=config.bias, tp=mesh.tp)
         self.down_proj = RowLinear(inner, outer, bias=config.bias, tp=mesh.tp)
 
+    def together(self) -> tuple[tuple[ColumnLinear, ...], ...]:
+        """The gate and what it multiplies."""
+        return ((self.up_proj, *(() if self.gate_proj is None else (self.gate_proj,))),)
+
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        layers = [self.up_proj, *([] if self.gate_proj is None else [self.gate_proj])]
-        up, *gates = products(hidden, *layers)
+        up, *gates = products(hidden, *self.together()[0])
         return self.config.through(self.down_proj, gates[0] if gates else None, up)

@@ -23,6 +23,7 @@ from postlude.ops.experts import (
     add_bias,
     ask_route,
     expert_order,
+    grouped_kernel_fits,
     grouped_linear,
     merge_rows,
     replicate_rows,
@@ -169,6 +170,13 @@ class MoE(Block):
             self.register_buffer("selection_bias", torch.zeros(config.experts, dtype=torch.float32))
             self.register_buffer("load", torch.zeros(config.experts, dtype=torch.float32), persistent=False)
         self.shared = SharedExpert(config, model.hidden_size, mesh.tp) if config.shared_intermediate_size else None
+
+    @property
+    def steady(self) -> bool:
+        """Where one kernel takes the rows of all experts. Elsewhere the host must know how many each gets."""
+        layers = (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj)
+        fits = all(grouped_kernel_fits(layer.weight) for layer in layers if layer is not None)
+        return fits and self.mesh.ep.group is None
 
     def steps(self) -> tuple[Step, ...]:
         """Dispatch and combine are where tokens change ranks; they are left out where this rank has all experts.

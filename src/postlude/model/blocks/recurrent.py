@@ -40,6 +40,7 @@ class Recurrent(Block):
     """
 
     generates = True
+    steady = True
     vectors: HeadVectors
     decays: tuple[float, float]
     """Between which A is drawn."""

@@ -1,0 +1,99 @@
+"""What the kernels over pages must do. `test_paged_attention.py` runs this file: on a GPU, or through Triton's
+interpreter, which must be chosen before triton is first imported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.ops import paged_attention
+from postlude.ops.attention import Scores, per_sequence_attention
+from postlude.ops.packing import Packing
+from postlude.ops.paged_attention import PAGE, attend_pages, new_store
+from tests.equality import assert_equal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS = (5, 0, PAGE + 1, 2 * PAGE, 1)
+SCORES = {
+    "plain": Scores(scale=0.3),
+    "window": Scores(scale=0.3, window=70),
+    "window of one": Scores(scale=0.3, window=1),
+    "softcap": Scores(scale=0.3, softcap=1.5),
+}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def paged(wholes: list[Tensor], heads: int, width: int, seed: int = 3) -> tuple[Tensor, Tensor]:
+    """Keys of sequences, [length, heads, width] each, in pages of a store in any order, and the table."""
+    store = new_store(16, heads, width, torch.float32, torch.device(DEVICE))
+    store.copy_(normal(*store.shape, seed=9))  # what lies past an end is not zero
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.zeros(len(wholes), 3, dtype=torch.int32)
+    for row, whole in enumerate(wholes):
+        for number, piece in enumerate(whole.split(PAGE) if len(whole) else ()):
+            page = order.pop()
+            table[row, number] = page
+            store[page, : len(piece)] = piece
+    return store, table.to(DEVICE)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize(("heads", "widths"), [((6, 2), (16, 10)), ((3, 1), (24, 24)), ((2, 2), (16, 16))])
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_pages_equal_packed_attention(backend, name: str, heads, widths, sinks: bool) -> None:
+    wholes = [[normal(length, heads[1], width, seed=length) for length in LENGTHS] for width in widths]
+    (keys, table), (values, same) = (paged(each, heads[1], width) for each, width in zip(wholes, widths, strict=True))
+    assert torch.equal(table, same)
+    query, lengths = normal(len(LENGTHS), heads[0], widths[0], seed=1), torch.tensor(LENGTHS, device=DEVICE)
+    scores = replace(SCORES[name], sinks=normal(heads[0], seed=2) if sinks else None)
+    running = [row for row, length in enumerate(LENGTHS) if length]
+    new = [
+        torch.stack([whole[-1] if len(whole) else whole.new_zeros(whole.shape[1:]) for whole in each])
+        for each in wholes
+    ]
+    whole_stores = keys.clone(), values.clone()
+    for row in running:  # they are yet to be written
+        for store in (keys, values):
+            store[table[row, (LENGTHS[row] - 1) // PAGE], (LENGTHS[row] - 1) % PAGE] = 9.0
+    actual = attend_pages(query, *new, keys, values, table, lengths, scores, backend=backend)
+    assert torch.equal(keys, whole_stores[0])
+    assert torch.equal(values, whole_stores[1])
+    packed = [torch.cat(each) for each in wholes]
+    queries, asked = Packing.from_lengths([1] * 4, DEVICE), Packing.from_lengths([n for n in LENGTHS if n], DEVICE)
+    expected = per_sequence_attention(query[running], *packed, queries, asked, scores)
+    assert_equal(actual[running], expected, name)
+    assert actual.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 150])
+def test_any_number_of_splits_gives_the_same(rows: int) -> None:
+    lengths = torch.tensor([(37 * row) % (3 * PAGE + 1) for row in range(rows)], device=DEVICE)
+    lengths[0] = 3 * PAGE
+    keys, values = (new_store(3 * rows, 2, 16, torch.float32, torch.device(DEVICE)) for _ in range(2))
+    keys.copy_(normal(*keys.shape, seed=1))
+    values.copy_(normal(*values.shape, seed=2))
+    table = torch.arange(3 * rows, dtype=torch.int32).view(rows, 3).to(DEVICE)
+    query, key, value = normal(rows, 4, 16), normal(rows, 2, 16, seed=3), normal(rows, 2, 16, seed=4)
+    actual, expected = (
+        attend_pages(query, key, value, keys.clone(), values.clone(), table, lengths, SCORES["plain"], backend=backend)
+        for backend in ("triton", "torch")
+    )
+    assert_equal(actual[lengths > 0], expected[lengths > 0], "splits")
+
+
+def test_heads_that_no_tile_has_room_for_are_refused() -> None:
+    wide = paged_attention.WIDEST + 1
+    store = new_store(1, 1, wide, torch.float32, torch.device(DEVICE))
+    table, lengths = (
+        torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),
+        torch.ones(1, dtype=torch.int64, device=DEVICE),
+    )
+    with pytest.raises(RuntimeError, match="its tiles have room for heads of 256, and these have 257"):
+        attend_pages(*[normal(1, 1, wide)] * 3, store, store, table, lengths, SCORES["plain"], backend="triton")

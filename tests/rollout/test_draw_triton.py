@@ -1,0 +1,21 @@
+"""The kernels that draw: through Triton's interpreter where there is no GPU, and on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ops.kernel_checks import interpret_checks, run_checks
+
+CHECKS = str(Path(__file__).with_name("draw_checks.py"))
+
+
+@pytest.mark.thorough
+def test_kernels_in_the_interpreter() -> None:
+    interpret_checks(CHECKS)
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    run_checks(CHECKS)

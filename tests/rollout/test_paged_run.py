@@ -1,0 +1,200 @@
+"""Steps on rows and pages equal the generator's other way, token by token: by torch on a CPU, recorded on a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from postlude import load_model, load_tokenizer
+from postlude.hf.builtin import tiny_hybrid
+from postlude.model import LanguageModel
+from postlude.model.pattern import Pattern
+from postlude.ops.linear import side_by_side
+from postlude.rollout.generator import Generator
+from postlude.rollout.protocol import Completion
+from postlude.rollout.sampling import Sampling
+from tests.rollout.test_generator import teacher_forced
+
+STOPS = tuple(range(0, 256, 9))
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")]
+
+
+class Recorded(Generator):
+    """Takes the steps on rows and pages wherever the model is."""
+
+    def unsteady(self) -> str | None:
+        return None
+
+
+class Stepped(Generator):
+    """Takes the other way."""
+
+    def unsteady(self) -> str | None:
+        return "for comparison"
+
+
+def dense(device: str) -> LanguageModel:
+    """Weights large enough that the next token depends on every one before it."""
+    model = load_model("tiny-dense")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(4.0)
+    return model.to(device)
+
+
+def hybrid(pattern: str, dtype: torch.dtype | None = None) -> LanguageModel:
+    """Blocks of every kind, as a pattern has them."""
+    config = tiny_hybrid()
+    parsed = Pattern.parse(pattern)
+    used = {symbol: block for symbol, block in config.blocks.items() if symbol in pattern}
+    return LanguageModel(replace(config, pattern=parsed, blocks=used), dtype=dtype)
+
+
+def assert_alike(actual: list[list[Completion]], expected: list[list[Completion]]) -> None:
+    for group, others in zip(actual, expected, strict=True):
+        for one, other in zip(group, others, strict=True):
+            assert one.tokens == other.tokens
+            assert one.finish_reason == other.finish_reason
+            assert one.text == other.text
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert one.sampled_logprobs == pytest.approx(other.sampled_logprobs, abs=1e-4)
+
+
+def uneven(count: int, longest: int, seed: int = 0, **common) -> tuple[list[list[int]], list[Sampling]]:
+    source = random.Random(seed)
+    asked = [[source.randrange(256) for _ in range(source.randrange(1, longest))] for _ in range(count)]
+    return asked, [Sampling(max_new_tokens=source.randrange(1, longest), **common) for _ in asked]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_of_uneven_lengths_equal_those_of_the_other_way(device: str, temperature: float) -> None:
+    """They leave and join at any time, stop tokens end some, and prompts, shared by two each, fill pages or not."""
+    model = dense(device)
+    asked, samplings = uneven(*((4, 30) if device == "cpu" else (12, 90)), temperature=temperature, stop_tokens=STOPS)
+    asked[1] = [3] * 64
+    expected = Stepped(model).generate(asked, samplings, n=2)
+    assert_alike(Recorded(model).generate(asked, samplings, n=2), expected)
+    assert {one.finish_reason for group in expected for one in group} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_sequences": 2},
+        {"max_batch_tokens": 260},  # four pages: answers are evicted and go on later
+        {"max_prefill_tokens": 1},
+        {"max_sequences": 3, "max_batch_tokens": 400},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_limits_change_no_answer(device: str, limits: dict[str, int]) -> None:
+    model = dense(device)
+    asked, samplings = uneven(6, 70, seed=3, temperature=0.9, ignore_eos=True)
+    for place, limited in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.8, "top_k": 20})):
+        samplings[place] = replace(samplings[place], **limited)
+    generator = Recorded(model, **limits)
+    expected = Stepped(model).generate(asked, samplings, n=3)
+    assert_alike(generator.generate(asked, samplings, n=3), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_of_a_fixed_size_go_with_their_rows(device: str) -> None:
+    """Of recurrences and convolutions; with more answers than rows some begin late, from a prompt passed before."""
+    model = hybrid("[M-][G-][S-][*-]").to(device)
+    asked, samplings = uneven(3, 8, seed=1, temperature=1.0)
+    expected = Stepped(model).generate(asked, samplings, n=3)
+    assert_alike(Recorded(model, max_sequences=2).generate(asked, samplings, n=3), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["[*-]{2}", "[*E]{2}", "[M-][G-][SE][*E]"])
+def test_bf16_stays_near_a_forward_of_the_whole_answer(pattern: str) -> None:
+    """bf16 keeps 8 bits, and log-probs here are about 5: 5e-2."""
+    model = hybrid(pattern, torch.bfloat16).to("cuda")
+    generator = Generator(model)
+    asked, samplings = uneven(12, 60, seed=2)
+    answered = generator.generate(asked, samplings, n=2)
+    assert generator._slots is not None
+    flat = [one for group in answered for one in group]
+    for one, logprobs in zip(flat, teacher_forced(model, asked, answered), strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stop_strings_are_found_late_and_what_came_after_is_dropped(device: str) -> None:
+    model, tokenizer = dense(device), load_tokenizer("tiny-dense")
+    asked, common = [list(b"begin"), list(b"other")], {"max_new_tokens": 30, "ignore_eos": True, "seed": 3}
+    (free,), _ = Stepped(model, tokenizer).generate(asked, Sampling(**common))
+    letters = [place for place, token in enumerate(free.tokens) if 32 < token < 127]
+    place = next(place for place in letters if place + 1 in letters)
+    stop = bytes(free.tokens[place : place + 2]).decode()
+    sampling = Sampling(**common, stop=(stop,))
+    expected = Stepped(model, tokenizer).generate(asked, sampling)
+    assert expected[0][0].finish_reason == "stop"
+    # One at a time, so that another answer takes the row that was stopped.
+    assert_alike(Recorded(model, tokenizer, max_sequences=1).generate(asked, sampling), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_are_read_at_the_call(device: str) -> None:
+    """Changed where they are, and put elsewhere."""
+    model = dense(device)
+    generator, asked, sampling = Recorded(model), [[1, 2, 3]], Sampling(max_new_tokens=8, temperature=0.0)
+    first = generator.generate(asked, sampling)
+    slots = generator._slots
+    (attention, *_) = model.blocks
+    assert side_by_side([layer.weight for layer in attention.together()[0]]) is not None
+    assert generator.generate(asked, sampling)[0][0].tokens == first[0][0].tokens
+    assert generator._slots is slots
+    model.reset(seed=1)
+    second = generator.generate(asked, sampling)
+    assert generator._slots is slots
+    assert second[0][0].tokens != first[0][0].tokens
+    assert_alike(second, Stepped(model).generate(asked, sampling))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = torch.randn_like(parameter) * 0.1
+    assert_alike(generator.generate(asked, sampling), Stepped(model).generate(asked, sampling))
+    assert generator._slots is not slots
+    generator.release()
+    assert generator._slots is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_that_are_no_numbers_are_an_error(device: str) -> None:
+    model = load_model("tiny-dense").to(device)
+    generator = Recorded(model)
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    for temperature in (0.0, 1.0):
+        with pytest.raises(FloatingPointError, match="after 3 tokens are not numbers"):
+            generator.generate([[1, 2, 3]], Sampling(temperature=temperature, max_new_tokens=9))
+    model.reset()
+    sampling = Sampling(max_new_tokens=9)
+    assert_alike(generator.generate([[1, 2, 3]], sampling), Stepped(model).generate([[1, 2, 3]], sampling))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
+    model = load_model("tiny-dense").to("cuda")
+    generator = Generator(model)
+    generator.generate([[1, 2, 3]], Sampling(max_new_tokens=4))
+    assert generator._slots is not None
+    assert list(generator._slots.steps._graphs) == [(8, False)]
+    others = Generator(model.double())
+    others.generate([[1, 2, 3]], Sampling(max_new_tokens=4))
+    assert others._slots is None
+
+
+def test_what_is_not_steady_says_why() -> None:
+    generator = Generator(load_model("tiny-dense"))
+    assert generator.unsteady() == "the model is on cpu"
+    generator.routing = True
+    assert generator.unsteady() == "routing=True keeps what routers choose"
