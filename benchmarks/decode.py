@@ -1,0 +1,122 @@
+"""Tokens a second of the generator on a GPU, for `generate.py --device cuda`: many answers at once, sampled, in bf16.
+
+Weights are random, and every answer has the length that is asked of it; in the uneven case lengths are spread as in
+`generate.py`, half of them shorter than a quarter of the longest, and nothing waits to take the place of what ended.
+transformers samples the same number of tokens with a static cache, whose step it compiles, from prompts alike in
+length; in the uneven case each of its rows ends at its own length, and all are stepped until the last has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import peers
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from workloads import SHAPES, Clock, Results, attempt, forget, peak_gib, profile
+
+from postlude import load_model
+from postlude.rollout.generator import Generator
+from postlude.rollout.sampling import Sampling
+
+PROMPT = 64  # tokens
+Case = tuple[str, list[list[int]], list[int]]
+"""A name, prompts, and the length of each answer."""
+
+
+def main(arguments: argparse.Namespace) -> None:
+    config, device = SHAPES[arguments.shape](), arguments.device
+    generator = torch.Generator().manual_seed(0)
+
+    def prompts(count: int) -> list[list[int]]:
+        drawn: list[list[int]] = torch.randint(config.vocab_size, (count, PROMPT), generator=generator).tolist()
+        return drawn
+
+    cases: list[Case] = [
+        (f"{count} answers", prompts(count), [arguments.length] * count) for count in arguments.answers
+    ]
+    most = max(arguments.answers)
+    shares = torch.rand(most, generator=generator).square()
+    cases.append((f"{most} uneven answers", prompts(most), (4 + shares * (arguments.length - 4)).long().tolist()))
+    results = Results(" ".join(sys.argv), device, arguments.json)
+    clock = Clock(device, repeats=arguments.repeat)
+    for name, make in MAKERS.items():
+        if name not in arguments.cases:
+            continue
+        run = make(config, device, most * (PROMPT + arguments.length + 64), most)
+        for case, asked, lengths in cases:
+            found = attempt(lambda asked=asked, lengths=lengths, run=run: timed(run, asked, lengths, clock, device))
+            results.add({"shape": arguments.shape, "engine": name, "case": case, **found})
+            print(f"{name:<28} {case:<22} {found}", flush=True)
+        if arguments.profile and name == "postlude":
+            profile_step(run, cases[0], device)
+        del run
+        forget(device)
+
+
+def timed(
+    run: Callable[..., None], asked: list[list[int]], lengths: list[int], clock: Clock, device: str
+) -> dict[str, Any]:
+    forget(device)
+    seconds = clock(lambda: run(asked, lengths))
+    tokens = sum(lengths)
+    return {"tokens": tokens, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds)} | {
+        "peak_gib": peak_gib(device)
+    }
+
+
+def profile_step(run: Callable[..., None], case: Case, device: str) -> None:
+    """What a few steps of the first case are made of."""
+    _, asked, _ = case
+    profile(lambda: run(asked, [9] * len(asked)), device)
+
+
+def postlude(config: Any, device: str, budget: int, most: int) -> Callable[..., None]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = Generator(load_model(config, dtype=dtype, device=device), max_batch_tokens=budget, max_sequences=most)
+
+    def run(asked: list[list[int]], lengths: list[int]) -> None:
+        found = generator.generate(
+            asked, [Sampling(max_new_tokens=length, seed=place) for place, length in enumerate(lengths)]
+        )
+        assert [len(one.tokens) for (one,) in found] == lengths
+
+    return run
+
+
+class AtLengths(StoppingCriteria):
+    """Each row ends at its own length."""
+
+    def __init__(self, stops: Tensor) -> None:
+        self.stops = stops
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] >= self.stops
+
+
+def transformers(config: Any, device: str, budget: int, most: int) -> Callable[..., None]:
+    model: PreTrainedModel = peers.made(config, device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    @torch.no_grad()
+    def run(asked: list[list[int]], lengths: list[int]) -> None:
+        stops = torch.tensor(lengths, device=device) + PROMPT
+        model.generate(
+            torch.tensor(asked, device=device),
+            attention_mask=torch.ones(len(asked), PROMPT, dtype=torch.int64, device=device),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=max(lengths),
+            pad_token_id=0,
+            cache_implementation="static",
+            stopping_criteria=StoppingCriteriaList([AtLengths(stops)]),
+        )
+
+    return run
+
+
+MAKERS = {"postlude": postlude, "transformers": transformers}
