@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from postlude.model.parallel import is_shared
 from postlude.ops.backend import obstacle
 from postlude.ops.packing import Packing
 from postlude.rollout.slots import LENGTH, TOKEN, PagedCache, Rows, draw_next
+
+log = logging.getLogger(__name__)
 
 BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a recorded step; then multiples of the last
 
@@ -28,7 +31,7 @@ class Steps:
     """Steps of a model on rows and pages: forward, draw and whether answers end, for the first `size` of the rows.
 
     On a GPU each size is recorded when it is first asked for. The recording reads weights, rows and pages where they
-    were then.
+    were then. Where CUDA refuses to record something, that is said once, and the host makes these steps.
     """
 
     def __init__(self, model: LanguageModel, rows: Rows, cache: PagedCache) -> None:
@@ -37,8 +40,9 @@ class Steps:
         self.cache = cache
         self._weights = addresses(model)
         self._microbatches: dict[int, Microbatch] = {}
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
         self._pool: Any = None  # memory that all recordings share, since one runs at a time
+        self._stream: torch.cuda.Stream | None = None  # one for all: each stream keeps memory of its own
 
     def still_true(self) -> bool:
         """Whether the model's weights are where they were when the first step was recorded."""
@@ -51,24 +55,40 @@ class Steps:
             return
         if (size, limited) not in self._graphs:
             self._graphs[size, limited] = self._record(size, limited)
-        self._graphs[size, limited].replay()
+        graph = self._graphs[size, limited]
+        if graph is None:
+            self._step(size, limited)
+        else:
+            graph.replay()
 
-    def _record(self, size: int, limited: bool) -> torch.cuda.CUDAGraph:
+    def _record(self, size: int, limited: bool) -> torch.cuda.CUDAGraph | None:
         lengths = self.rows.numbers[LENGTH]
         kept = lengths.clone()
         lengths.zero_()  # idle rows leave everything as it is
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             self._step(size, limited)  # compiles kernels, and makes what is made once
+            graph = self._captured(size, limited)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        lengths.copy_(kept)
+        return graph
+
+    def _captured(self, size: int, limited: bool) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._step(size, limited)
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        except RuntimeError as error:
+            why = str(error.__context__ or error).splitlines()[0]
+            log.warning(
+                "a step of %d rows cannot be recorded, so the host makes every one, which is slow: %s", size, why
+            )
+            return None
         self._pool = graph.pool()
-        lengths.copy_(kept)
         return graph
 
     def _step(self, size: int, limited: bool) -> None:
