@@ -100,8 +100,8 @@ def growth(cases: Sequence[Case]) -> list[str]:
         if not ran:
             lines.append(row(case["axis"], case["pass"], case["points"][0]["failed"], "", "", "", ""))
             continue
-        ends = [ran[0], ran[-1]]
-        powers = ", ".join(f"{name} {power}" for name, power in case["exponents"].items())
+        ends = [ran[0], ran[-1]] if len(ran) > 1 else ran
+        powers = ", ".join(f"{name} {power}" for name, power in case["exponents"].items() if power is not None)
         spans = (" … ".join(f"{end.get(key, 0):,}" for end in ends) for key in ("size", "seconds", "extra_gib"))
         lines.append(row(case["axis"], case["pass"], *spans, powers, ", ".join(case["superlinear"]) or "–"))
     return lines
