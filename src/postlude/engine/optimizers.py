@@ -149,8 +149,7 @@ class AdamWMover(torch.optim.Optimizer):
         steps = [self.state[parameter]["step"] for parameter in parameters]
         scale = torch.ones(2, device=self._device) if self.scale is None else self.scale
         counted = torch.stack(steps) + scale[1]
-        for step, now in zip(steps, counted.unbind(), strict=True):
-            step.copy_(now)
+        torch._foreach_copy_(steps, list(counted.unbind()))
         for parameter, now in zip(parameters, now_at(counted, rates).unbind(), strict=True):
             yield from self._pieces(parameter, now, rates, scale)
 
@@ -159,16 +158,16 @@ class AdamWMover(torch.optim.Optimizer):
         weight, gradient, (first, *others) = held(parameter), held(_gradient(parameter)), region(parameter)
         if not weight.numel():
             return
+        key, shape, names = key_of(self.names[parameter]), tuple(parameter.shape), list(state)
         rows = len(weight)
         if self.config.offload and parameter.ndim > 1:
             bytes_of_row = sum(each.numel() * each.element_size() for each in state.values()) // rows
             rows = max(1, PIECE_BYTES // max(bytes_of_row, 1))
         for start in range(0, len(weight), rows):
             cut = slice(start, start + rows)
-            place = Place.of((slice(first.start + start, first.stop), *others), tuple(parameter.shape))
-            names, pieces = list(state), [each[cut] for each in state.values()]
-            work = partial(_narrow_step, names, weight[cut], gradient[cut], now, rates, scale, place)
-            yield pieces, partial(work, key_of(self.names[parameter]))
+            place = Place.of((slice(first.start + start, first.stop), *others), shape)
+            work = partial(_narrow_step, names, weight[cut], gradient[cut], now, rates, scale, place, key)
+            yield [each[cut] for each in state.values()], work
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state before the first step: zeros."""
