@@ -165,7 +165,7 @@ class Engine:
         """How the work is divided."""
         return self.mesh.layout
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters that are trained, by their global names."""
         return {
