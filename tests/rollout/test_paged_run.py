@@ -14,7 +14,7 @@ from postlude.model import LanguageModel
 from postlude.model.pattern import Pattern
 from postlude.ops.linear import side_by_side
 from postlude.rollout.generator import Generator
-from postlude.rollout.paged_run import PagedRun
+from postlude.rollout.paged_run import PagedRun, Slots
 from postlude.rollout.protocol import Completion
 from postlude.rollout.sampling import Sampling
 from tests.rollout.test_generator import teacher_forced
@@ -147,7 +147,7 @@ def test_stop_strings_are_found_late_and_what_came_after_is_dropped(device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_weights_are_read_at_the_call(device: str) -> None:
+def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
     """Changed where they are, and put elsewhere."""
     model = dense(device)
     generator, asked, sampling = Recorded(model), [[1, 2, 3]], Sampling(max_new_tokens=8, temperature=0.0)
@@ -167,7 +167,10 @@ def test_weights_are_read_at_the_call(device: str) -> None:
             parameter.data = torch.randn_like(parameter) * 0.1
     assert_alike(generator.generate(asked, sampling), Stepped(model).generate(asked, sampling))
     assert generator._slots is not slots
-    generator.release()
+    generator.release(small=False)
+    assert generator._slots is not None
+    monkeypatch.setattr(Slots, "small", False)
+    generator.release(small=False)
     assert generator._slots is None
 
 

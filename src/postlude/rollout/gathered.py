@@ -52,6 +52,7 @@ class SharedGenerator:
 
     def close(self) -> None:
         """It holds nothing but memory."""
+        self.generator.release()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
@@ -84,6 +85,8 @@ class GatheredGenerator(SharedGenerator):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
     ) -> list[list[Completion]]:
-        """Answer with the engine's weights as they are now."""
+        """Answer with the engine's weights as they are now. A large cache is not kept from training."""
         self.refresh()
-        return super().generate(prompts, sampling, n)
+        answers = super().generate(prompts, sampling, n)
+        self.generator.release(small=False)
+        return answers

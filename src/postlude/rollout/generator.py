@@ -131,9 +131,13 @@ class Generator:
             return "routing=True keeps what routers choose"
         return unsteady(self.model)
 
-    def release(self) -> None:
-        """Let go of the memory that a call leaves to the next: on a GPU the key/value cache and recorded steps."""
-        self._slots = None
+    def release(self, *, small: bool = True) -> None:
+        """Let go of what a call leaves to the next: on a GPU the key/value cache and recorded steps.
+
+        With `small=False` only where the cache is more than an eighth of the device's memory.
+        """
+        if self._slots is not None and (small or not self._slots.small):
+            self._slots = None
 
     def _recorded(self, answers: Sequence[Answer]) -> PagedRun:
         need = Need.of(answers, self.max_batch_tokens, self.max_sequences)

@@ -24,6 +24,7 @@ from postlude.rollout.schedule import MARGIN, Answer, Prompt, not_numbers
 from postlude.rollout.slots import LOG_MIN_P, PagedCache, Rows, draw_next
 
 AHEAD = 2  # steps that are under way while the host reads an earlier one's tokens
+SMALL = 8  # a cache is small that takes one part in so many of the device's memory
 STOPS = 8  # tokens that may end an answer, for which there is room at least
 
 
@@ -61,6 +62,14 @@ class Slots:
         self.rows = Rows(need.rows, need.longest, need.stops, device)
         self.cache = PagedCache(need.pages, need.rows, device)
         self.steps = Steps(model, self.rows, self.cache)
+
+    @property
+    def small(self) -> bool:
+        """Whether they take no more than a part in `SMALL` of the device's memory."""
+        device = self.cache.device
+        if device.type != "cuda":
+            return True
+        return SMALL * self.cache.size_in_bytes <= torch.cuda.get_device_properties(device).total_memory
 
     def fit(self, need: Need) -> bool:
         """Whether they are enough, and the weights still where the recorded steps read them."""

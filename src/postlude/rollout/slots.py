@@ -106,6 +106,12 @@ class PagedCache:
         self._table = self._lengths = torch.empty(0, device=device)
         self._begun: tuple[Packing, Tensor] | None = None
 
+    @property
+    def size_in_bytes(self) -> int:
+        """Of all stores and states."""
+        every = (*self._stores.values(), *self._states.values())
+        return sum(each.numel() * each.element_size() for tensors in every for each in tensors)
+
     def go_on(self, table: Tensor, lengths: Tensor) -> None:
         """The next forward takes the newest token of n rows: `table` [n, most] int32, `lengths` [n] int64."""
         self._table, self._lengths, self._begun = table, lengths, None
