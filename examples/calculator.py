@@ -1,9 +1,10 @@
-"""An environment with a tool: a model that cannot add learns to ask a calculator, from rewards alone.
+"""An environment with a tool: a model learns from rewards to ask a calculator.
 
     postlude grpo recipes/calculator.yaml
 
 A turn that begins with "?" is a call: the rest is calculated, and the model reads the result. Any other turn is the
-answer. `reply` keeps nothing between turns and runs in processes of its own, where it may also fail.
+answer. Half of the examples of the warm start ask, the other half give up with "-"; that asking earns something, only
+rewards tell. `reply` keeps nothing between turns and runs in processes of its own, where it may also fail.
 """
 
 from __future__ import annotations

@@ -235,6 +235,7 @@ ELSEWHERE = {
     "environment.max_turns": "test_grpo.py: test_a_conversation",
     "environment.unfinished_reward": "test_grpo.py: test_a_conversation",
     "environment.keep_reasoning": "tests/data/test_chat.py",
+    "environment.tools": "tests/rollout/test_tools.py",
     "environment.episode": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
     "environment.address": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
     "environment.action": "tests/rollout/test_episodes.py",

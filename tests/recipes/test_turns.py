@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -17,12 +20,14 @@ from postlude.recipes.config.configs import EvalConfig
 from postlude.recipes.config.reading import load
 from postlude.recipes.config.settings import Answers
 from postlude.recipes.rollouts import Answered, Rollouts, summary
+from postlude.recipes.run.directory import read_metrics
 from postlude.rollout.environments import MultiTurn, Turn
 from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.protocol import Completion
 from postlude.rollout.rewards import Score
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Task
+from postlude.user_code import load_callable
 from tests.conftest import Ranks
 from tests.meshes import mesh
 from tests.rollout.functions import talk
@@ -222,3 +227,30 @@ def test_episodes_and_servers_are_chosen_in_a_config(tmp_path: Path, monkeypatch
     )
     with pytest.raises(ImportError, match="pip install openenv"):
         config.environment.build(0)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_of_a_tool_answers_and_judges() -> None:
+    reply = load_callable(str(ROOT / "examples" / "calculator.py:reply"))
+    for said, heard in {
+        "?12+3": "=15;",
+        "?12*(3-1)": "=24;",
+        "?12+": "=error;",
+        "?a.b": "=error;",
+        "?-": "=error;",
+    }.items():
+        assert reply("12+3:", [said], {"sum": 15}) == heard
+    assert reply("12+3:", ["15"], {"sum": 15}) == {"reward": 1.0, "asked": 0.0}
+    assert reply("12+3:", ["?12+3", "16"], {"sum": 15}) == {"reward": 0.0, "asked": 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_the_example_of_a_tool_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "postlude", "grpo", "recipes/calculator.yaml", "--run", str(tmp_path / "run")]
+    subprocess.run([*command, "--sinks=[]", "--export=false"], cwd=ROOT, check=True, timeout=1200, capture_output=True)
+    lines = [line for line in read_metrics(tmp_path / "run") if line["phase"] == "grpo"]
+    assert mean(line["reward_mean"] for line in lines[-5:]) > lines[0]["reward_mean"] + 0.25
+    assert lines[-1]["reward/asked"] > 0.9 > lines[0]["reward/asked"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -122,7 +122,8 @@ class GRPOTrainer(Trainer):
     def learn_examples(self) -> dict[str, Any]:
         """One supervised step on the answers that tasks come with."""
         chosen = [self.tasks[index] for index in self.sampler.take(self.config.warm_start.examples)]
-        examples = [example_of(task, self.tokenizer, self.config.budget) for task in chosen]
+        options = self.environment.template_options
+        examples = [example_of(task, self.tokenizer, self.config.budget, options) for task in chosen]
         batch = Batch([each.tokens for each in examples], {"response_mask": [each.mask for each in examples]})
         return self.learn(batch, SFT(over="response_mask"))
 
@@ -217,8 +218,8 @@ class GRPOTrainer(Trainer):
                 return grpo(rewards, groups, leave_one_out=kind == "grpo_loo").tolist()
 
 
-def example_of(task: Task, tokenizer: ChatTokenizer, budget: int) -> Encoded:
-    """A task with its own answer, as the warm start learns it."""
+def example_of(task: Task, tokenizer: ChatTokenizer, budget: int, options: Mapping[str, Any] | None = None) -> Encoded:
+    """A task with its own answer, as the warm start learns it. `options` are the environment's for the template."""
     answer = task.example.get("answer")
     if answer is None:
         raise ValueError(
@@ -227,7 +228,8 @@ def example_of(task: Task, tokenizer: ChatTokenizer, budget: int) -> Encoded:
         )
     try:
         turns = answer if isinstance(answer, list) else str(answer)
-        return Encoder(tokenizer=tokenizer, max_length=budget).answer(task.prompt, turns, task.name)
+        encoder = Encoder(tokenizer=tokenizer, max_length=budget, options=options or {})
+        return encoder.answer(task.prompt, turns, task.name)
     except TooLong as error:
         raise ValueError(
             f"{task.name} with its answer has {error.length} tokens, too many for the warm start in a budget of "
@@ -252,8 +254,8 @@ def checks(subject: Subject) -> list[Check]:
     config: GRPOConfig = subject.config
     subject.others += [config.model] if config.has_reference else []
 
-    def example(task: Task) -> Encoded:
-        return example_of(task, subject.tokenizer, config.budget)
+    def example(task: Task, options: Mapping[str, Any]) -> Encoded:
+        return example_of(task, subject.tokenizer, config.budget, options)
 
     warm = example if config.warm_start.steps else None
     held_out = config.evaluation.tasks if config.evaluation.every else 0

@@ -183,6 +183,12 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
             "0 to 1",
             "0; the first failure of each kind is told in the log",
         ),
+        f"{PARTS}timed_out": Metric(
+            "Timed out",
+            "share of answers whose judge, tool or environment took too long; beside it `raised`, `invalid` and `died`",
+            "0 to 1",
+            "near 0; else raise `environment.timeout`",
+        ),
         f"{PARTS}no_room": Metric(
             "No room", "share of conversations that outgrew the budget", "0 to 1", "near 0; else raise `budget`"
         ),

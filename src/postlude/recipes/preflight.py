@@ -36,6 +36,7 @@ from postlude.recipes.config.settings import (
     EnvironmentSettings,
     ObjectiveFile,
     Prompts,
+    Tools,
     Training,
     Turns,
     built,
@@ -43,12 +44,12 @@ from postlude.recipes.config.settings import (
 from postlude.recipes.encodings import CACHE, Encodings
 from postlude.recipes.examples import Examples, Pairs
 from postlude.recipes.numbers import in_bytes
-from postlude.recipes.rollouts import encode_prompt, environment_of
+from postlude.recipes.rollouts import encode_prompt, encoder_of, environment_of
 from postlude.recipes.run.changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
 from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.recipes.run.sinks import check_sinks
-from postlude.rollout.environments import is_chat
+from postlude.rollout.environments import Environment, is_chat
 from postlude.rollout.generator import check_draft
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
 
@@ -173,7 +174,7 @@ def of_environment(
     settings: EnvironmentSettings,
     answers: Answers,
     *,
-    example: Callable[[Task], Any] | None = None,
+    example: Callable[[Task, Mapping[str, Any]], Any] | None = None,
     held_out: int = 0,
 ) -> Iterator[Check]:
     """Tasks that can be asked and a judge that can be called. `example` makes of a task one to learn by heart."""
@@ -185,11 +186,11 @@ def of_environment(
             if held_out:
                 hold_out(environment.tasks, held_out)
             made = not isinstance(settings, Prompts)  # tasks that are made: the first of them speak for all
-            _tasks(subject, environment.tasks, PAGE if made else len(environment.tasks), answers, example)
+            encoder = encoder_of(environment, subject.tokenizer, answers, config.budget)
+            _tasks(subject, environment.tasks, PAGE if made else len(environment.tasks), encoder, answers, example)
             first = environment.tasks[0]
             if isinstance(settings, Turns) and is_chat(first.prompt):
-                encoder = Encoder(tokenizer=subject.tokenizer)
-                encoder.observation("?", [], chat=True, keep_reasoning=settings.keep_reasoning)
+                _turns(environment, subject.tokenizer, settings)
             said = first.example.get("answer")
             environment.attempt(first, said if isinstance(said, str) else "")
             return f"{len(environment.tasks)} tasks, and a judge that answers"
@@ -360,16 +361,38 @@ def _objective(objective: Any) -> str:
     return objective.file if isinstance(objective, ObjectiveFile) else type(made).__name__
 
 
-def _tasks(subject: Subject, tasks: Tasks, count: int, answers: Answers, example: Callable[[Task], Any] | None) -> None:
+def _turns(environment: Environment, tokenizer: PreTrainedTokenizerBase, settings: Turns) -> None:
+    """Ask the chat template whether a conversation can go on by it, and whether it writes the tools."""
+    options = dict(environment.template_options)
+    encoder = Encoder(tokenizer=tokenizer, options=options)
+    heard: Any = [{"role": "tool", "content": "?"}] if isinstance(settings, Tools) else "?"
+    encoder.observation(heard, [], chat=True, keep_reasoning=settings.keep_reasoning)
+    asked = environment.tasks[0].prompt
+    told = encoder.prompt(asked) != Encoder(tokenizer=tokenizer).prompt(asked)
+    if isinstance(settings, Tools) and settings.system is None and not told:
+        raise ValueError(
+            f"the chat template does not write which tools there are ({', '.join(settings.tools)}). Describe them in "
+            "environment.system, and that a call is written <tool_call>{...}</tool_call>; or use a template that knows "
+            "tools."
+        )
+
+
+def _tasks(
+    subject: Subject,
+    tasks: Tasks,
+    count: int,
+    encoder: Encoder,
+    answers: Answers,
+    example: Callable[[Task, Mapping[str, Any]], Any] | None,
+) -> None:
     """Encode the prompts of the first `count` tasks, and their examples."""
     budget = subject.config.budget
-    encoder = Encoder(tokenizer=subject.tokenizer, max_length=budget - answers.max_new_tokens)
     largest = 0
     for index in range(min(len(tasks), count)):
         task = tasks[index]
         largest = max(largest, *encode_prompt(encoder, task, budget, answers))
         if example is not None:
-            example(task)
+            example(task, encoder.options)
     within_vocabulary(largest, subject)
 
 

@@ -78,7 +78,7 @@ class Rollouts:
     ) -> None:
         self.engine, self.environment, self.answers = engine, environment, answers
         self.budget, self.seed, self.timed = budget, seed, timed
-        self.encoder = Encoder(tokenizer=tokenizer, max_length=budget - answers.max_new_tokens)
+        self.encoder = encoder_of(environment, tokenizer, answers, budget)
 
     def answer(self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0) -> list[Answered]:
         """`samples` answers to each task, whose groups are numbered from `first`, to learn from in `step`."""
@@ -179,6 +179,12 @@ def _said(completion: Completion) -> Said:
     return Said(completion.text or "", completion.tokens, completion.finish_reason == "length")
 
 
+def encoder_of(environment: Environment, tokenizer: ChatTokenizer, answers: Answers, budget: int) -> Encoder:
+    """What encodes an environment's prompts, with room for an answer after them."""
+    options = dict(environment.template_options)
+    return Encoder(tokenizer=tokenizer, max_length=budget - answers.max_new_tokens, options=options)
+
+
 def encode_prompt(encoder: Encoder, task: Task, budget: int, answers: Answers) -> list[int]:
     """A task's prompt as tokens, after which an answer of full length has a place within the budget."""
     try:
@@ -197,7 +203,7 @@ def environment_of(
     """The environment, without the prompts that are to be dropped because no answer would fit after them."""
     environment = settings.build(seed)
     if isinstance(settings, Prompts) and settings.overlong == "drop":
-        tasks, encoder = environment.tasks, Encoder(tokenizer=tokenizer, max_length=budget - answers.max_new_tokens)
+        tasks, encoder = environment.tasks, encoder_of(environment, tokenizer, answers, budget)
         kept = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]
         if not kept:
             environment.close()

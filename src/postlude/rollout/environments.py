@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
@@ -89,6 +90,9 @@ class Environment(ABC):
     tasks: Tasks
     keep_reasoning: bool = False
     """Whether reasoning of earlier turns stays before the model, though its chat template would leave it out."""
+
+    template_options: Mapping[str, Any] = MappingProxyType({})
+    """What the chat template is told besides the messages, such as the tools there are."""
 
     def reset(self, task: Task) -> Episode:
         """Begin an attempt at a task."""

@@ -72,7 +72,7 @@ class Tally:
         self.failures[failure] += 1
         if self.failures[failure] == 1:
             log.warning("%s The sample gets reward %g; such failures are counted.", error, self.failed_reward)
-        return Score(self.failed_reward, {}, error)
+        return Score(self.failed_reward, {failure: 1.0}, error)
 
     def report(self) -> dict[str, float]:
         """For the metrics: how many were scored, and how many failed in each way, since it began."""

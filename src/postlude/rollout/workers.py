@@ -190,7 +190,7 @@ class _Crew:
             self.closed = True
             self._wake()
             self.changed.notify_all()
-        if self.thread.is_alive():
+        if self.thread.is_alive() and self.thread is not threading.current_thread():  # as garbage is found anywhere
             self.thread.join()
         while self.processes:
             self.processes.pop().end()

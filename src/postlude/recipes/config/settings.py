@@ -16,12 +16,13 @@ from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW, Weights
 from postlude.recipes.config.schema import Kinds, Settings
 from postlude.recipes.run.sinks import known
-from postlude.rollout.environments import Environment, MultiTurn, SingleTurn
+from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
 from postlude.rollout.episodes import Episodes
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.rewards import RewardPool
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
+from postlude.rollout.tools import ToolReply, by_name, schema
 from postlude.rollout.verifiers import MathReward
 from postlude.user_code import load_callable
 
@@ -140,6 +141,34 @@ class Conversation(Prompts, Processes, Turns):
         return environment
 
 
+class Tools(Prompts, Processes, Turns):
+    """Prompts of a file, answered after calls of tools: functions of yours, as chat models are taught to call them."""
+
+    tools: Annotated[tuple[str, ...], Field(min_length=1)]
+    """path/to/file.py:name of each. Their names, docstrings and types are told to the model by its chat template."""
+    reward: str
+    """path/to/file.py:name of reward(prompt, completion, example) for an answer without a call, or "math"."""
+
+    def build(self, seed: int) -> Environment:
+        """The environment of these rows."""
+        found, tasks = by_name(self.tools), self.tasks()
+        if not is_chat(tasks[0].prompt):
+            raise ValueError(
+                "tools are called in messages, but prompts are text. Set environment.chat to true, or give messages."
+            )
+        environment = MultiTurn(
+            tasks,
+            ToolReply(self.tools, MathReward() if self.reward == "math" else self.reward),
+            max_turns=self.max_turns,
+            unfinished_reward=self.unfinished_reward,
+            workers=self.workers,
+            timeout=self.timeout,
+        )
+        environment.keep_reasoning = self.keep_reasoning
+        environment.template_options = {"tools": [schema(name, function) for name, function in found.items()]}
+        return environment
+
+
 class Live(Prompts, Turns):
     """Prompts of a file, each the beginning of an episode that is an object of a class of yours."""
 
@@ -194,8 +223,8 @@ def _episodes(settings: Turns, tasks: Tasks, make: Callable[..., Any], name: str
 
 
 EnvironmentSettings: TypeAlias = Annotated[
-    Gym | Dataset | Conversation | Live | OpenEnv,
-    Kinds(reasoning_gym=Gym, dataset=Dataset, conversation=Conversation, episodes=Live, openenv=OpenEnv),
+    Gym | Dataset | Conversation | Tools | Live | OpenEnv,
+    Kinds(reasoning_gym=Gym, dataset=Dataset, conversation=Conversation, tools=Tools, episodes=Live, openenv=OpenEnv),
 ]
 
 

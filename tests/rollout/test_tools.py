@@ -1,0 +1,121 @@
+"""Tools: a call is answered by its result or by what was wrong with it, and what is no call is the answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.hf.tokenizer import byte_tokenizer
+from postlude.recipes.config.configs import EvalConfig
+from postlude.recipes.config.reading import load
+from postlude.recipes.config.settings import Answers, Tools
+from postlude.recipes.preflight import _turns
+from postlude.recipes.rollouts import encoder_of
+from postlude.rollout.environments import Turn
+from postlude.rollout.rewards import Score
+from postlude.rollout.tools import ToolReply, by_name, schema
+
+TOOLS = '''
+import asyncio
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def wait(words: list[str], seconds: float) -> dict:
+    await asyncio.sleep(seconds)
+    return {"waited": words}
+
+
+def right(prompt, completion, example):
+    return float(completion == example["answer"])
+'''
+WRITES_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOLS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2?", "answer": "3"}\n')
+    return path
+
+
+def test_a_call_is_answered_and_an_answer_is_judged(file: Path) -> None:
+    reply = ToolReply((f"{file}:add", f"{file}:wait"), f"{file}:right")
+    for said, heard in {
+        call("add", a=1, b=2): ["3"],
+        f"Let me see. {call('add', a=1)}\n{call('add', a=5, b=5)}": ["2", "10"],
+        call("wait", words=["é"], seconds=0): ['{"waited": ["é"]}'],
+        "<tool_call>{add}</tool_call>": ['error: a call is {"name": "...", "arguments": {...}}'],
+        '<tool_call>{"name": "add"': ['error: a call is {"name": "...", "arguments": {...}}'],
+        call("multiply"): ["error: there is no tool 'multiply'; there are add, wait"],
+        call("add", a="x"): ['error: TypeError: can only concatenate str (not "int") to str'],
+    }.items():
+        assert reply([], [said], {}) == [{"role": "tool", "content": content} for content in heard]
+    assert [reply([], ["", said], {"answer": "3"}) for said in ("3", "4")] == [1.0, 0.0]
+
+
+def test_a_model_is_told_of_tools_by_their_types(file: Path) -> None:
+    found = by_name([f"{file}:add", f"{file}:wait"])
+    assert schema("add", found["add"]) == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a"],
+            },
+        },
+    }
+    assert schema("wait", found["wait"])["function"]["parameters"]["properties"] == {
+        "words": {"type": "array"},
+        "seconds": {"type": "number"},
+    }
+    with pytest.raises(ValueError, match="two tools are called add"):
+        by_name([f"{file}:add", f"{file}:add"])
+
+
+def settings(file: Path, *more: str) -> Tools:
+    chosen = ("--environment.kind=tools", f"--environment.tools=['{file}:add']", f"--environment.reward={file}:right")
+    rows = (f"--environment.path={file.parent / 'rows.jsonl'}", "--environment.max_turns=2", "--environment.workers=0")
+    found = load(EvalConfig, None, [*chosen, *rows, *more]).environment
+    assert isinstance(found, Tools)
+    return found
+
+
+def test_tools_are_chosen_in_a_config_and_written_into_the_prompt(file: Path) -> None:
+    with pytest.raises(ValueError, match="tools are called in messages, but prompts are text"):
+        settings(file).build(0)
+    chosen = settings(file, "--environment.chat=true")
+    environment = chosen.build(0)
+    silent, knowing = byte_tokenizer(), byte_tokenizer()
+    knowing.chat_template = WRITES_TOOLS + str(silent.chat_template)
+    with pytest.raises(
+        ValueError, match=r"the chat template does not write which tools there are \(.*:add\). Describe"
+    ):
+        _turns(environment, silent, chosen)
+    _turns(environment, silent, settings(file, "--environment.chat=true", "--environment.system=Use add."))
+    _turns(environment, knowing, chosen)
+    prompt = encoder_of(environment, knowing, Answers(max_new_tokens=8), 1000).prompt(environment.tasks[0].prompt)
+    assert "Add two numbers." in knowing.decode(prompt)
+    episodes = [environment.reset(environment.tasks[0]) for _ in range(2)]
+    assert environment.step(episodes, [call("add", a=1, b=2), "4"]) == [
+        Turn(observation=[{"role": "tool", "content": "3"}]),
+        Turn(Score(0.0)),
+    ]
+    assert environment.step(episodes[:1], ["3"]) == [Turn(Score(1.0))]
+    environment.close()
