@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from postlude.engine import Engine
+from postlude.hf.export import is_described
 from postlude.recipes.config.settings import Answers, Native, Servers
 from postlude.recipes.preflight import Check, Subject
 from postlude.rollout.gathered import GatheredGenerator, RankedEngine
@@ -67,6 +68,11 @@ def of_servers(
         return
 
     def look() -> str:
+        if trained and not is_described(subject.model[1]):
+            raise ValueError(
+                f"servers read Hugging Face directories, but {subject.config.model} has no Hugging Face family to be "
+                "written as. Use rollout: native."
+            )
         with closing(connect(rollout, subject.tokenizer, retries=1)) as engine:
             servers = engine.meet()
             for server in servers:
