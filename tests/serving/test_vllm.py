@@ -35,16 +35,18 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,  # so that the next token depends on every one before it
+    "max_position_embeddings": 2048,
     "bos_token_id": None,
     "eos_token_id": 257,
     "pad_token_id": 256,
 }
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False),
-    "qwen3": lambda: Qwen3Config(**SMALL, tie_word_embeddings=True),
-    "gemma3": lambda: Gemma3TextConfig(**SMALL, sliding_window=16, query_pre_attn_scalar=32),
+    # Weights so large that the next token depends on every one before it, and not so large that it is the only one.
+    "llama": lambda: LlamaConfig(**SMALL, initializer_range=0.2, tie_word_embeddings=False),
+    "qwen3": lambda: Qwen3Config(**SMALL, initializer_range=0.1, tie_word_embeddings=True),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SMALL, initializer_range=0.02, sliding_window=16, query_pre_attn_scalar=32, tie_word_embeddings=False
+    ),
 }
 PROMPTS = [list(b"over the wire"), list(b"x"), list(b"and back again, by way of the hills and the long road")]
 CLOSE = 1e-3  # between two programs of fp32 that add in other orders; what was seen is a thousandth of it
@@ -53,6 +55,7 @@ CLOSE = 1e-3  # between two programs of fp32 that add in other orders; what was 
 class Served(NamedTuple):
     """A model here, its tokenizer, its directory, and the server of it."""
 
+    family: str
     model: LanguageModel
     tokenizer: Any
     directory: Path
@@ -90,11 +93,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         vllm(directory, home, "--logprobs-mode", "processed_logprobs") as url,
         closing(HTTPEngine(url, tokenizer=tokenizer)) as engine,
     ):
-        yield Served(model, tokenizer, directory, engine, url)
+        yield Served(request.param, model, tokenizer, directory, engine, url)
 
 
 def asked(served: Served) -> list[list[int]]:
-    if served.tokenizer.vocab_size < 1000:
+    if served.family in FAMILIES:
         return PROMPTS
     texts = ("1, 2, 3, 4, 5, 6, 7,", "The capital of France is Paris, and the capital of Italy is")
     return [served.tokenizer(text)["input_ids"] for text in texts]
@@ -127,7 +130,7 @@ def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
         worst = gaps(served, prompts, answered, temperature)
         print(f"log-probs at temperature {temperature}: {worst:.1e}")
         assert worst < CLOSE
-    assert len({tuple(one.tokens) for one in answered[0]}) > 1
+        assert any(len({tuple(one.tokens) for one in group}) > 1 for group in answered), "something was drawn"
 
 
 def test_an_answer_ends_with_the_token_that_ended_it(served: Served) -> None:
@@ -142,23 +145,26 @@ def test_an_answer_ends_with_the_token_that_ended_it(served: Served) -> None:
 def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path) -> None:
     """What was sampled before has the old weights' log-probs, what comes after those of the new, the whole before it
     read anew by them; and each is told with its version."""
-    if served.tokenizer.vocab_size > 1000:
+    if served.family not in FAMILIES:
         pytest.skip("shown on tiny models")
-    family = served.directory.parent.name.rstrip("0123456789")
-    new = load_model(written(family, tmp_path / "new", seed=1), dtype=torch.float32).eval()
-    served.engine.update(str(served.directory), "start.0")
-    prompt = PROMPTS[0]
-    served.engine.submit(Request(tuple(prompt), Sampling(max_new_tokens=450, ignore_eos=True, seed=3)))
-    time.sleep(0.5)
-    began = time.perf_counter()
-    served.engine.update(str(tmp_path / "new"), "start.1")
-    print(f"reload: {time.perf_counter() - began:.2f} s")
-    (done,) = served.engine.poll(timeout=120)
-    (one,) = done.answers
-    print(one.versions)
+    new = load_model(written(served.family, tmp_path / "new", seed=1), dtype=torch.float32).eval()
+    prompt, long = PROMPTS[0], Sampling(max_new_tokens=1000, ignore_eos=True, seed=3)
+    for pause in (0.5, 1.0, 2.0, 0.2):  # until new weights come in the middle, on a machine that may be busy
+        served.engine.update(str(served.directory), "start.0")
+        served.engine.submit(Request(tuple(prompt), long))
+        time.sleep(pause)
+        began = time.perf_counter()
+        served.engine.update(str(tmp_path / "new"), "start.1")
+        reloaded = time.perf_counter() - began
+        (done,) = served.engine.poll(timeout=300)
+        assert done.error is None
+        (one,) = done.answers
+        print(f"reload: {reloaded:.2f} s, {one.versions}")
+        if len(one.versions) > 1:
+            break
     assert [span.version for span in one.versions] == ["start.0", "start.1"]
     old_part, new_part = one.versions
-    assert (old_part.start, old_part.end, new_part.end) == (0, new_part.start, 450)
+    assert (old_part.start, old_part.end, new_part.end) == (0, new_part.start, 1000)
     told = torch.tensor(one.logprobs)
     with torch.no_grad():
         (before,), (after,) = (teacher_forced(model, [prompt], [[one]]) for model in (served.model, new))
@@ -182,7 +188,7 @@ def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]
 
 def test_grpo_learns_from_what_vllm_says(ranks: Ranks, served: Served, tmp_path: Path) -> None:
     """The first step's ratios are 1: what vLLM sampled with is what the trainer has, after every step."""
-    if not served.directory.parent.name.startswith("llama"):
+    if served.family != "llama":
         pytest.skip("shown on one family")
     settings = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts=2")
     faster = ("--optimizer.lr=1e-2", "--answers.temperature=0.8")

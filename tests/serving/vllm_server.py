@@ -36,7 +36,7 @@ def vllm(directory: Path, home: Path, *options: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(PYTHON), "-m", ENTRY, "--model", str(directory), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--enforce-eager", "--enable-scale-out", "--max-model-len", "512", *options]
+    command += ["--dtype", "float32", "--enforce-eager", "--enable-scale-out", "--max-model-len", "2048", *options]
     environment = os.environ | ENVIRONMENT | {"HF_HOME": str(home), "VLLM_CACHE_ROOT": str(home)}
     environment |= {"VLLM_RPC_BASE_PATH": str(home)}
     environment.pop("PYTHONPATH", None)
