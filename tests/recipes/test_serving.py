@@ -135,6 +135,10 @@ def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVL
     assert f"{server.url} speaks llama.cpp, which takes no new weights" in told(*asked)
     server.say = lambda path, body: {} if path == "/weight_info" else known(path, body)
     assert "does not say which weights it has at /weight_info" in told(*asked)
+    server.say = lambda path, body: (
+        {"vllm_config": "device_config=cpu"} if path == "/server_info" else known(path, body)
+    )
+    assert "does not renew a head that is tied to the embedding" in told(*asked)  # tiny-dense has such a head
     server.say = known
 
     def without(**changes: Any) -> Any:

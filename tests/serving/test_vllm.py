@@ -16,6 +16,8 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3C
 
 from postlude import LanguageModel, export_hf, load_model, load_tokenizer
 from postlude.recipes.grpo import run
+from postlude.recipes.preflight import Start, Subject
+from postlude.recipes.serving import of_servers
 from postlude.rollout.generator import Generator
 from postlude.rollout.protocol import Request
 from postlude.rollout.sampling import Sampling
@@ -43,7 +45,7 @@ SMALL = {
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     # Weights so large that the next token depends on every one before it, and not so large that it is the only one.
     "llama": lambda: LlamaConfig(**SMALL, initializer_range=0.2, tie_word_embeddings=False),
-    "qwen3": lambda: Qwen3Config(**SMALL, initializer_range=0.1, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SMALL, initializer_range=0.1, tie_word_embeddings=False),
     "gemma3": lambda: Gemma3TextConfig(
         **SMALL, initializer_range=0.02, sliding_window=16, query_pre_attn_scalar=32, tie_word_embeddings=False
     ),
@@ -178,6 +180,20 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
         group[0].tokens for group in Generator(new).generate(PROMPTS, greedy)
     ]
     served.engine.update(str(served.directory), "start.2")
+
+
+def test_a_tied_head_that_would_not_be_renewed_is_refused(tmp_path: Path) -> None:
+    """vLLM 0.32 on a CPU keeps a packed copy of a tied head: answers after new weights are by the old one."""
+    tied = tmp_path / "tied"
+    export_hf(load_model(Qwen3Config(**SMALL, initializer_range=0.1, tie_word_embeddings=True)), tied)
+    load_tokenizer("tiny-dense").save_pretrained(tied)
+    with vllm(tied, tmp_path) as url:
+        config = config_of(tmp_path, f"--model={tied}", f"--rollout={url}")
+        (check,) = of_servers(Subject(config, Start()), config.rollout, config.answers, trained=True)
+        with pytest.raises(ValueError, match="does not renew a head that is tied to the embedding"):
+            check.look()
+        (check,) = of_servers(Subject(config, Start()), config.rollout, config.answers, trained=False)
+        assert check.look() == "1 of 1 answer (vllm)"
 
 
 def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def of_servers(
             up = [server for server in servers if server.state == "up"]
             for server in up:
                 if trained:
-                    _takes_weights(engine, server)
+                    _takes_weights(engine, server, tied_head=subject.model[1].tied_head)
                 _speaks_of_the_model(engine, server, subject)
                 if compared:
                     _compares(engine, server, subject, answers)
@@ -92,14 +92,16 @@ def of_servers(
     yield Check("servers", look, after=("tokenizer",))
 
 
-def _takes_weights(engine: HTTPEngine, server: Server) -> None:
-    """Refuse a server that would go on with the weights it was started with."""
+def _takes_weights(engine: HTTPEngine, server: Server, *, tied_head: bool) -> None:
+    """Refuse a server that would go on with the weights it was started with, or with some of them."""
     if not server.dialect.reloads:
         raise ValueError(
             f"{server.url} speaks {server.dialect.name}, which takes no new weights while it runs, but training "
             "changes them with every step. Use vLLM or SGLang, or rollout: native; to evaluate with, it will do."
         )
     engine.version(server)  # or a sentence
+    if problem := engine.drawback(server, tied_head=tied_head):
+        raise ValueError(f"{server.url} {problem}.")
 
 
 def _speaks_of_the_model(engine: HTTPEngine, server: Server, subject: Subject) -> None:

@@ -47,6 +47,10 @@ class Dialect(ABC):
         """What it calls the weights it has; None where it does not say."""
         return None
 
+    async def drawback(self, ask: Ask, *, tied_head: bool) -> str:
+        """Why new weights of such a model would not all be used, as a clause; empty where they would."""
+        return ""
+
     async def reload(self, ask: Ask, directory: str, version: str) -> None:
         """Take the weights in a directory that it can read, and call them `version`. Answers in flight go on."""
         raise NotImplementedError(f"{self.name} takes no new weights")

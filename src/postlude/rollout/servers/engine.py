@@ -149,6 +149,13 @@ class HTTPEngine:
         except (Unreachable, Garbled, Refused) as error:
             raise ServerError(f"{server.url} {error}.") from error
 
+    def drawback(self, server: Server, *, tied_head: bool) -> str:
+        """Why new weights of such a model would not all be used by a server; empty where they would."""
+        try:
+            return self._run(server.drawback(tied_head=tied_head))
+        except (Unreachable, Garbled, Refused) as error:
+            raise ServerError(f"{server.url} {error}.") from error
+
     def take_counts(self) -> Counts:
         """What happened since the last time."""
         counts, self.fleet.counts = self.fleet.counts, Counts()

@@ -102,6 +102,10 @@ class Server:
         """What it calls its weights."""
         return await self.dialect.version(self._ask_soon)
 
+    async def drawback(self, *, tied_head: bool) -> str:
+        """Why new weights of such a model would not all be used; empty where they would."""
+        return await self.dialect.drawback(self._ask, tied_head=tied_head)
+
     async def _only_model(self) -> str:
         names = await self.dialect.models(self._ask_soon)
         if len(names) != 1:

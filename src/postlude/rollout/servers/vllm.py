@@ -54,6 +54,22 @@ class VLLM(OpenAI):
                 "VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from error
 
+    async def drawback(self, ask: Ask, *, tied_head: bool) -> str:
+        """On a CPU it packs the head's weights once: one that is tied to the embedding is not packed anew (0.32)."""
+        if not tied_head:
+            return ""
+        try:
+            told = await ask("GET", "/server_info")
+        except Refused:
+            return ""
+        if "device_config=cpu" not in str(told):
+            return ""
+        return (
+            "is vLLM on a CPU, which does not renew a head that is tied to the embedding when it reads new weights: "
+            "its answers would be by the old head. Serve on a GPU, train a model with a head of its own, or use "
+            "rollout: native"
+        )
+
     async def reload(self, ask: Ask, directory: str, version: str) -> None:
         """Answers in flight are kept: what is cached of them is computed anew with the new weights."""
         await ask("POST", "/pause?mode=keep&clear_cache=false")
