@@ -6,16 +6,22 @@ import pytest
 import torch
 
 from postlude.ops.linear_logprobs import linear_logprobs
+from postlude.ops.linear_logprobs.statistics import Told
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, dense
 from tests.ops.kernel_checks import interpret_checks, run_checks
 
-CHECKS = "triton_checks.py"
+CHECKS, MORE_CHECKS = "triton_checks.py", "coded_checks.py"
 
 
 @pytest.mark.slow
 def test_kernels_in_the_interpreter() -> None:
     interpret_checks(CHECKS)
+
+
+@pytest.mark.thorough
+def test_kernels_of_one_sweep_in_the_interpreter() -> None:
+    interpret_checks(MORE_CHECKS)
 
 
 @pytest.mark.gpu
@@ -24,8 +30,9 @@ class TestOnTheGpu:
 
     TOKENS, FEATURES, VOCABULARY = 384, 512, 9000
 
-    def test_kernels(self) -> None:
-        run_checks(CHECKS)
+    @pytest.mark.parametrize("checks", [CHECKS, MORE_CHECKS])
+    def test_kernels(self, checks: str) -> None:
+        run_checks(checks)
 
     def operands(self) -> Operands:
         made = Operands.random(self.TOKENS, self.FEATURES, self.VOCABULARY, device="cuda")
@@ -67,31 +74,56 @@ class TestOnTheGpu:
         def loss(logprob: torch.Tensor, entropy: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
             return logprob * columns + entropy
 
-        for memory_budget in (None, 40_000_000):
+        # The least holds 52 tokens of codes and no fp32 sum: each of six slabs rounds the weight's gradient.
+        for memory_budget, within in ((None, 3e-3), (40_000_000, 3e-3), (1_000_000, 5e-3)):
             arguments = (operands.hidden, operands.weight, operands.targets, loss, operands.upstream[0])
             result = linear_objective(*arguments, entropy=True, memory_budget=memory_budget)
             logprob, entropy, _ = dense(operands.hidden, operands.weight, operands.targets)
             exact = (loss(logprob, entropy, operands.upstream[0].double()) * kept).sum()
             assert abs(float(result.loss) - float(exact)) <= 1e-5 * abs(float(exact))
             got, want = (torch.autograd.grad(total, operands.leaves()) for total in (result.loss, exact))
-            for ours, theirs in zip(got, want, strict=True):
-                assert float((ours.double() - theirs.double()).norm() / theirs.double().norm()) <= 3e-3
+            for name, ours, theirs in zip(("hidden", "weight"), got, want, strict=True):
+                off = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+                print(f"budget {memory_budget}: gradient of {name} off by {off:.2e}")
+                assert off <= within, f"gradient of {name} is off by {off:.1e} with a budget of {memory_budget}"
 
-    def test_one_wait_for_the_device(self) -> None:
-        """Everything else is queued: the host never asks the device again."""
-        operands = self.operands()
+    def test_a_sweep_begun_early_is_the_same(self) -> None:
+        """Whether the host knows the number of targets or begins before it does, nothing differs by a bit."""
+        for ignored in (False, True):
+            operands = self.operands()
+            if not ignored:
+                operands.targets.fill_(7)
+            answers = []
+            for count in (None, int((operands.targets != -100).sum())):
+                arguments = (operands.hidden, operands.weight, operands.targets)
+                stats = linear_logprobs(*arguments, entropy=True, lse=True, target_count=count)
+                results = (stats.logprob, stats.entropy, stats.lse)
+                answers.append((*results, *operands.gradients(results)))
+            for early, told in zip(*answers, strict=True):
+                assert torch.equal(early, told)
 
-        def step() -> None:
-            linear_logprobs(operands.hidden, operands.weight, operands.targets, entropy=True).logprob.sum().backward()
+    def test_one_wait_for_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For the number of targets: the host never asks the device for anything else."""
+        operands, waits, wait = self.operands(), [], Told.wait
+        count = int((operands.targets != -100).sum())
+
+        def counted(told: Told) -> tuple[int, int]:
+            waits.append(wait(told))
+            return waits[-1]
+
+        def step(**options: int) -> None:
+            stats = linear_logprobs(operands.hidden, operands.weight, operands.targets, entropy=True, **options)
+            stats.logprob.sum().backward()
 
         step()
-        torch.cuda.set_sync_debug_mode("warn")
+        monkeypatch.setattr(Told, "wait", counted)
+        torch.cuda.set_sync_debug_mode("error")
         try:
-            with pytest.warns(UserWarning, match="synchronizing") as seen:
-                step()
+            step()
+            step(target_count=count)
+            assert waits == [(count, self.TOKENS - count)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert len([one for one in seen if "synchronizing" in str(one.message)]) == 1
 
     def test_ignored_positions_halve_the_memory_of_a_slab(self) -> None:
         operands = self.operands()

@@ -108,13 +108,34 @@ def test_the_selection_equals_torch(tokens: int, per_token: bool) -> None:
     targets = torch.randint(-3, 40, (tokens,), generator=generator).to(DEVICE)
     temperature = torch.randint(-1, 9, (2 * tokens,), generator=generator).to(DEVICE, torch.float32)[::2]
     arguments = (targets, temperature if per_token else 0.7, 1.3)
-    options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32}
+    options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32, "promised": None}
     ours, theirs = (module.select(*arguments, **options) for module in (triton_epilogue, torch_epilogue))
     assert ours.counts.tolist() == theirs.counts.tolist()
     kept = slice(0, int(ours.counts[0]))
     for name in ("positions", "targets", "factor"):
         # A factor within two roundings: a number over a tensor is, in torch, its inverse times the number.
         torch.testing.assert_close(getattr(ours, name)[kept], getattr(theirs, name)[kept], rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("promised", [3, 4, 5])
+@pytest.mark.parametrize("wrong", [None, "outside", "cold"])
+def test_a_promise_about_targets_is_checked_on_the_device(promised: int, wrong: str | None) -> None:
+    """Four of six have a target. Whatever was promised, each place up to it holds a position."""
+    targets = torch.tensor([3, 7, 5, 4, 7, 6], device=DEVICE)
+    temperature = torch.ones(6, device=DEVICE)
+    if wrong == "outside":
+        targets[2] = 50
+    if wrong == "cold":
+        temperature[3] = 0
+    options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32, "promised": promised}
+    for module in (triton_epilogue, torch_epilogue):
+        selection = module.select(targets, temperature, 1.3, **options)
+        kept = wrong is None and promised == 4
+        assert bool(selection.broken) != kept
+        assert selection.factor[:promised].isnan().tolist() == [not kept] * promised
+        assert ((selection.positions[:promised] >= 0) & (selection.positions[:promised] < 6)).all()
+        if kept:
+            assert selection.positions[:4].tolist() == [0, 2, 3, 5]
 
 
 @pytest.mark.parametrize("wanted", ["logprob", "entropy", "lse", "everything"])
@@ -221,3 +242,13 @@ def test_objective_equals_the_torch_backend(memory_budget: int | None) -> None:
         answers.append((result.loss, result.token_loss, *torch.autograd.grad(result.loss, operands.leaves())))
     for ours, theirs in zip(*answers, strict=True):
         assert_close(ours, theirs, "loss or gradient", scale=0.1)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_is_scaled_in_place(factor: float, dtype: torch.dtype) -> None:
+    size = 2 * triton_epilogue.SCALE_BLOCK * triton_epilogue.SCALE_BLOCKS + 5
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    expected = tensor.float() * factor
+    assert triton_epilogue.scale(tensor, torch.tensor(factor, device=DEVICE)) is tensor
+    assert_close(tensor.float(), expected, "scaled", within=1e-6 if dtype == torch.float32 else 2.0**-7)

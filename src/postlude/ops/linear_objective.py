@@ -26,10 +26,10 @@ from postlude.ops.linear_logprobs.api import (
 )
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import PLAIN, LogitKeywords, Logits
-from postlude.ops.linear_logprobs.plan import plan_sweep
+from postlude.ops.linear_logprobs.plan import plan_coded_sweep, plan_sweep
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state
-from postlude.ops.linear_logprobs.sweep import Gradients, Head, Projection, Wanted
+from postlude.ops.linear_logprobs.sweep import CodedProjection, Gradients, Head, Projection, Wanted
 
 TokenObjective = Callable[[Tensor, Tensor | None, Any], Tensor]
 
@@ -66,7 +66,9 @@ def linear_objective(
     `columns` is what the objective needs beside the log-probs: a tensor, or a mapping, sequence or dataclass of them,
     each in the shape of `targets` (more dimensions may follow). Other values, 0-dim tensors among them, are handed on
     as they are. Gradients reach hidden, weight and bias alone, nothing in `columns` and nothing the objective closes
-    over. They are made forward and wait for backward, which only scales them and cannot itself be differentiated.
+    over. They are made forward and wait for backward, which only scales them and cannot itself be differentiated. In
+    half precision on Hopper the weight's is summed over slabs in place, in its own dtype, where its fp32 form would be
+    larger than 256 MiB, or than half of a `memory_budget`.
 
     With `group` (and where no gradient is wanted) the statistics come first and backward projects again: the same
     results at `linear_logprobs`'s cost, still with one collective a call. All other arguments, `how`
@@ -131,24 +133,25 @@ def _sweep(
     head: Head, problem: Problem, wanted: Wanted, *, objective: TokenObjective, columns: Any, entropy: bool
 ) -> tuple[Results, Tensor, Gradients]:
     """Statistics and losses [n] of the projected tokens, and the gradients of the losses' sum."""
-    shape = problem.shape(head.hidden.shape[1])
-    plan = plan_sweep(
-        shape,
-        weight_gradient=wanted.weight,
-        weight_cast=head.weight.dtype != problem.operand,
-        memory_budget=problem.memory_budget,
-    )
+    coded = problem.coded
+    shape, budget, exact = problem.shape(head.hidden.shape[1], coded=coded), problem.memory_budget, True
+    if coded:
+        plan, exact = plan_coded_sweep(shape, weight_gradient=wanted.weight, memory_budget=budget)
+    else:
+        cast = head.weight.dtype != problem.operand
+        plan = plan_sweep(shape, weight_gradient=wanted.weight, weight_cast=cast, memory_budget=budget)
     state = empty_state(shape.rows, problem.compute, head.hidden.device)
     losses = torch.zeros(shape.rows, dtype=problem.compute, device=head.hidden.device)
-    gradients = Gradients(head, problem, wanted, plan, shape)
-    projection = Projection(head, problem, plan, shape)
+    gradients = Gradients(head, problem, wanted, plan, shape, exact=exact)
+    projection = (CodedProjection if coded else Projection)(head, problem, plan, shape)
     for rows, vocabulary in plan.slabs(shape):
-        slab, part = projection.slab(rows, vocabulary), state[:, rows]
-        problem.epilogue.accumulate(slab, part, entropy=entropy)
+        part = state[:, rows]
+        projection.score(rows, vocabulary, part, entropy=entropy)
         results = problem.epilogue.results(part)
         losses[rows], upstream = _differentiate(objective, results, _map_tensors(columns, itemgetter(rows)), entropy)
-        coefficients = problem.epilogue.coefficients(slab.rows, results.normalizer, results.entropy, upstream, None)
-        gradients.add(slab, problem.epilogue.differentiate(slab, coefficients, problem.operand))
+        picked = problem.rows[rows]
+        coefficients = problem.epilogue.coefficients(picked, results.normalizer, results.entropy, upstream, None)
+        gradients.add(*projection.differentiate(part, coefficients))
     return problem.epilogue.results(state), losses, gradients
 
 

@@ -13,7 +13,7 @@ from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import PLAIN, LogitKeywords, Logits
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, TopK, Upstream, join_ranks
-from postlude.ops.linear_logprobs.sweep import Head, Wanted, sweep_gradients, sweep_statistics
+from postlude.ops.linear_logprobs.sweep import EarlyStatistics, Head, Wanted, sweep_gradients, sweep_statistics
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,14 @@ def linear_logprobs(
     backward.
     """
     how = how.but(**changes)
-    problem = resolve(hidden, weight, targets, how)
+    early = None if topk else EarlyStatistics(Head(flat_hidden(hidden), weight, how.bias))
+    problem = resolve(hidden, weight, targets, how, early)
     known = problem.columns if problem.group is None else how.vocab_size
     assert known is not None
     if not 0 <= topk <= known:
         raise ValueError(f"topk must be between 0 and the vocabulary's {known} entries, but is {topk}.")
     asked = Asked(entropy=entropy, lse=lse, hit=hit, topk=topk)
-    results = token_results(hidden, weight, how.bias, problem, asked)
+    results = token_results(hidden, weight, how.bias, problem, asked, None if early is None else early.of(problem))
     return TokenStats.of(results, targets.shape)
 
 
@@ -89,10 +90,15 @@ class Asked:
 
 
 def token_results(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, asked: Asked
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    problem: Problem,
+    asked: Asked,
+    state: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """What `TokenStats` holds, [positions, ...] each, of a resolved call."""
-    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, problem, asked)  # type: ignore[no-any-return]
+    """What `TokenStats` holds, [positions, ...] each, of a resolved call whose `state` may be there already."""
+    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, problem, asked, state)  # type: ignore[no-any-return]
 
 
 def flat_hidden(hidden: Tensor) -> Tensor:
@@ -126,11 +132,19 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, asked: Asked
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        problem: Problem,
+        asked: Asked,
+        state: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(hidden.device):
-            head = Head(problem.take(hidden), weight, bias)
-            state, top = sweep_statistics(head, problem, entropy=asked.entropy, topk=asked.topk)
+            top = None
+            if state is None:
+                head = Head(problem.take(hidden), weight, bias)
+                state, top = sweep_statistics(head, problem, entropy=asked.entropy, topk=asked.topk)
             if problem.group is not None and state.shape[1]:
                 state, top = join_ranks(state, top, problem.group)
         results = problem.epilogue.results(state)
@@ -147,7 +161,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_logprobs")
         if logprob is None and entropy is None and lse is None:
-            return (None,) * 5
+            return (None,) * 6
         hidden, weight, bias, normalizer, row_entropy = ctx.saved_tensors
         problem: Problem = ctx.problem
         upstream = Upstream(logprob, entropy, lse)
@@ -158,4 +172,4 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_gradient, weight_gradient, bias_gradient = gradients.finish()
         if hidden_gradient is not None:
             hidden_gradient = problem.put(hidden_gradient)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None

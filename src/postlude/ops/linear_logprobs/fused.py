@@ -2,7 +2,7 @@
 
 cuBLAS multiplies faster than these kernels, but its logits have to be written and read again. Done in registers, the
 statistics cost a tenth of a GEMM and no memory, and the gradient leaves the kernel in the dtype the next GEMM wants.
-Top-k and the one-sweep objective need the logits themselves, so they stay with `Projection` and the row kernels.
+Top-k needs the logits themselves, so it stays with `Projection` and the row kernels; one sweep is in `coded.py`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -18,32 +18,38 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from postlude.ops.linear_logprobs import statistics
-from postlude.ops.linear_logprobs.statistics import Picked
-from postlude.ops.linear_logprobs.triton_epilogue import logit_of
+from postlude.ops.linear_logprobs.statistics import Census, Picked
+from postlude.ops.linear_logprobs.triton_epilogue import floored, tanh
 
 # rows × columns × features of a tile, by measurement on an H200. 8 warps and 3 stages fill its shared memory.
 STATISTICS_TILE = (256, 128, 64)
 GRADIENT_TILE = (128, 256, 64)
-GROUP, WARPS, STAGES = 16, 8, 3
+GROUP, WARPS, STAGES = 8, 8, 3
 
 # A tile leaves this many bytes for each of its rows until they are joined: maximum, sum and moment in fp32.
 PARTIAL_BYTES = 12
 
 _LOWEST = tl.constexpr(statistics.LOWEST)
+LOG2_E = tl.constexpr(
+    1.4426950408889634
+)  # e^x is 2^(x · log2 e): one instruction, where tl.exp takes care of denormals
 
 
 def accumulate(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Picked, columns: slice, state: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Picked | Census,
+    columns: slice,
+    state: Tensor,
 ) -> None:
-    """Join the logits of hidden [n, H] on `columns` of weight [V, H] to the rows' `state` [4, n]. Entropy included.
-
-    Columns from 0 on begin the state: what it held is not read.
-    """
+    """See `Kernels.accumulate`. Entropy is included. Where columns begin the state its memory is not read."""
     count, features = hidden.shape
     block_rows, block_columns, block_features = STATISTICS_TILE
     tiles = -(-(columns.stop - columns.start) // block_columns)
     partial = torch.empty(3, tiles, count, dtype=torch.float32, device=hidden.device)
-    programs = _programs(hidden.device)
+    programs = multiprocessors(hidden.device)
+    census = rows if isinstance(rows, Census) else None
     _accumulate_kernel[(programs,)](
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
@@ -52,12 +58,16 @@ def accumulate(
         columns.stop,
         features,
         rows.targets,
-        rows.factor,
+        None if census else rows.factor,
         1.0 if rows.inner is None else rows.inner,
         bias,
         partial,
         state,
         state.stride(0),
+        census.factor if census else 1.0,
+        census.ignore_index if census else 0,
+        *(census.allowed if census else (0, 0)),
+        *((census.told.number, census.told.passed) if census and columns.start == 0 else (None, None)),
         SOFTCAP=rows.inner is not None,
         ROWS=block_rows,
         COLUMNS=block_columns,
@@ -67,12 +77,20 @@ def accumulate(
         num_warps=WARPS,
         num_stages=STAGES,
     )
+    if census and columns.start == 0:
+        census.told.launched()
+    join_tiles(partial, columns, rows.targets, state)
+
+
+def join_tiles(partial: Tensor, columns: slice, targets: Tensor, state: Tensor) -> None:
+    """Join what the tiles of `columns` left, [3, tiles, n], to the rows' `state` [4, n]; column 0 begins it anew."""
+    _, tiles, count = partial.shape
     _join_kernel[(triton.cdiv(count, 32),)](
         partial,
         tiles,
         count,
         columns.stop,
-        rows.targets,
+        targets,
         state,
         state.stride(0),
         BEGINS=columns.start == 0,
@@ -93,7 +111,7 @@ def differentiate(
     """The gradient of the products of hidden [n, H] with `columns` of weight [V, H], into `out` [n, columns]."""
     count, features = hidden.shape
     block_rows, block_columns, block_features = GRADIENT_TILE
-    programs = _programs(hidden.device)
+    programs = multiprocessors(hidden.device)
     _differentiate_kernel[(programs,)](
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
@@ -121,13 +139,14 @@ def differentiate(
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """One program a multiprocessor: each takes tiles until none is left."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @triton.jit
-def _tile_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+def tile_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Row tile and column tile of the tile that comes at place `tile`."""
     # Neighbouring programs share rows and columns, so that both operands are read from the cache.
     width = GROUP * column_tiles
     first = tile // width * GROUP
@@ -136,13 +155,28 @@ def _tile_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _products(hidden, weight, row, column, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr):
+def products_of(
+    hidden, weight, row, column, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr
+):
+    """Products [ROWS, COLUMNS] of the rows from `row` on with the columns from `column` on."""
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(tl.cdiv(features, FEATURES)):
         left = hidden.load([row, step * FEATURES])
         right = weight.load([column, step * FEATURES])
         products = tl.dot(left, right.T, products, input_precision="ieee")
     return products
+
+
+@triton.jit
+def scaled(products, factor, inner, bias, SOFTCAP: tl.constexpr):
+    """The logits of products whose bias has been added, and the softcap's slope. Only a bias is minus infinity."""
+    slope = 1.0
+    if SOFTCAP:
+        products, slope = tanh(products * inner)
+    logit = products * factor
+    if bias is not None:
+        logit = floored(logit)
+    return logit, slope
 
 
 @triton.jit
@@ -160,6 +194,12 @@ def _accumulate_kernel(
     partial,
     state,
     state_stride,
+    factor,
+    ignore_index,
+    low,
+    high,
+    told,
+    passed,
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -170,28 +210,56 @@ def _accumulate_kernel(
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop - start, COLUMNS)
     plane = column_tiles.to(tl.int64) * count
+    if factors is None:  # a census
+        kept, ignored = _count(targets, count, ignore_index, low, high, BLOCK=4096)
+        if told is not None:  # the host looks there already
+            number = ignored.to(tl.int64) * 4294967296 + kept
+            tl.store(told, number, mask=tl.program_id(0) == 0)
+            tl.atomic_xchg(passed, 1, mask=tl.program_id(0) == 0, sem="release", scope="sys")  # not before it is seen
+        row_tiles = tl.where(kept == count, row_tiles, 0)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        row_tile, column_tile = _tile_of(tile, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
         first = start + column_tile * COLUMNS
-        products = _products(hidden, weight, row_tile * ROWS, first, features, ROWS, COLUMNS, FEATURES)
+        products = products_of(hidden, weight, row_tile * ROWS, first, features, ROWS, COLUMNS, FEATURES)
         row = row_tile * ROWS + tl.arange(0, ROWS)
         live = row < count
         column = (first + tl.arange(0, COLUMNS))[None, :]
         if bias is not None:
             products += tl.load(bias + column, mask=column < stop, other=0.0)
-        logit, _ = logit_of(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, SOFTCAP)
+        if factors is None:
+            logit, _ = scaled(products, factor, inner, bias, SOFTCAP)
+        else:
+            logit, _ = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
+        # What few tiles need is not done in the others: beside a product of few features, every instruction shows.
         target = tl.load(targets + row, mask=live, other=-1)
         held = live & (target >= first) & (target < tl.minimum(first + COLUMNS, stop))
-        at_target = tl.sum(tl.where(column == target[:, None], logit, 0.0), 1)
-        tl.store(state + 3 * state_stride + row, at_target, mask=held)
-        logit = tl.where(column < stop, logit, _LOWEST)
+        if tl.max(held.to(tl.int32), 0) > 0:
+            at_target = tl.sum(tl.where(column == target[:, None], logit, 0.0), 1)
+            tl.store(state + 3 * state_stride + row, at_target, mask=held)
+        if first + COLUMNS > stop:
+            logit = tl.where(column < stop, logit, _LOWEST)
         maximum = tl.max(logit, 1)
         gap = logit - maximum[:, None]
-        share = tl.exp(gap)
+        share = tl.exp2(gap * LOG2_E)
         place = partial + column_tile.to(tl.int64) * count + row
         tl.store(place, maximum, mask=live)
         tl.store(place + plane, tl.sum(share, 1), mask=live)
         tl.store(place + 2 * plane, tl.sum(share * gap, 1), mask=live)
+
+
+@triton.jit
+def _count(targets, count, ignore_index, low, high, BLOCK: tl.constexpr):
+    # Every program counts for itself: they start together, and this is a few microseconds for tens of thousands.
+    kept = 0
+    ignored = 0
+    for first in range(0, count, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        inside = position < count
+        target = tl.load(targets + position, mask=inside, other=0)
+        ignored += tl.sum((inside & (target == ignore_index)).to(tl.int32), 0)
+        held = inside & (target != ignore_index) & (target >= low) & (target < high)
+        kept += tl.sum(held.to(tl.int32), 0)
+    return kept, ignored
 
 
 @triton.jit
@@ -286,21 +354,21 @@ def _differentiate_kernel(
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop - start, COLUMNS)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        row_tile, column_tile = _tile_of(tile, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
         offset = column_tile * COLUMNS
-        products = _products(hidden, weight, row_tile * ROWS, start + offset, features, ROWS, COLUMNS, FEATURES)
+        products = products_of(hidden, weight, row_tile * ROWS, start + offset, features, ROWS, COLUMNS, FEATURES)
         row = row_tile * ROWS + tl.arange(0, ROWS)
         # Halves one after the other: the second's registers are free while the first is stored.
         halves = tl.permute(tl.reshape(products, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
         left, right = tl.split(halves)
-        column = start + offset + tl.arange(0, COLUMNS // 2)
+        first = start + offset
         left = _gradient(
-            left, row, column, count, stop, targets, factors, inner, bias, coefficients, coefficient_stride, SOFTCAP
+            left, row, first, count, stop, targets, factors, inner, bias, coefficients, coefficient_stride, SOFTCAP
         )
         gradients.store([row_tile * ROWS, offset], left.to(gradients.dtype))
-        column += COLUMNS // 2
+        first += COLUMNS // 2
         right = _gradient(
-            right, row, column, count, stop, targets, factors, inner, bias, coefficients, coefficient_stride, SOFTCAP
+            right, row, first, count, stop, targets, factors, inner, bias, coefficients, coefficient_stride, SOFTCAP
         )
         gradients.store([row_tile * ROWS, offset + COLUMNS // 2], right.to(gradients.dtype))
 
@@ -309,7 +377,7 @@ def _differentiate_kernel(
 def _gradient(
     products,
     row,
-    column,
+    first,
     count,
     stop,
     targets,
@@ -320,20 +388,25 @@ def _gradient(
     coefficient_stride,
     SOFTCAP: tl.constexpr,
 ):
+    columns: tl.constexpr = products.shape[1]
+    column = first + tl.arange(0, columns)
     live = row < count
     if bias is not None:
         products += tl.load(bias + column, mask=column < stop, other=0.0)[None, :]
-    logit, slope = logit_of(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, SOFTCAP)
+    logit, slope = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
     place = coefficients + row
     maximum = tl.load(place, mask=live, other=0.0)
     log_total = tl.load(place + coefficient_stride, mask=live, other=0.0)
-    at_target = tl.load(place + 2 * coefficient_stride, mask=live, other=0.0)
     constant = tl.load(place + 3 * coefficient_stride, mask=live, other=0.0)
     linear = tl.load(place + 4 * coefficient_stride, mask=live, other=0.0)
-    log_p = (logit - maximum[:, None]) - log_total[:, None]
+    gap = logit - maximum[:, None]
+    share = tl.exp2(gap * LOG2_E - (log_total * LOG2_E)[:, None])
+    gradient = -share * ((constant - linear * log_total)[:, None] + linear[:, None] * gap)
     target = tl.load(targets + row, mask=live, other=-1)
-    gradient = tl.where(column[None, :] == target[:, None], at_target[:, None], 0.0)
-    gradient -= tl.exp(log_p) * (constant[:, None] + linear[:, None] * log_p)
+    near = (target >= first) & (target < first + columns)
+    if tl.max(near.to(tl.int32), 0) > 0:
+        at_target = tl.load(place + 2 * coefficient_stride, mask=live, other=0.0)
+        gradient += tl.where(column[None, :] == target[:, None], at_target[:, None], 0.0)
     if SOFTCAP:
         gradient *= slope
     return gradient

@@ -95,7 +95,14 @@ class Logits:
 
     def but(self, **changes: Unpack[LogitKeywords]) -> Logits:
         """The same, but for what is named."""
-        return replace(self, **changes) if changes else self
+        if not changes:
+            return self
+        if not changes.keys() <= self.__dict__.keys():
+            return replace(self, **changes)  # which says what it does not know
+        made = object.__new__(Logits)  # a sixth of replace's time, before every call of a head
+        made.__dict__.update(self.__dict__, **changes)
+        made.__post_init__()
+        return made
 
 
 PLAIN = Logits()

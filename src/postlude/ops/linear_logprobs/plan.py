@@ -25,6 +25,11 @@ COLUMN_TILE, ROW_TILE = 256, 128
 # What one more slab costs besides its accumulator, as memory traffic: launches and the GEMMs' ramp up and down.
 SLAB_OVERHEAD = 64 * MIB
 
+# One sweep with coded logits: its slab's share of the gradients of weight and hidden, in half precision. With more,
+# fewer slabs rewrite and round the weight's sum; this much stays by the peak memory of the leanest peer.
+CODED_OF_WEIGHT, CODED_OF_HIDDEN = 0.2, 1.4
+HALF_BYTES = 2
+
 
 @dataclass(frozen=True)
 class Scratch:
@@ -32,7 +37,8 @@ class Scratch:
 
     In one sweep (`linear_objective`) a slab must hold the whole vocabulary of its tokens, and if there is more than
     one, each rewrites the weight's accumulator. So it pays to be generous: slab and accumulator share `sweep_most`,
-    of which the slab has at least `sweep_least`.
+    of which the slab has at least `sweep_least`. Where logits are held in codes a slab has at least `coded_rows`, up to
+    `coded_rows_most`, and the weight's accumulator is in the compute dtype up to `coded_sum_most`.
     """
 
     partial: int  # a token, where only partial statistics are kept
@@ -42,6 +48,9 @@ class Scratch:
     most: int
     sweep_least: int
     sweep_most: int
+    coded_rows: int = 1024
+    coded_rows_most: int = 512 * MIB
+    coded_sum_most: int = 256 * MIB
 
 
 # GPU: 16 KiB a token is 4096 fp32 logits: GEMMs wide enough for full speed in no more memory than the leanest peer's.
@@ -79,7 +88,7 @@ class Shape:
     rows: int
     columns: int
     hidden: int
-    logit_bytes: int = 4
+    logit_bytes: float = 4
     accumulator_bytes: int = 4
     device: str = "cuda"
 
@@ -180,12 +189,33 @@ def plan_sweep(
     return _plan("token", shape, room)
 
 
+def plan_coded_sweep(shape: Shape, *, weight_gradient: bool, memory_budget: int | None = None) -> tuple[Plan, bool]:
+    """`plan_sweep` in half precision with logits held in codes, and whether the weight's gradient is summed in the
+    compute dtype. That takes twice the memory of the gradient itself; where it is large, the sum is the gradient.
+    """
+    summed = weight_gradient * shape.columns * shape.hidden * shape.accumulator_bytes
+    room, most = memory_budget, shape.scratch.coded_sum_most
+    if room is None:
+        # A fifth of the weight's gradient is a slab large enough for its GEMMs, and small beside it.
+        gradients = CODED_OF_WEIGHT * shape.columns + CODED_OF_HIDDEN * shape.rows
+        rows = int(shape.scratch.coded_rows * shape.columns * shape.logit_bytes) + 1
+        room = max(int(gradients * shape.hidden * HALF_BYTES), min(rows, shape.scratch.coded_rows_most))
+    else:
+        most = room // 2
+    if shape.rows * shape.columns * shape.logit_bytes <= room:
+        return Plan("token", max(1, shape.rows)), True
+    exact = summed <= most
+    if memory_budget is not None and exact:
+        room -= summed
+    return _plan("token", shape, room), exact
+
+
 def _plan(axis: Along, shape: Shape, room: int) -> Plan:
     """The fewest slabs of at most `room` bytes (one row or column where even that is too much)."""
     length, width, tile = (
         (shape.columns, shape.rows, COLUMN_TILE) if axis == "vocabulary" else (shape.rows, shape.columns, ROW_TILE)
     )
-    largest = max(1, room // max(1, width * shape.logit_bytes))
+    largest = max(1, int(room // max(1, width * shape.logit_bytes)))
     if largest >= length:
         return Plan(axis, max(1, length))
     if largest >= tile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.ops.linear_logprobs.backends import can_fuse, select_epilogue
-from postlude.ops.linear_logprobs.gemm import operand_dtype
+from postlude.ops.linear_logprobs.gemm import HALF, operand_dtype
 from postlude.ops.linear_logprobs.logits import Logits
 from postlude.ops.linear_logprobs.plan import Shape
-from postlude.ops.linear_logprobs.statistics import Epilogue, Kernels, Picked, Selection
+from postlude.ops.linear_logprobs.statistics import Census, Coding, Epilogue, Kernels, Picked, Told
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,41 @@ class Problem:
             everywhere.masked_fill_(self.broken, torch.nan)  # where no row is left to show it
         return everywhere.index_copy_(0, self.kept, tensor)
 
-    def shape(self, hidden: int, *, fused: bool = False) -> Shape:
+    def shape(self, hidden: int, *, fused: bool = False, coded: bool = False) -> Shape:
         """The sizes the planner needs: `hidden` features, slabs of logits or, if `fused`, of their gradients alone."""
         size = self.compute.itemsize
-        logit_bytes = self.operand.itemsize if fused else self.epilogue.LOGIT_COPIES * size
+        logit_bytes: float = self.operand.itemsize if fused else self.epilogue.LOGIT_COPIES * size
+        if coded:
+            logit_bytes = self.coding().CODE_BYTES
         device = self.rows.targets.device.type
         return Shape(self.rows.targets.shape[0], self.columns, hidden, logit_bytes, size, device)
 
+    @property
+    def coded(self) -> bool:
+        """Whether coding() can hold these logits: their gradients take its codes' place."""
+        return self.fused and self.operand in HALF
+
+    def coding(self) -> Coding:
+        """The kernels of one sweep, where `coded`."""
+        return cast(Coding, importlib.import_module("postlude.ops.linear_logprobs.coded"))
+
     def kernels(self) -> Kernels:
-        """Those that project and finish in one, where `fused`. Imported here: the module needs triton."""
-        return cast(Kernels, importlib.import_module("postlude.ops.linear_logprobs.fused"))
+        """Those that project and finish in one, where `fused`."""
+        return _kernels()
 
 
-def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, how: Logits) -> Problem:
+def resolve(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    how: Logits,
+    early: Callable[[Census, int, Kernels, int | None], None] | None = None,
+) -> Problem:
     """Check the arguments, find the tokens to project and make their per-token numbers.
 
-    Without a `target_count` the host waits once, for how many there are and whether all is well.
+    Without a `target_count` the host waits once, for how many there are and whether all is well. Where it can, it has
+    `early` begin before that, as if every position had a target: the kernels count them first, and the device is at
+    work while the host waits. Arguments of `early` are the census, this shard's columns, kernels and memory budget.
     """
     _check_shapes(hidden, weight, targets, how.bias)
     logit_scale, softcap = float(how.logit_scale), how.softcap
@@ -75,42 +95,52 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, how: Logits) -> Pro
     # Without a group this shard is all there is, so a target must lie in it.
     allowed = (0, vocab_size) if group is not None else (vocab_start, vocab_start + columns)
 
-    targets = targets.reshape(-1).long().contiguous()  # kernels count in whole steps
+    if targets.dim() != 1 or targets.dtype != torch.int64 or not targets.is_contiguous():
+        targets = targets.reshape(-1).long().contiguous()  # kernels count in whole steps
+    positions = targets.numel()
+    if target_count is not None and not 0 <= target_count <= positions:
+        raise ValueError(f"target_count is {target_count}, but there are {positions} targets, ignored ones included.")
     temperatures = _flat_temperature(how.temperature, targets)
     dtype = _projection_dtype(hidden, weight)
     operand = operand_dtype(dtype, hidden.device)
-    compute = torch.promote_types(dtype, torch.float32)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
     epilogue = select_epilogue(how.backend, hidden.device, compute)
-    selection = epilogue.select(
-        targets,
-        temperatures,
-        logit_scale if softcap is None else float(softcap),
-        ignore_index=ignore_index,
-        allowed=allowed,
-        vocab_start=vocab_start,
-        dtype=compute,
-    )
+    scale, inner = (logit_scale, None) if softcap is None else (float(softcap), logit_scale / softcap)
     fused = can_fuse(epilogue, operand, hidden, weight)
-    positions = targets.numel()
-    factor, broken = selection.factor, None
-    if target_count is None:
-        count, ignored, cold = selection.counts.tolist()  # the only wait for the device
+    rows, kept, broken, count = None, None, None, target_count
+    factor = None if isinstance(temperatures, Tensor) or vocab_start else scale / temperatures
+    if count is None and early is not None and fused and factor is not None and positions and columns:
+        told = Told.make(targets.device)
+        early(Census(targets, factor, inner, ignore_index, allowed, told), columns, _kernels(), how.memory_budget)
+        count, ignored = told.wait()  # the only wait for the device
         if count + ignored < positions:
             raise _outside(targets, ignore_index, allowed)
-        if cold:
-            raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
-    else:
-        if not 0 <= target_count <= positions:
-            raise ValueError(
-                f"target_count is {target_count}, but there are {positions} targets, ignored ones included."
-            )
-        count = target_count
-        broken = _broken(selection, count, positions)
-        factor = factor.masked_fill(broken, torch.nan)  # and with it every logit, result and gradient
-    rows = Picked(selection.targets, factor, None if softcap is None else logit_scale / softcap)
+        if count == positions:
+            # A copy, for backward: what was handed in may be overwritten before that.
+            rows = Picked(targets.clone(), torch.full_like(targets, factor, dtype=compute), inner)
+    if rows is None:
+        selection = epilogue.select(
+            targets,
+            temperatures,
+            scale,
+            ignore_index=ignore_index,
+            allowed=allowed,
+            vocab_start=vocab_start,
+            dtype=compute,
+            promised=target_count,
+        )
+        if count is None:
+            count, ignored, cold = selection.counts.tolist()  # likewise
+            if count + ignored < positions:
+                raise _outside(targets, ignore_index, allowed)
+            if cold:
+                raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
+        rows, broken = Picked(selection.targets, selection.factor, inner), selection.broken
+        if count < positions:
+            rows, kept = rows[:count], selection.positions[:count]
     return Problem(
-        rows=rows if count == positions else rows[:count],
-        kept=None if count == positions else selection.positions[:count],
+        rows=rows,
+        kept=kept,
         positions=positions,
         vocab_start=vocab_start,
         columns=columns,
@@ -124,10 +154,9 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, how: Logits) -> Pro
     )
 
 
-def _broken(selection: Selection, count: int, positions: int) -> Tensor:
-    """Whether it is not so that `count` tokens have a target, all are inside and no temperature is cold. No wait."""
-    kept, ignored, cold = selection.counts.unbind()
-    return (kept != count) | (ignored != positions - count) | (cold != 0)
+def _kernels() -> Kernels:
+    """Projection and epilogue in one. Imported here: the module needs triton."""
+    return cast(Kernels, importlib.import_module("postlude.ops.linear_logprobs.fused"))
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
@@ -152,7 +181,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor 
 
 def _projection_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype the plain projection would run in: autocast's where it is on, else what the operands promote to."""
-    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    dtype = hidden.dtype if hidden.dtype == weight.dtype else torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         return torch.get_autocast_dtype(hidden.device.type)
     return dtype

@@ -14,8 +14,9 @@ Backward keeps m and log Σ apart for the same reason: where logits are in the t
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,13 +53,75 @@ class Picked:
 class Selection:
     """The tokens to project, in order, at the front of tensors with room for all; what lies behind means nothing.
 
-    Positions there are still positions: whoever was promised more tokens than there are may look them up.
+    Where more tokens were promised than there are, positions there are still positions, so that they may be looked up.
     """
 
     counts: Tensor  # [3] int64: tokens to project, ignored tokens, tokens to project at no temperature above 0
     positions: Tensor  # int64
     targets: Tensor  # int64, as in `Picked`
     factor: Tensor
+    broken: Tensor | None = None  # 0-dim bool, whether a promise was not kept; None without a promise
+
+
+@dataclass(frozen=True)
+class Census:
+    """Every position of a call, as if each had a target; a kernel counts those that have one before it does anything.
+
+    As `Picked`, with one factor for all.
+    """
+
+    targets: Tensor  # [positions] int64
+    factor: float
+    inner: float | None
+    ignore_index: int
+    allowed: tuple[int, int]
+    told: Told
+
+
+class Told:
+    """Two numbers that a kernel tells the host while it runs: how many positions have a target, how many are ignored.
+
+    Kept for the next call: to make an event and to pin memory takes as long as to launch a kernel.
+    """
+
+    SPINS = 2000  # looks before the host lets other threads have its time
+    PAUSE = 2e-5  # seconds
+    _idle: ClassVar[dict[torch.device, list[Told]]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.number = torch.empty(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.seen = self.number.numpy()  # the same memory
+        self.passed = torch.zeros(1, dtype=torch.int32, device=device)  # the kernel's own mark that it has told
+        self.event = torch.cuda.Event() if device.type == "cuda" else None
+
+    @staticmethod
+    def make(device: torch.device) -> Told:
+        """One that nobody waits for, with nothing told."""
+        try:
+            told = Told._idle[device].pop()
+        except (KeyError, IndexError):
+            told = Told(device)
+        told.seen[0] = -1
+        return told
+
+    def launched(self) -> None:
+        """The kernel that is to tell has been launched."""
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> tuple[int, int]:
+        """The numbers. Once: others may have this afterwards."""
+        for _ in range(self.SPINS):
+            if self.seen[0] >= 0:
+                break
+        while self.seen[0] < 0:
+            if (self.event is None or self.event.query()) and self.seen[0] < 0:
+                raise RuntimeError("the kernel that counts targets ended without telling how many there are.")
+            time.sleep(self.PAUSE)
+        ignored, kept = divmod(int(self.seen[0]), 2**32)
+        Told._idle.setdefault(self.device, []).append(self)
+        return kept, ignored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +159,12 @@ class Epilogue(Protocol):
         allowed: tuple[int, int],
         vocab_start: int,
         dtype: torch.dtype,
+        promised: int | None,
     ) -> Selection:
-        """The tokens whose target lies in `allowed` and is not `ignore_index`; their factor is scale / temperature."""
+        """The tokens whose target lies in `allowed` and is not `ignore_index`; their factor is scale / temperature.
+
+        If so many were `promised`, all others ignored and no temperature cold, and it is not so, every factor is NaN.
+        """
         ...
 
     def accumulate(self, slab: Slab, state: Tensor, *, entropy: bool) -> None:
@@ -121,6 +188,38 @@ class Epilogue(Protocol):
         """The gradient [rows, columns] of the products, in `dtype`. May overwrite the products with it."""
         ...
 
+    def scale(self, tensor: Tensor, factor: Tensor) -> Tensor:
+        """tensor *= factor, a 0-dim tensor, in place."""
+        ...
+
+
+class Coding(Protocol):
+    """Projection and statistics in one, with the logits kept in sixteen bits each: `coded.py`."""
+
+    CODE_BYTES: float
+
+    def encode(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Picked,
+        columns: int,
+        codes: Tensor,
+        state: Tensor,
+    ) -> Tensor:
+        """Code the logits of hidden [n, H] on the first `columns` of weight; what that is relative to is returned."""
+        ...
+
+    def decode(
+        self, codes: Tensor, partial: Tensor, rows: Picked, state: Tensor, coefficients: Tensor, *, masked: bool
+    ) -> Tensor:
+        """Overwrite `codes` [n, columns] with the gradient of the products that they stand for.
+
+        If `masked`, minus infinity was among the logits, and gets no gradient at all.
+        """
+        ...
+
 
 class Kernels(Protocol):
     """Projection and epilogue in one: `fused.py`."""
@@ -129,9 +228,19 @@ class Kernels(Protocol):
     PARTIAL_BYTES: int
 
     def accumulate(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Picked, columns: slice, state: Tensor
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Picked | Census,
+        columns: slice,
+        state: Tensor,
     ) -> None:
-        """Join the logits of hidden [n, H] on `columns` of weight [V, H] to `state` [4, n]; column 0 begins it anew."""
+        """Join the logits of hidden [n, H] on `columns` of weight [V, H] to `state` [4, n]; column 0 begins it anew.
+
+        Of a census, the launch that begins the state tells the host what it counted. If a position has no target, no
+        launch does any more than that, and the state means nothing.
+        """
 
     def differentiate(
         self,

@@ -10,7 +10,17 @@ from torch import Tensor
 from postlude.ops.linear_logprobs import gemm
 from postlude.ops.linear_logprobs.plan import Plan, Shape, plan_gradients, plan_statistics, plan_tiles
 from postlude.ops.linear_logprobs.problem import Problem
-from postlude.ops.linear_logprobs.statistics import Block, Slab, TopK, empty_state, transform
+from postlude.ops.linear_logprobs.statistics import (
+    Block,
+    Census,
+    Epilogue,
+    Kernels,
+    Picked,
+    Slab,
+    TopK,
+    empty_state,
+    transform,
+)
 
 # Rows of all but the narrowest slabs start at multiples of this many elements: GEMM tiles and vector loads want it.
 _ALIGNMENT = 64
@@ -42,6 +52,7 @@ class Projection:
         self.problem = problem
         self.hidden = head.hidden.to(problem.operand)
         self.entries: tuple[slice, Tensor] | None = None
+        self.current: Slab | None = None
         rows, columns = plan.largest(shape)
         self.buffer = torch.empty(rows * _aligned(columns), dtype=problem.compute, device=self.hidden.device)
 
@@ -62,6 +73,17 @@ class Projection:
             bias=bias,
         )
 
+    def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> None:
+        """Project `rows` on `columns`, keep that, and join its logits to the rows' `state` [4, rows]."""
+        self.current = self.slab(rows, columns)
+        self.problem.epilogue.accumulate(self.current, state, entropy=entropy)
+
+    def differentiate(self, state: Tensor, coefficients: Tensor) -> tuple[Block, Tensor]:
+        """The gradient [rows, columns] of the products kept by `score`, from `gradient_coefficients` [5, rows]."""
+        slab, self.current = self.current, None
+        assert slab is not None, "nothing was scored"
+        return slab, self.problem.epilogue.differentiate(slab, coefficients, self.problem.operand)
+
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Block, Tensor]:
         """Project again, and turn `gradient_coefficients` [5, n] into the products' gradient [rows, columns]."""
         slab = self.slab(rows, columns)
@@ -81,9 +103,8 @@ class FusedProjection:
         self.head = head
         self.problem = problem
         rows, columns = plan.largest(shape)
-        self.stride = -(-columns // _ALIGNMENT) * _ALIGNMENT
-        self.buffer = torch.empty(rows, self.stride, dtype=problem.operand, device=head.hidden.device)
-        self.bias = _fused_bias(head, problem)
+        self.buffer = torch.empty(rows, _whole_steps(columns), dtype=problem.operand, device=head.hidden.device)
+        self.bias = _fused_bias(head)
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Block, Tensor]:
         """The gradient [rows, columns] of the products, from `gradient_coefficients` [5, n]."""
@@ -96,16 +117,45 @@ class FusedProjection:
         return block, out
 
 
+class CodedProjection:
+    """`Projection`'s `score` and `differentiate`, with the logits held in sixteen bits between the two."""
+
+    def __init__(self, head: Head, problem: Problem, plan: Plan, shape: Shape) -> None:
+        self.head = head
+        self.problem = problem
+        rows, columns = plan.largest(shape)
+        self.codes = torch.empty(rows, _whole_steps(columns), dtype=problem.operand, device=head.hidden.device)
+        self.bias = _fused_bias(head)
+        self.current: tuple[Block, Picked, Tensor, Tensor] | None = None
+
+    def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> None:
+        """As there; the state begins here, and entropy costs nothing."""
+        self.current = None  # and with it what the last slab's codes were relative to
+        hidden, weight, picked = self.head.hidden[rows], self.head.weight, self.problem.rows[rows]
+        codes = self.codes[: hidden.shape[0], : columns.stop]
+        partial = self.problem.coding().encode(hidden, weight, self.bias, picked, columns.stop, codes, state)
+        block = Block(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
+        self.current = block, picked, codes, partial
+
+    def differentiate(self, state: Tensor, coefficients: Tensor) -> tuple[Block, Tensor]:
+        """As there."""
+        assert self.current is not None, "nothing was scored"
+        block, picked, codes, partial = self.current
+        masked = self.bias is not None
+        return block, self.problem.coding().decode(codes, partial, picked, state, coefficients, masked=masked)
+
+
 class GradientSum:
     """The gradient of `parameter`, written region by region as matrix products.
 
-    If each region is written `once` it goes straight into the gradient's own dtype, else it is summed in `compute`.
+    If each region is written `once` it goes straight into the gradient's own dtype, else it is summed in `dtype`.
     """
 
-    def __init__(self, parameter: Tensor, compute: torch.dtype, *, once: bool) -> None:
+    def __init__(self, parameter: Tensor, dtype: torch.dtype, epilogue: Epilogue, *, once: bool) -> None:
         self.dtype = parameter.dtype
+        self.epilogue = epilogue
         self.written = 0  # rows of `total` that hold something, from the first on
-        self.total = torch.empty(parameter.shape, dtype=self.dtype if once else compute, device=parameter.device)
+        self.total = torch.empty(parameter.shape, dtype=self.dtype if once else dtype, device=parameter.device)
 
     def add(self, region: slice, left: Tensor, right: Tensor) -> None:
         """Add left @ right to the rows of `region`: the next region if each is written once, else always the same."""
@@ -116,23 +166,32 @@ class GradientSum:
             gemm.add_product(left, right, self.total[region])
 
     def finish(self, scale: Tensor | None = None) -> Tensor:
-        """The gradient, times a 0-dim `scale`. Rows that nothing was added to, padding or all of them, are zero."""
-        self.total[self.written :].zero_()
+        """The gradient, times a 0-dim `scale`; once. Rows that nothing was added to, padding or all, are zero."""
+        if self.written < self.total.shape[0]:
+            self.total[self.written :].zero_()
         if scale is None:
             return self.total.to(self.dtype)
+        if self.total.dtype == self.dtype:
+            return self.epilogue.scale(self.total, scale)
         return torch.mul(self.total, scale, out=torch.empty_like(self.total, dtype=self.dtype))
 
 
 class Gradients:
     """The gradients of a head's tensors, filled slab by slab."""
 
-    def __init__(self, head: Head, problem: Problem, wanted: Wanted, plan: Plan, shape: Shape) -> None:
+    def __init__(
+        self, head: Head, problem: Problem, wanted: Wanted, plan: Plan, shape: Shape, *, exact: bool = True
+    ) -> None:
+        """If not `exact`, the weight's gradient is summed in the weight's own dtype."""
         single = plan.count(shape) <= 1
         over_tokens = plan.axis == "token"
-        compute = problem.compute
-        self.hidden = GradientSum(head.hidden, compute, once=single or over_tokens) if wanted.hidden else None
-        self.weight = GradientSum(head.weight, compute, once=single or not over_tokens) if wanted.weight else None
-        self.bias = None
+        compute, epilogue = problem.compute, problem.epilogue
+        weight_sum = compute if exact else head.weight.dtype
+        self.hidden = self.weight = self.bias = None
+        if wanted.hidden:
+            self.hidden = GradientSum(head.hidden, compute, epilogue, once=single or over_tokens)
+        if wanted.weight:
+            self.weight = GradientSum(head.weight, weight_sum, epilogue, once=single or not over_tokens)
         if head.bias is not None and wanted.bias:
             self.bias = torch.zeros_like(head.bias, dtype=compute)
             self.bias_dtype = head.bias.dtype
@@ -155,16 +214,42 @@ class Gradients:
         )
 
 
+class EarlyStatistics:
+    """The sweep over a head's logits, begun before the host knows whether every position has a target.
+
+    Where one has none the kernels find that out and leave; the state [4, n] then means nothing.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.state: Tensor | None = None
+
+    def __call__(self, census: Census, columns: int, kernels: Kernels, memory_budget: int | None) -> None:
+        """Begin."""
+        shape = Shape(census.targets.shape[0], columns, self.head.hidden.shape[1])
+        self.state = _fused_statistics(self.head, kernels, census, shape, memory_budget)
+
+    def of(self, problem: Problem) -> Tensor | None:
+        """The state of a problem that turned out to be this one."""
+        return self.state if problem.kept is None else None
+
+
+def _fused_statistics(
+    head: Head, kernels: Kernels, rows: Picked | Census, shape: Shape, memory_budget: int | None
+) -> Tensor:
+    tiles = plan_tiles(shape, kernels.STATISTICS_TILE[1], kernels.PARTIAL_BYTES, memory_budget)
+    bias = _fused_bias(head)
+    state = torch.empty(4, shape.rows, dtype=torch.float32, device=head.hidden.device)
+    for _, columns in tiles.slabs(shape):
+        kernels.accumulate(head.hidden, head.weight, bias, rows, columns, state)
+    return state
+
+
 def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) -> tuple[Tensor, TopK | None]:
     """State [4, n] of this shard's logits, and their top k if that is any."""
     shape, device = problem.shape(head.hidden.shape[1]), head.hidden.device
     if problem.fused and not topk and shape.rows and shape.columns:
-        kernels, bias = problem.kernels(), _fused_bias(head, problem)
-        tiles = plan_tiles(shape, kernels.STATISTICS_TILE[1], kernels.PARTIAL_BYTES, problem.memory_budget)
-        state = torch.empty(4, shape.rows, dtype=problem.compute, device=device)
-        for _, columns in tiles.slabs(shape):
-            kernels.accumulate(head.hidden, head.weight, bias, problem.rows, columns, state)
-        return state, None
+        return _fused_statistics(head, problem.kernels(), problem.rows, shape, problem.memory_budget), None
     state = empty_state(shape.rows, problem.compute, device)
     top = TopK.empty(shape.rows, topk, problem.compute, device) if topk else None
     if not (shape.rows and shape.columns):
@@ -199,9 +284,13 @@ def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: 
     return gradients
 
 
-def _fused_bias(head: Head, problem: Problem) -> Tensor | None:
-    return None if head.bias is None else head.bias.detach().to(problem.compute).contiguous()
+def _fused_bias(head: Head) -> Tensor | None:
+    return None if head.bias is None else head.bias.detach().float().contiguous()
 
 
 def _aligned(columns: int) -> int:
-    return columns if columns < _ALIGNMENT else -(-columns // _ALIGNMENT) * _ALIGNMENT
+    return columns if columns < _ALIGNMENT else _whole_steps(columns)
+
+
+def _whole_steps(columns: int) -> int:
+    return -(-columns // _ALIGNMENT) * _ALIGNMENT

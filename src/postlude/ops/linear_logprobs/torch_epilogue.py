@@ -32,6 +32,7 @@ def select(
     allowed: tuple[int, int],
     vocab_start: int,
     dtype: torch.dtype,
+    promised: int | None,
 ) -> Selection:
     """See `Epilogue.select`."""
     ignored = targets == ignore_index
@@ -41,12 +42,12 @@ def select(
     else:
         factor, cold = torch.full_like(targets, scale / temperature, dtype=dtype), torch.zeros_like(kept)
     positions = torch.nonzero_static(kept, size=targets.numel(), fill_value=0)[:, 0]
-    return Selection(
-        counts=torch.stack((kept, ignored, cold)).sum(1),
-        positions=positions,
-        targets=targets[positions] - vocab_start,
-        factor=factor[positions],
-    )
+    counts, factor, broken = torch.stack((kept, ignored, cold)).sum(1), factor[positions], None
+    if promised is not None:
+        count, without, freezing = counts.unbind()
+        broken = (count != promised) | (without != targets.numel() - promised) | (freezing != 0)
+        factor = factor.masked_fill(broken, torch.nan)
+    return Selection(counts, positions, targets[positions] - vocab_start, factor, broken)
 
 
 def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
@@ -97,6 +98,11 @@ def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tenso
     if slope is not None:
         gradient.mul_(slope)
     return gradient.to(dtype)
+
+
+def scale(tensor: Tensor, factor: Tensor) -> Tensor:
+    """See `Epilogue.scale`."""
+    return tensor.mul_(factor)
 
 
 def _target_columns(slab: Slab) -> tuple[Tensor, Tensor]:

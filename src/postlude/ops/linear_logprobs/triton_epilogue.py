@@ -23,6 +23,7 @@ STATISTICS_BLOCK, STATISTICS_WARPS, STATISTICS_STAGES = 1024, 4, 3
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
 SELECTION_BLOCK, SELECTION_WARPS = 8192, 32
 ROW_BLOCK = 256
+SCALE_BLOCK, SCALE_BLOCKS = 4096, 16
 
 _LOWEST = tl.constexpr(statistics.LOWEST)
 
@@ -36,14 +37,16 @@ def select(
     allowed: tuple[int, int],
     vocab_start: int,
     dtype: torch.dtype,
+    promised: int | None,
 ) -> Selection:
     """See `Epilogue.select`."""
     tensors = temperature if isinstance(temperature, Tensor) else None
     selection = Selection(
         counts=targets.new_empty(3),
-        positions=torch.zeros_like(targets),
+        positions=torch.empty_like(targets),
         targets=torch.empty_like(targets),
         factor=torch.empty_like(targets, dtype=dtype),
+        broken=None if promised is None else targets.new_empty((), dtype=torch.bool),
     )
     _select_kernel[(1,)](
         targets,
@@ -58,6 +61,8 @@ def select(
         selection.positions,
         selection.targets,
         selection.factor,
+        0 if promised is None else promised,
+        selection.broken,
         BLOCK=SELECTION_BLOCK,
         num_warps=SELECTION_WARPS,
     )
@@ -141,6 +146,14 @@ def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tenso
     return whole[:, :columns]
 
 
+def scale(tensor: Tensor, factor: Tensor) -> Tensor:
+    """See `Epilogue.scale`. Where the factor is 1, as of a loss that nothing divides, memory is left alone."""
+    programs = triton.cdiv(tensor.numel(), SCALE_BLOCK * SCALE_BLOCKS)
+    if programs:
+        _scale_kernel[(programs,)](tensor, tensor.numel(), factor, BLOCK=SCALE_BLOCK, BLOCKS=SCALE_BLOCKS)
+    return tensor
+
+
 def _block(columns: int, most: int) -> int:
     return min(most, max(256, 1 << (columns - 1).bit_length()))
 
@@ -160,6 +173,8 @@ def _select_kernel(
     positions,
     kept_targets,
     factors,
+    promised,
+    broken,
     BLOCK: tl.constexpr,
 ):
     # One program: a token's place depends on all before it, and all there are take it a few microseconds.
@@ -186,10 +201,21 @@ def _select_kernel(
     tl.store(counts, kept_before)
     tl.store(counts + 1, ignored_before)
     tl.store(counts + 2, cold_before)
+    if broken is not None:
+        wrong = (kept_before != promised) | (ignored_before != count - promised) | (cold_before != 0)
+        tl.store(broken, wrong)
+        if wrong:
+            tl.debug_barrier()  # what was stored above is overwritten here, by other threads
+            for first in range(0, count, BLOCK):
+                position = first + tl.arange(0, BLOCK)
+                inside = position < count
+                tl.store(factors + position, float("nan"), mask=inside)
+                tl.store(positions + position, 0, mask=inside & (position >= kept_before))
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
+    """tanh(x) and its slope."""
     # The exponential form loses its digits near 0, where the series has all of them.
     square = x * x
     series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
@@ -204,10 +230,14 @@ def logit_of(product, factor, inner, SOFTCAP: tl.constexpr):
     """The logit of a product, and the softcap's slope."""
     slope = 1.0
     if SOFTCAP:
-        product, slope = _tanh(product * inner)
-    logit = product * factor
-    # Not tl.maximum, which would turn a NaN into a number and hide it.
-    return tl.where(logit < _LOWEST, _LOWEST, logit), slope
+        product, slope = tanh(product * inner)
+    return floored(product * factor), slope
+
+
+@triton.jit
+def floored(logit):
+    """Minus infinity as the lowest number. Not by tl.maximum, which would turn a NaN into a number and hide it."""
+    return tl.where(logit < _LOWEST, _LOWEST, logit)
 
 
 @triton.jit
@@ -375,3 +405,15 @@ def _differentiate_kernel(
         # A narrower gradient lands on products of earlier columns: every thread must have read before any writes.
         tl.debug_barrier()
         tl.store(gradients + column, gradient.to(gradients.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scale_kernel(tensor, size, factor, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
+        for step in range(BLOCKS):
+            place = first + step * BLOCK + tl.arange(0, BLOCK)
+            inside = place < size
+            value = tl.load(tensor + place, mask=inside, other=0.0).to(tl.float32) * by
+            tl.store(tensor + place, value.to(tensor.dtype.element_ty), mask=inside)
