@@ -1,11 +1,15 @@
 """The fused LM head against the GEMM floor and against its peers: time and peak memory, forward and with backward.
 
     PYTHONPATH=src python benchmarks/linear_logprobs.py --json result.json --plot result.png
+    PYTHONPATH=src python benchmarks/linear_logprobs.py --growth --json growth.json     # more tokens, more vocabulary
     PYTHONPATH=src python benchmarks/linear_logprobs.py --smoke          # tiny, on any machine
 
 The floor is what no recomputing head can avoid: four plain GEMMs (logits, logits again, dX, dW: 8·N·H·V operations),
-timed in the same run. "Extra" is peak allocation above the inputs, the two gradients included. Peers are used if they
-can be imported; most compute less (see the `computes` column), and none of them skips ignored positions.
+timed in the same run. "Once" is one forward and backward on a device that has rested, from before the call until the
+device is idle again, by the host's clock, over the four GEMMs read the same way; all else is by the device's clock.
+"Extra" is peak allocation above the inputs, the two
+gradients included. Peers are used if they can be imported; most compute less (see the `computes` column), and none of
+them skips ignored positions.
 """
 
 from __future__ import annotations
@@ -27,8 +31,12 @@ from torch import Tensor
 from postlude.ops.linear_logprobs import linear_logprobs
 from postlude.ops.linear_objective import linear_objective
 
-SHAPES = "8192x4096x131072,8192x2048x62080,32768x2048x248320,65536x2048x62080"
+SHAPES = "8192x4096x131072,8192x2048x62080,12000x3072x100352,3000x5120x151936,65536x2048x62080,32768x2048x248320"
 LONGEST = "262144x2048x248320"
+GROWTH = ",".join(
+    [f"{1024 << step}x1024x65536" for step in range(9)] + [f"16384x1024x{32768 << step}" for step in range(4)]
+)
+PAUSE = 0.05  # seconds
 Step = Callable[[], object]
 
 
@@ -72,6 +80,8 @@ class Result:
     total_ms: float | None = None
     forward_ratio: float | None = None  # to one GEMM
     total_ratio: float | None = None  # to the four GEMMs of the floor
+    once_ms: float | None = None  # forward and backward on an idle device, by the host's clock
+    once_ratio: float | None = None
     forward_extra_gib: float | None = None
     extra_gib: float | None = None
     note: str = ""
@@ -122,15 +132,28 @@ def full_logits(case: Case) -> Tensor:
     return (chosen * case.logprob_gradient).sum() + (entropy * case.entropy_gradient).sum()
 
 
-def peers() -> Iterator[Method]:
+def peers(only: str | None) -> Iterator[Method]:
     """Whatever is installed. Each import may fail in its own way, which only means that the peer is not here."""
-    compiled = torch.compile(full_logits)
-    yield Method("full logits, torch.compile", "log-prob, entropy", compiled, compiled)
-    for build in (_torch, _liger, _cut_cross_entropy, _verl, _skyrl):
+    builders = {
+        "full logits": _full_logits,
+        "F.linear": _torch,
+        "Liger": _liger,
+        "Apple": _cut_cross_entropy,
+        "verl": _verl,
+        "SkyRL": _skyrl,
+    }
+    for name, build in builders.items():
+        if only and not any(part in name for part in only.split(",")):
+            continue
         try:
             yield from build()
         except Exception as error:
-            print(f"skipped {build.__name__[1:]}: {type(error).__name__}: {error}")
+            print(f"skipped {name}: {type(error).__name__}: {error}")
+
+
+def _full_logits() -> Iterator[Method]:
+    compiled = torch.compile(full_logits)
+    yield Method("full logits, torch.compile", "log-prob, entropy", compiled, compiled)
 
 
 def _torch() -> Iterator[Method]:
@@ -143,10 +166,12 @@ def _torch() -> Iterator[Method]:
 
 
 def _liger() -> Iterator[Method]:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.ops import (
+        LigerFusedLinearCrossEntropyFunction,
+    )  # without transformers, which takes long to import
 
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="mean")
-    yield Method("Liger fused linear CE", "mean loss", lambda c: loss(c.weight, c.hidden, c.targets))
+    loss = LigerFusedLinearCrossEntropyFunction.apply
+    yield Method("Liger fused linear CE", "mean loss", lambda c: loss(c.hidden, c.weight, c.targets)[0])
 
 
 def _cut_cross_entropy() -> Iterator[Method]:
@@ -188,9 +213,9 @@ def _skyrl() -> Iterator[Method]:
 
 
 def timed(step: Step, device: str, repeats: int) -> float:
-    """Median milliseconds of `step` after warm-up: `repeats` readings, or as many as fit in a third of a second."""
+    """Median milliseconds of `step` after warm-up: `repeats` readings, or as many as fit in a tenth of a second."""
     readings: list[float] = []
-    while len(readings) < repeats + 2 or (repeats > 1 and sum(readings) < 333):
+    while len(readings) < repeats + 2 or (repeats > 1 and sum(readings) < 100):
         if device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -206,6 +231,28 @@ def timed(step: Step, device: str, repeats: int) -> float:
     return statistics.median(readings[2:])
 
 
+def once(step: Step, device: str, repeats: int) -> float:
+    """Median milliseconds from an idle device to an idle device: one call by itself, the host's share included.
+
+    Each comes after a pause: a card that has just worked hard runs at a lower clock for a while.
+    """
+    readings = []
+    for _ in range(repeats):
+        _settle(device)
+        if device == "cuda":
+            time.sleep(PAUSE)
+        began = time.perf_counter()
+        step()
+        _settle(device)
+        readings.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(readings)
+
+
+def _settle(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def peak_gib(step: Step, device: str) -> float | None:
     """Peak allocation of one `step` above what was there before it."""
     if device != "cuda":
@@ -218,8 +265,9 @@ def peak_gib(step: Step, device: str) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def floor(case: Case, device: str, repeats: int) -> tuple[float, float]:
-    """Milliseconds of one logits GEMM and of all four, each as one plain `torch.mm` (of a part, if it is too large)."""
+def floor(case: Case, device: str, repeats: int) -> tuple[float, float, float]:
+    """Milliseconds of one logits GEMM, of all four, and of all four `once`, as plain `torch.mm` (of a part, if it is
+    too large)."""
     hidden, weight = case.hidden.detach(), case.weight.detach()
     part = min(case.tokens, max(1, 16 * 2**30 // (case.vocabulary * hidden.element_size())))
     hidden = hidden[:part]
@@ -228,8 +276,15 @@ def floor(case: Case, device: str, repeats: int) -> tuple[float, float]:
     one = timed(lambda: torch.mm(hidden, weight.t(), out=logits), device, repeats)
     two = timed(lambda: torch.mm(logits, weight, out=d_hidden), device, repeats)
     three = timed(lambda: torch.mm(logits.t(), hidden, out=d_weight), device, repeats)
+
+    def four() -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(logits, weight, out=d_hidden)
+        torch.mm(logits.t(), hidden, out=d_weight)
+
     whole = case.tokens / part
-    return one * whole, (2 * one + two + three) * whole
+    return one * whole, (2 * one + two + three) * whole, once(four, device, repeats) * whole
 
 
 def measure(method: Method, case: Case, shape: str, device: str, repeats: int) -> Result:
@@ -249,6 +304,7 @@ def measure(method: Method, case: Case, shape: str, device: str, repeats: int) -
             result.forward_ms = timed(forward, device, repeats)
             result.forward_extra_gib = peak_gib(forward, device)
         result.total_ms = timed(step, device, repeats)
+        result.once_ms = once(step, device, repeats)
         case.hidden.grad = case.weight.grad = None
         result.extra_gib = peak_gib(step, device)
     except torch.OutOfMemoryError:
@@ -264,29 +320,61 @@ def measure(method: Method, case: Case, shape: str, device: str, repeats: int) -
 
 def run(arguments: argparse.Namespace, device: str) -> list[Result]:
     results = []
-    methods = [*ours(arguments.backend, arguments.memory_budget), *(peers() if arguments.peers else ())]
+    methods = [*ours(arguments.backend, arguments.memory_budget), *(peers(arguments.only) if arguments.peers else ())]
+    if arguments.only:
+        methods = [method for method in methods if any(name in method.name for name in arguments.only.split(","))]
     for shape in arguments.shapes.split(","):
         longest = shape == LONGEST  # here the question is whether it runs at all
         repeats = 1 if longest else arguments.repeats
         case = Case.make(shape, device)
         before = floor(case, device, repeats)
-        results.append(Result(shape, "floor: plain GEMMs", "nothing", *before, 1.0, 1.0))
-        whole: float | None = None
-        for method in methods[:1] if longest else methods:
-            result = measure(method, case, shape, device, repeats)
-            # The clock of a GPU wanders by a tenth over minutes: a ratio is to the floor just before and just after.
-            after = floor(case, device, repeats)
-            one, four = (statistics.mean(pair) for pair in zip(before, after, strict=True))
-            before = after
+        measured = [measure(method, case, shape, device, repeats) for method in (methods[:1] if longest else methods)]
+        # The clock of a GPU wanders by a tenth over minutes: a ratio is to the mean of the floor before and after.
+        one, four, alone = (statistics.mean(pair) for pair in zip(before, floor(case, device, repeats), strict=True))
+        results.append(Result(shape, "floor: plain GEMMs", "nothing", one, four, 1.0, 1.0, alone, 1.0))
+        for result in measured:
             result.forward_ratio = result.forward_ms and result.forward_ms / one
             result.total_ratio = result.total_ms and result.total_ms / four
-            whole = whole or result.total_ms
-            if method.name.endswith("ignored") and result.total_ms and whole:
+            result.once_ratio = result.once_ms and result.once_ms / alone
+            whole = measured[0].total_ms
+            if result.method.endswith("ignored") and result.total_ms and whole:
                 result.note = f"{result.total_ms / whole:.2f}x of none ignored"
-            results.append(result)
             print(f"{shape} {result.method}: {_line(result)}", flush=True)
+        results.extend(measured)
+        save(results, arguments.json, device)
         del case
     return results
+
+
+def grow(arguments: argparse.Namespace, device: str) -> list[Result]:
+    """Time and memory of the two operations alone, for more and more tokens and vocabulary."""
+    results = []
+    for shape in GROWTH.split(","):
+        case = Case.make(shape, device)
+        for method in ours(arguments.backend, arguments.memory_budget):
+            if "ignored" in method.name:
+                continue
+
+            def step(method: Method = method, case: Case = case) -> None:
+                case.hidden.grad = case.weight.grad = None
+                method.loss(case).backward()
+
+            result = Result(shape, method.name, method.computes, total_ms=timed(step, device, 1))
+            case.hidden.grad = case.weight.grad = None
+            result.extra_gib = peak_gib(step, device)
+            logits = case.tokens * case.vocabulary
+            result.note = f"{1e6 * (result.total_ms or 0) / logits:.4f} ns a logit"
+            print(f"{shape} {result.method}: {_line(result)}", flush=True)
+            results.append(result)
+    save(results, arguments.json, device)
+    return results
+
+
+def save(results: list[Result], path: str | None, device: str) -> None:
+    """Write what there is."""
+    if path:
+        with open(path, "w") as file:
+            json.dump({**machine(device), "results": [asdict(result) for result in results]}, file, indent=1)
 
 
 def _line(result: Result) -> str:
@@ -296,6 +384,7 @@ def _line(result: Result) -> str:
     return (
         f"forward {show(result.forward_ms, ' ms')} ({show(result.forward_ratio, 'x')}), "
         f"forward+backward {show(result.total_ms, ' ms')} ({show(result.total_ratio, 'x')}), "
+        f"once {show(result.once_ms, ' ms')} ({show(result.once_ratio, 'x')}), "
         f"extra {show(result.forward_extra_gib, ' GiB')} / {show(result.extra_gib, ' GiB')} {result.note}"
     )
 
@@ -306,14 +395,43 @@ def show_table(results: list[Result]) -> None:
         from rich.table import Table
     except ImportError:  # the lines printed on the way say the same
         return
-    headers = ("N x H x V", "method", "computes", "forward ms", "x GEMM", "fwd+bwd ms", "x floor", "extra GiB", "")
+    headers = (
+        "N x H x V",
+        "method",
+        "computes",
+        "forward ms",
+        "x GEMM",
+        "fwd+bwd ms",
+        "x floor",
+        "once",
+        "extra GiB",
+        "",
+    )
     table = Table(*headers, title="Fused LM head")
     for index, r in enumerate(results):
-        numbers = (r.forward_ms, r.forward_ratio, r.total_ms, r.total_ratio, r.extra_gib)
+        numbers = (r.forward_ms, r.forward_ratio, r.total_ms, r.total_ratio, r.once_ratio, r.extra_gib)
         cells = ["-" if number is None else f"{number:.2f}" for number in numbers]
         last = index + 1 == len(results) or results[index + 1].shape != r.shape
         table.add_row(r.shape, r.method, r.computes, *cells, r.note, end_section=last)
     Console(width=160).print(table)
+
+
+def markdown(results: list[Result]) -> str:
+    """The table of docs/benchmarks.md."""
+
+    def show(value: float | None, unit: str = "", digits: int = 1) -> str:
+        return "–" if value is None else f"{value:.{digits}f}{unit}"
+
+    lines = [
+        "| tokens × hidden × vocabulary | method | computes | forward ms | × GEMM | forward + backward ms | × floor "
+        "| once, × floor | extra GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        times = (show(r.forward_ms), show(r.forward_ratio, "×", 2), show(r.total_ms), show(r.total_ratio, "×", 2))
+        cells = (r.shape.replace("x", " × "), r.method, r.computes, *times, show(r.once_ratio, "×", 2))
+        lines.append("| " + " | ".join((*cells, show(r.extra_gib, "", 2))) + " |")
+    return "\n".join(lines)
 
 
 def save_plot(results: list[Result], path: str) -> None:
@@ -362,26 +480,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=f"{SHAPES},{LONGEST}", help="tokens x features x vocabulary, comma between")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--only", metavar="NAMES", help="only methods with one of these in their name, comma between")
     parser.add_argument("--backend", default="auto", choices=("auto", "torch", "triton"))
     parser.add_argument("--memory-budget", type=int, help="bytes, see linear_logprobs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")
-    parser.add_argument("--redraw", metavar="FILE", help="only draw --plot from an earlier --json")
+    parser.add_argument("--redraw", metavar="FILE", help="of an earlier --json, print docs' table and draw --plot")
+    parser.add_argument("--growth", action="store_true", help="1k to 262k tokens, 32k to 262k entries; no peers")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, no peers: does it run?")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.shapes, arguments.peers, arguments.repeats = "64x32x512,128x16x300", False, 1
     if arguments.redraw:
         with open(arguments.redraw) as file:
-            save_plot([Result(**result) for result in json.load(file)["results"]], arguments.plot)
+            drawn = json.load(file)
+        rows = drawn["results"] + drawn.get("earlier", {}).get("results", [])  # peers that were read another day
+        results = [Result(**row) for row in rows]
+        print(markdown(results))
+        if arguments.plot:
+            save_plot(results, arguments.plot)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    results = run(arguments, device)
+    results = grow(arguments, device) if arguments.growth else run(arguments, device)
     show_table(results)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({**machine(device), "results": [asdict(result) for result in results]}, file, indent=1)
     if arguments.plot:
         save_plot(results, arguments.plot)
 
