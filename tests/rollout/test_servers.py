@@ -150,6 +150,7 @@ def test_weights_are_read_while_requests_are_kept_and_the_version_is_seen_to(two
 def test_a_server_that_comes_late_or_anew_gets_the_newest_weights_first(engines) -> None:
     with closing(FakeVLLM()) as old, closing(FakeVLLM()) as other:
         engine = engines(old, other, retries=0)
+        engine.meet()
         engine.update("/weights/1", "start.1")
         old.kill()
         check(engine)
@@ -169,6 +170,7 @@ def test_a_server_that_comes_late_or_anew_gets_the_newest_weights_first(engines)
 def test_answers_of_weights_that_were_never_sent_are_asked_for_again(two, engines) -> None:
     """A server that was started anew between two requests tells its old weights, and gets the new ones."""
     engine = engines(*two)
+    engine.meet()  # both are there: else an update does not wait for who comes later
     engine.update("/weights/1", "start.1")
     two[0].version = OLD
     for (one,) in engine.generate(PROMPTS, THREE):
