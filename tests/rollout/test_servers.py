@@ -67,14 +67,14 @@ def test_requests_of_a_killed_server_go_to_another(two, engines) -> None:
 def test_one_that_hangs_is_timed_out(two, engines) -> None:
     hanging, other = two
     release = threading.Event()
-    hanging.before = after(2, lambda: b"late" if release.wait(5) else None)
-    engine = engines(*two, timeout=0.3, retries=0)
+    hanging.before = after(2, lambda: b"late" if release.wait(8) else None)
+    engine = engines(*two, timeout=1.0, retries=0)
     began = time.perf_counter()
     check(engine)
-    assert time.perf_counter() - began < 2.0
+    assert time.perf_counter() - began < 5.0  # of those that hang, all at once
     release.set()
     assert other.answered >= len(PROMPTS) - 3
-    assert "gave no answer within 0.3 s" in engine.fleet.servers[0].problem
+    assert "gave no answer within 1 s" in engine.fleet.servers[0].problem
 
 
 @pytest.mark.parametrize(
