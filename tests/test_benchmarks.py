@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import one as the script that it is: with its own folder on the path, and gone again afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = ("workloads", "peers", "train_step", "rl_iteration", "growth", "report")
@@ -34,17 +34,17 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_mixes_are_those_of_the_tables(benchmark: Any) -> None:
-    mixes = benchmark("workloads").MIXES
+def test_mixes_are_those_of_the_tables(load: Any) -> None:
+    mixes = load("workloads").MIXES
     lengths, long_tail = mixes["log-normal"](), mixes["long-tail"]()
     assert (len(lengths), sum(lengths), max(lengths)) == (64, 55_399, 4096)
     assert (len(long_tail), sum(long_tail), max(long_tail)) == (64, 101_947, 16_384)
 
 
 @pytest.mark.parametrize("shape", ["smoke", "smoke-moe"])
-def test_flops_are_those_that_torch_counts(benchmark: Any, shape: str) -> None:
+def test_flops_are_those_that_torch_counts(load: Any, shape: str) -> None:
     """In transformers' model, whose attention sees all pairs, where half of them are causal."""
-    workloads, length = benchmark("workloads"), 12
+    workloads, length = load("workloads"), 12
     config = workloads.SHAPES[shape]()
     config._experts_implementation = "eager"  # the counter knows no grouped product
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -54,9 +54,9 @@ def test_flops_are_those_that_torch_counts(benchmark: Any, shape: str) -> None:
     assert workloads.forward_flops(config, [length]) + unseen == counter.get_total_flops()
 
 
-def test_what_is_compared_computes_the_same(benchmark: Any, tmp_path: Path) -> None:
+def test_what_is_compared_computes_the_same(load: Any, tmp_path: Path) -> None:
     """The same weights and sequences: our losses, packed and padded, are the padded peers'."""
-    workloads, peers, train_step = benchmark("workloads"), benchmark("peers"), benchmark("train_step")
+    workloads, peers, train_step = load("workloads"), load("peers"), load("train_step")
     config = workloads.SHAPES["smoke"]()
     sample = workloads.Sample.of(workloads.MIXES["smoke"](), config.vocab_size)
     theirs = AutoModelForCausalLM.from_pretrained(export_hf(load_model(config), tmp_path), dtype=torch.float32)
@@ -74,9 +74,9 @@ def test_what_is_compared_computes_the_same(benchmark: Any, tmp_path: Path) -> N
                 assert_equal(torch.tensor(engine.measure(given, objective).loss), torch.tensor(loss))
 
 
-def test_growth_is_told_by_the_upper_half_of_an_axis(benchmark: Any) -> None:
+def test_growth_is_told_by_the_upper_half_of_an_axis(load: Any) -> None:
     """Below it a constant part hides the power; what attention takes is no part of the rest."""
-    growth = benchmark("growth")
+    growth = load("growth")
     sizes = [2**power for power in range(10, 18)]
     assert growth.exponent(sizes, [3.0 * size**2 for size in sizes]) == 2.0
     axis = growth.Axis("", ("update",), lambda _: iter(()), attention=True)
@@ -89,9 +89,9 @@ def test_growth_is_told_by_the_upper_half_of_an_axis(benchmark: Any) -> None:
     assert found["superlinear"] == ["time", "memory"]
 
 
-def test_the_page_shows_the_results_that_are_kept(benchmark: Any) -> None:
+def test_the_page_shows_the_results_that_are_kept(load: Any) -> None:
     """`benchmarks/report.py benchmarks/results/*.json --page docs/benchmarks.md` leaves the page as it is."""
-    report = benchmark("report")
+    report = load("report")
     page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
     found = report.read(sorted((BENCHMARKS / "results").glob("*_h200.json")))
     assert "train_step" in found
@@ -109,12 +109,12 @@ SMOKES = {
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMOKES)
-def test_a_benchmark_runs_and_writes_what_it_found(benchmark: Any, tmp_path: Path, name: str) -> None:
+def test_a_benchmark_runs_and_writes_what_it_found(load: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / "found.json"
-    found = benchmark(name).main(["--smoke", "--device", "cpu", "--json", str(path), *SMOKES[name]])
+    found = load(name).main(["--smoke", "--device", "cpu", "--json", str(path), *SMOKES[name]])
     assert found
     assert not [case for case in found if "failed" in json.dumps(case)]
     assert json.loads(path.read_text())["cases"] == json.loads(json.dumps(found))
     if name == "growth":
-        benchmark(name).main(["--draw", str(path), str(tmp_path / "drawn.svg")])
+        load(name).main(["--draw", str(path), str(tmp_path / "drawn.svg")])
         assert (tmp_path / "drawn.svg").read_text().count("<polyline") > 4
