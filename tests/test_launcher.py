@@ -80,7 +80,7 @@ def test_results_come_in_rank_order() -> None:
     [
         ("raise", "rank 1 of 3 failed: ValueError: no such column"),
         ("kill", "rank 1 of 3 was killed by SIGKILL."),
-        ("exit", "rank 1 of 3 ended with exit code 7 and no result."),
+        pytest.param("exit", "rank 1 of 3 ended with exit code 7 and no result.", marks=pytest.mark.thorough),
         ("sleep", "rank 1 of 3 did not come: it is in misbehave "),
     ],
 )
@@ -117,7 +117,7 @@ def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence:
         assert since_start(tmp_path) < (timeout(how) if how == "sleep" else 0) + 2 * GRACE + SLACK
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # so does the one that looks at what is said under it
 def test_torchrun_starts_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

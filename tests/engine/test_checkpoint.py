@@ -137,6 +137,7 @@ def resume_here(group: Any, directory: str) -> tuple[Any, ...]:
     return expected, (train(engine, [3, 4]), weights(engine))
 
 
+@pytest.mark.slow
 def test_going_back_in_the_same_engine_is_exact_to_the_bit(ranks: Any, tmp_path: Path) -> None:
     for (losses, tensors), (again, tensors_again) in ranks(2, resume_here, str(tmp_path / "checkpoint")):
         assert losses == again

@@ -76,7 +76,8 @@ def steps(group: Any, layout: str, objective: Objective, lengths: tuple[int, ...
 @pytest.mark.parametrize(
     ("layout", "lengths"),
     [
-        *((layout, (20, 17, 3, 25, 6)) for layout in ("pp=2", "cp=2", "dp_shard=2")),
+        *((layout, (20, 17, 3, 25, 6)) for layout in ("cp=2", "dp_shard=2")),
+        pytest.param("pp=2", (20, 17, 3, 25, 6), marks=pytest.mark.thorough),
         pytest.param("tp=2", (20, 17, 3, 25, 6), marks=pytest.mark.thorough),
         pytest.param("dp_replicate=2", (20, 17, 3, 25, 6), marks=pytest.mark.thorough),
         pytest.param("dp_shard=2", (9,), id="dp_shard=2 with nothing for one rank"),
@@ -237,6 +238,7 @@ def leave(group: Any, layout: str, directory: str) -> tuple[bool, bool, bool, bo
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2"])
 def test_streams_copies_and_exports_are_without_it(ranks: Any, tmp_path: Path, layout: str) -> None:
     assert ranks(2, leave, layout, str(tmp_path / "export")) == [(True, True, True, False)] * 2

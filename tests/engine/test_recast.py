@@ -52,7 +52,7 @@ def curves(group: Any, sources: list[Any], steps: int) -> list[list[tuple[float,
     return [curve(build("", source, optimizer=FAST), range(steps)) for source in sources]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_curves_of_100_steps_are_one_however_blocks_are_grouped(ranks: Any, tmp_path: Path) -> None:
     """A transformer, and its checkpoint as a grouped hybrid and, by way of files, ungrouped."""
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")

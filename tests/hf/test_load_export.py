@@ -337,7 +337,7 @@ print(peak / sum(p.numel() * p.element_size() for p in model.parameters()))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # a model of some size in a process of its own
 def test_loading_peaks_near_one_copy_of_the_model(tmp_path: Path) -> None:
     """Memory-mapped pages of the file count while they are read, so one copy of the model and one shard of the file."""
     config = LlamaConfig(

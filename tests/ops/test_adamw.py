@@ -168,6 +168,7 @@ def test_gradients_are_scaled_and_a_step_that_is_not_finite_changes_nothing(weig
     assert all(map(torch.equal, tensors(plain), before))
 
 
+@pytest.mark.thorough  # thousands of steps
 def test_average_of_eight_bits_follows_a_slow_change() -> None:
     """Each change of the second moment is far below a level, and it still comes to where it should."""
     state = start(torch.zeros(16, 64).to(DEVICE), moments="8bit")

@@ -196,8 +196,8 @@ def evaluated(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith(("time/", "servers/"))}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # grpo by a server is tested always
+@pytest.mark.parametrize("size", [1, 2])
 def test_an_evaluation_by_a_server_is_the_native_one(ranks: Ranks, server: TinyVLLM, tmp_path: Path, size: int) -> None:
     common = ("--environment.size=16", "--tasks=6", "--answers.max_new_tokens=5", "--budget=512")
     native, *_ = ranks(size, evaluated, str(tmp_path / "native"), *common)

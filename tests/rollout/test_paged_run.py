@@ -83,6 +83,7 @@ def test_answers_of_uneven_lengths_equal_those_of_the_other_way(device: str, tem
     assert {one.finish_reason for group in expected for one in group} == {"stop", "length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "limits",
