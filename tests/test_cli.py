@@ -272,6 +272,7 @@ class TestVerify:
 
 
 class TestGrpo:
+    @pytest.mark.slow
     def test_a_dry_run_prints_the_whole_config(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["grpo", "recipes/demo.yaml", "--dry-run", "--optimizer.lr", "3e-5", "--layout", "pp=2"]) == 0
         told = capsys.readouterr().out

@@ -46,6 +46,7 @@ def lost() -> RuntimeError:
     return RuntimeError("[../third_party/gloo/transport/tcp/pair.cc] Connection closed by peer")
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_named_by_two_thousand_ranks_in_a_few_operations_each() -> None:
     store = Counting()
     ranks = everyone(store)

@@ -168,6 +168,7 @@ assert hidden.grad.abs().sum() > 0
 """
 
 
+@pytest.mark.slow
 def test_the_fused_head_needs_torch_alone() -> None:
     import subprocess
     import sys

@@ -112,6 +112,7 @@ def resumed(group: Any, kind: str, layout: str, directory: str) -> tuple[Any, ..
         pytest.param("8-bit moments", "tp=2,dp_shard=2", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     ranks: Any, tmp_path: Path, kind: str, layout: str
 ) -> None:

@@ -198,6 +198,7 @@ def save_as_a_model(group: Any, layout: str, directory: str) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2"])
+@pytest.mark.slow
 def test_a_checkpoint_is_a_model_with_its_config_and_tokenizer(ranks: Any, tmp_path: Path, layout: str) -> None:
     directory = tmp_path / "step-000001"
     (expected, again), *_ = ranks(2, save_as_a_model, layout, str(directory))
@@ -222,6 +223,7 @@ def export(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], 
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2,tp=2,ep=2", marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
 def test_an_export_gives_the_engines_logprobs_in_transformers_and_reloads(
     ranks: Any, tmp_path: Path, layout: str
 ) -> None:

@@ -44,6 +44,7 @@ def metrics(group: Any, command: str, *settings: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_depths_learn_and_leave_the_rest_alone(ranks: Ranks, tmp_path: Path) -> None:
     write_rows(tmp_path)
     plain = (*SETTINGS, f"--data.path={tmp_path}/rows.jsonl", "--batch=4", "--held_out.rows=3", "--held_out.every=1")

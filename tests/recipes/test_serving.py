@@ -121,6 +121,7 @@ def told(tmp_path: Path, *overrides: str) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVLLM, tmp_path: Path) -> None:
     asked = (tmp_path, f"--rollout={server.url}")
     assert told(*asked) == "1 of 1 answer (vllm)"

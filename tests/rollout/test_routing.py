@@ -83,6 +83,7 @@ def test_answers_that_had_to_wait_are_recorded_alike(monkeypatch: pytest.MonkeyP
     replayed(moe, found, monkeypatch)
 
 
+@pytest.mark.slow
 def test_drafted_answers_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model(f"{PATTERN}/[*E]")
     found = answered(moe, draft="mtp")
