@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from postlude import LanguageModel, Microbatch, OutputInputs, pack
-from postlude.model.blocks import BLOCKS, MoE
+from postlude.model.blocks import BLOCKS, MoE, MoEConfig
 from postlude.model.context import ForwardContext
 from postlude.model.schedule_plan import in_turn
 from postlude.model.steps import Step, exchange
@@ -200,6 +200,49 @@ def test_every_exchange_is_under_way_while_the_other_computes(pattern: str) -> N
     waits = [index for index, (_, kind, name) in enumerate(found) if kind == "forward" and name.endswith("moe.plan")]
     for index in waits[1:]:  # the first time a backward has not begun
         assert found[index - 1][0] == 0
+
+
+class WideMergeMoE(FarMoE):
+    """Puts several gradients off behind the experts, too."""
+
+    def merge(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        context: ForwardContext,
+    ) -> Any:
+        for layer in (self.latent_down, self.latent_up):
+            rows = rows + layer(hidden if layer is self.latent_down else rows).mean()
+        return super().merge(hidden, rows, order, inverse, weights, shared, context)
+
+
+class RowlessMoE(WideMergeMoE):
+    """Experts that no row came to, and whose weights so put no gradient off."""
+
+    def run_experts(self, rows: Tensor, counts: Tensor, context: ForwardContext) -> Any:
+        return {"rows": rows * 2.0}
+
+
+def test_modules_are_done_at_the_same_place_whatever_experts_got() -> None:
+    """Others may be waited for there: a rank whose experts got no rows must not come earlier than one with some."""
+    experts = MoEConfig(experts=4, top_k=2, intermediate_size=12, latent_size=8)
+    config = small_config("[*E]{3}", blocks={"E": experts})
+
+    def heard(block: type[MoE]) -> list[tuple[int, str, str]]:
+        log: list[tuple[int, str, str]] = []
+        model = LanguageModel(config, blocks={**BLOCKS, "E": block})
+        options = {"output_processor": processor, "output_processor_context": 0.1, "recorder": Heard(log)}
+        plan = model.build_schedule_plan(batch()[0], **options)
+        plan.backward(plan.forward()["loss"], complete=lambda module: log.append((0, "done", type(module).__name__)))
+        return [each for each in log if each[1] in ("start", "arrived", "done")]
+
+    expected = heard(WideMergeMoE)
+    assert heard(RowlessMoE) == expected
+    assert [kind for _, kind, _ in expected].count("done") == 4  # three layers and the stage
 
 
 @pytest.mark.parametrize("bias", [False, True])

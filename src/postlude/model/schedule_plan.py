@@ -168,10 +168,12 @@ class SchedulePlan:
                     assert part.way is not None
                     arrive = part.way.back.start(arriving, "exchange back", part.name, recorder)
                     del arriving
-                    # Some are made now, for the other's exchange, and some after its turn, for this one.
-                    self._catch_up(len(later) - fresh, done, complete)
+                    # Some are made now, for the other's exchange, and some after its turn, for this one. What the last
+                    # piece put off belongs to no module that is done.
+                    self._make(len(later) - fresh)
+                    self._tell(done, complete)
                     yield
-                    self._catch_up((len(later) + 1) // 2, done, complete)
+                    self._make((len(later) + 1) // 2)
                     part.left.gradient = arrive()
                 continue
             if part.pauses:
@@ -189,8 +191,10 @@ class SchedulePlan:
             fresh += len(later)
             done += [module for each in reversed(part.steps) for module in each.completes]
             if not any(isinstance(each, Crossing) for each in self.parts[-3:]):
-                self._catch_up(len(later), done, complete)  # no exchange is near whose time they could fill
-        self._catch_up(len(later), done, complete)
+                self._make(len(later))  # no exchange is near whose time they could fill
+                self._tell(done, complete)
+        self._make(len(later))
+        self._tell(done, complete)
 
     def _run(self, piece: Piece, values: dict[str, Any]) -> dict[str, Any]:
         """What the steps of a piece write, by name. Where all is recomputed, steps to be run once are left out."""
@@ -211,18 +215,20 @@ class SchedulePlan:
             run_step(step, values, self.context)
         return values
 
-    def _catch_up(self, count: int, done: list[Gathered], complete: Complete | None) -> None:
-        """Make so many of the gradients that were put off, and tell of modules that have all of theirs then."""
-        recorder = self.context.recorder
+    def _make(self, count: int) -> None:
+        """The first so many of the gradients that were put off. How many there are, ranks need not agree on."""
         if self.later and count:
-            with recorder.during("weights", "gradients"):
+            with self.context.recorder.during("weights", "gradients"):
                 make_gradients(self.later[:count])
                 del self.later[:count]
-        if not self.later and complete is not None and done:
-            with recorder.during("shards", "gradients"):
+
+    def _tell(self, done: list[Gathered], complete: Complete | None) -> None:
+        """Of the modules that are done: at the same place on every rank, since what is told may wait for the others."""
+        if complete is not None and done:
+            with self.context.recorder.during("shards", "gradients"):
                 for module in done:
                     complete(module)
-            done.clear()
+        done.clear()
 
 
 def in_turn(*all_moves: Moves) -> list[Any]:
