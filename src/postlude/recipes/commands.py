@@ -12,11 +12,12 @@ from postlude.recipes.run.ending import Ending
 
 if TYPE_CHECKING:
     from postlude.recipes.preflight import Check, Subject
+    from postlude.recipes.where import Where
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A config, and the file beside this one that has its `checks(subject)` and `run(config, device, beginning)`.
+    """A config, and the file beside this one that has `checks(subject)` and `run(config, device, beginning, where)`.
 
     That file is imported when it is needed, and torch with it.
     """
@@ -25,9 +26,9 @@ class Recipe:
     module: str
     help: str
 
-    def run(self, config: Any, device: str, beginning: Beginning = NEWEST) -> Ending:
-        """Run it on every rank."""
-        return cast(Ending, self._file.run(config, device, beginning))
+    def run(self, config: Any, device: str, beginning: Beginning = NEWEST, where: Where | None = None) -> Ending:
+        """Run it on every rank. `where` is this machine, if nothing else is said."""
+        return cast(Ending, self._file.run(config, device, beginning, *([] if where is None else [where])))
 
     def checks(self, subject: Subject) -> list[Check]:
         """What must hold before it is run: looked at in the command's own process."""

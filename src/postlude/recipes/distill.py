@@ -19,6 +19,7 @@ from postlude.recipes.run.ending import Ending
 from postlude.recipes.serving import engine_of, of_servers
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
+from postlude.recipes.where import HERE, Where
 from postlude.rollout.environments import Transcript
 from postlude.rollout.tasks import Task
 
@@ -28,12 +29,12 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
 
     name = "distill"
 
-    def __init__(self, config: DistillConfig, device: str) -> None:
+    def __init__(self, config: DistillConfig, device: str, where: Where = HERE) -> None:
         self.config = config
         chosen = config.objective
         self.temperature = 1.0 if isinstance(chosen, ObjectiveFile) else chosen.temperature
         self.rollouts: Rollouts | None = None
-        super().__init__(config, device, built(chosen))
+        super().__init__(config, device, built(chosen), where)
         self.teacher = Engine(
             config.teacher,
             budget=config.budget,
@@ -49,7 +50,9 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         data, budget = self.config.data, self.config.budget
         if isinstance(data, Examples):
             return self.encoded(data)
-        environment = environment_of(data.environment, self.config.seed, self.tokenizer, data.answers, budget)
+        environment = environment_of(
+            data.environment, self.config.seed, self.tokenizer, data.answers, budget, self.where.hire
+        )
         self.rollouts = Rollouts(
             engine_of(data.rollout, self.engine, self.tokenizer, self.config.run, data.answers),
             environment,
@@ -102,6 +105,6 @@ def checks(subject: Subject) -> list[Check]:
     return [*of_training(subject), *of_teacher(subject, config.teacher, config.top_k), *learned_on]
 
 
-def run(config: DistillConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+def run(config: DistillConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:
     """Run or continue `config` on the ranks that are started."""
-    return train(DistillTrainer(config, device), beginning)
+    return train(DistillTrainer(config, device, where), beginning)

@@ -17,6 +17,7 @@ from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
+from postlude.recipes.where import HERE, Where
 
 
 class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
@@ -24,9 +25,9 @@ class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
 
     name = "dpo"
 
-    def __init__(self, config: DPOConfig, device: str) -> None:
+    def __init__(self, config: DPOConfig, device: str, where: Where = HERE) -> None:
         self.config = config
-        super().__init__(config, device, built(config.objective))
+        super().__init__(config, device, built(config.objective), where)
         self.reference: Reference | None = self.engine.reference() if config.has_reference else None
 
     def read(self) -> Encodings[tuple[Encoded, Encoded]]:
@@ -51,6 +52,6 @@ def checks(subject: Subject) -> list[Check]:
     return [*of_training(subject), *of_rows(subject, subject.config.data)]
 
 
-def run(config: DPOConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+def run(config: DPOConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:
     """Run or continue `config` on the ranks that are started."""
-    return train(DPOTrainer(config, device), beginning)
+    return train(DPOTrainer(config, device, where), beginning)

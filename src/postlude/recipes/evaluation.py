@@ -15,7 +15,6 @@ from postlude.recipes.conclusion import conclude
 from postlude.recipes.config import schema
 from postlude.recipes.config.configs import EvalConfig
 from postlude.recipes.config.settings import Native
-from postlude.recipes.live import LiveView
 from postlude.recipes.preflight import Check, Subject, of_environment, of_model
 from postlude.recipes.rollouts import Answered, Rollouts, environment_of, scores, shown, summary
 from postlude.recipes.run.beginning import NEWEST, Beginning
@@ -25,6 +24,7 @@ from postlude.recipes.run.ending import Ending
 from postlude.recipes.run.surroundings import surroundings
 from postlude.recipes.serving import connect, of_servers
 from postlude.recipes.verdict import EVALUATED
+from postlude.recipes.where import HERE, Where
 from postlude.rollout.gathered import RankedEngine, SharedGenerator
 from postlude.rollout.served import ServedAnswers
 
@@ -41,7 +41,7 @@ def checks(subject: Subject) -> list[Check]:
     ]
 
 
-def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:
     """Evaluate on the ranks that are started. It is done in one go: an evaluation that was ended begins again."""
     if beginning.resume_from is not None:
         raise ValueError("an evaluation has no checkpoints to go back to; leave out --resume-from.")
@@ -51,7 +51,9 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
     clock = Clock()
     with ExitStack() as held:
         environment = held.enter_context(
-            closing(environment_of(config.environment, config.seed, tokenizer, config.answers, config.budget))
+            closing(
+                environment_of(config.environment, config.seed, tokenizer, config.answers, config.budget, where.hire)
+            )
         )
         directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, sinks=config.sinks))
         directory.resume_at(-1)
@@ -69,7 +71,7 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST) 
         count = min(config.tasks, len(environment.tasks))
         tasks = [environment.tasks[index] for index in range(len(environment.tasks) - count, len(environment.tasks))]
         answers: list[Answered] = []
-        with LiveView(count, title=f"eval {config.model}", unit="task") as live:
+        with where.view(count, title=f"eval {config.model}", unit="task") as live:
             for first in range(0, count, PAGE):
                 answers += rollouts.answer(tasks[first : first + PAGE], config.samples, step=0, first=first)
                 live.update(min(first + PAGE, count), summary(answers))

@@ -29,6 +29,7 @@ from postlude.recipes.run.directory import step_of
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.serving import engine_of, of_servers
 from postlude.recipes.trainer import Trainer, train
+from postlude.recipes.where import HERE, Where
 from postlude.rollout.tasks import Task, Tasks, hold_out
 
 REFERENCE = "reference"  # in the run's directory: the weights that a penalty is measured from
@@ -39,14 +40,15 @@ class GRPOTrainer(Trainer):
 
     name = "grpo"
 
-    def __init__(self, config: GRPOConfig, device: str) -> None:
+    def __init__(self, config: GRPOConfig, device: str, where: Where = HERE) -> None:
         self.config = config
-        super().__init__(config, device, config.warm_start.optimizer if config.warm_start.steps else config.optimizer)
+        optimizer = config.warm_start.optimizer if config.warm_start.steps else config.optimizer
+        super().__init__(config, device, optimizer, where)
         self.warm = config.warm_start.steps
         self.last = self.warm + config.steps
         self.evaluate_every = config.evaluation.every
         self.environment = environment_of(
-            config.environment, config.seed, self.tokenizer, config.answers, config.budget
+            config.environment, config.seed, self.tokenizer, config.answers, config.budget, where.hire
         )
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
@@ -268,9 +270,9 @@ def checks(subject: Subject) -> list[Check]:
     ]
 
 
-def run(config: GRPOConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+def run(config: GRPOConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:
     """Run or continue `config` on the ranks that are started."""
-    return train(GRPOTrainer(config, device), beginning)
+    return train(GRPOTrainer(config, device, where), beginning)
 
 
 def _replay(subject: Subject) -> str:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,6 +40,27 @@ RECENT = 20  # steps behind the ETA
 NARROW = 72  # columns; below, values stand in one column, not two
 
 
+class View(Protocol):
+    """What is told of every step, while it is entered."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def doing(self, phase: str) -> None:
+        """Say what is going on."""
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a finished step."""
+
+
+class Viewed(Protocol):
+    """Makes a view of `total` steps, of which `start` were done before. `unit` is what is counted."""
+
+    def __call__(self, total: int, *, title: str = ..., start: int = ..., unit: str = ...) -> View:
+        """A view, to be entered."""
+
+
 class LiveView:
     """A context manager that is told of every step. On a rank that is not the first it does nothing.
 
@@ -67,7 +88,7 @@ class LiveView:
         self._live: Live | None = None
         self._lock = Lock()  # the panel is drawn by another thread than the one that tells of steps
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> Self:
         self._began = time.monotonic()
         self._ends.clear()
         self._ends.append(self._began)

@@ -22,6 +22,7 @@ from postlude.rollout.protocol import Completion
 from postlude.rollout.rewards import Score
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Chosen, Task
+from postlude.rollout.workers import Hire
 
 SHOWN = 8  # answers of a step kept to be looked at
 TRAINED, HELD_OUT = 0, 1  # what answers are for: the same task gets other answers in either
@@ -198,10 +199,15 @@ def encode_prompt(encoder: Encoder, task: Task, budget: int, answers: Answers) -
 
 
 def environment_of(
-    settings: EnvironmentSettings, seed: int, tokenizer: ChatTokenizer, answers: Answers, budget: int
+    settings: EnvironmentSettings,
+    seed: int,
+    tokenizer: ChatTokenizer,
+    answers: Answers,
+    budget: int,
+    hire: Hire | None = None,
 ) -> Environment:
     """The environment, without the prompts that are to be dropped because no answer would fit after them."""
-    environment = settings.build(seed)
+    environment = settings.build(seed, hire)
     if isinstance(settings, Prompts) and settings.overlong == "drop":
         tasks, encoder = environment.tasks, encoder_of(environment, tokenizer, answers, budget)
         kept = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]

@@ -15,6 +15,7 @@ from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
+from postlude.recipes.where import HERE, Where
 
 
 class SFTTrainer(SupervisedTrainer[Encoded]):
@@ -23,9 +24,9 @@ class SFTTrainer(SupervisedTrainer[Encoded]):
     name = "sft"
     learned = "loss_mask"
 
-    def __init__(self, config: SFTConfig, device: str) -> None:
+    def __init__(self, config: SFTConfig, device: str, where: Where = HERE) -> None:
         self.config = config
-        super().__init__(config, device, built(config.objective))
+        super().__init__(config, device, built(config.objective), where)
 
     def read(self) -> Encodings[Encoded]:
         """The rows to learn from."""
@@ -41,6 +42,6 @@ def checks(subject: Subject) -> list[Check]:
     return [*of_training(subject), *of_rows(subject, subject.config.data)]
 
 
-def run(config: SFTConfig, device: str = "cpu", beginning: Beginning = NEWEST) -> Ending:
+def run(config: SFTConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:
     """Run or continue `config` on the ranks that are started."""
-    return train(SFTTrainer(config, device), beginning)
+    return train(SFTTrainer(config, device, where), beginning)

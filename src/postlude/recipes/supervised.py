@@ -20,6 +20,7 @@ from postlude.recipes.examples import Course, Examples, Indexed, Pairs
 from postlude.recipes.metrics import EVAL, LOSS
 from postlude.recipes.run.directory import is_first_rank
 from postlude.recipes.trainer import Trainer
+from postlude.recipes.where import HERE, Where
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ Row = TypeVar("Row")
 class SupervisedTrainer(Trainer, Generic[Row]):
     """A run through rows. A recipe says how rows become a batch."""
 
-    def __init__(self, config: Supervised, device: str, objective: Objective) -> None:
-        super().__init__(config, device)
+    def __init__(self, config: Supervised, device: str, objective: Objective, where: Where = HERE) -> None:
+        super().__init__(config, device, where=where)
         self.objective = objective
         self.course = Course(self.read(), batch=config.batch, held_out=config.held_out.rows, seed=config.seed)
         self.last = self.course.steps(config.epochs) if config.steps is None else config.steps

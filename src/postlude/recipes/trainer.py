@@ -33,7 +33,6 @@ from postlude.recipes.config import schema
 from postlude.recipes.config.configs import MASK
 from postlude.recipes.config.settings import Training
 from postlude.recipes.health import Health, Hopeless
-from postlude.recipes.live import LiveView
 from postlude.recipes.metrics import LOSS, MEMORY, SKIPPED, SPEED
 from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.changes import MAY_CHANGE, differences, shown
@@ -50,6 +49,7 @@ from postlude.recipes.run.ending import FAILED, Ending, Outcome, RunFailed, forg
 from postlude.recipes.run.surroundings import surroundings
 from postlude.recipes.signals import Signals
 from postlude.recipes.verdict import MODEL, facts, read_verdict
+from postlude.recipes.where import HERE, Where
 from postlude.rollout.servers.errors import ServerError
 from postlude.world.agreement import RankFailure, agreed, first_rank_says
 
@@ -75,8 +75,10 @@ class Trainer(ABC):
     learned: str = MASK
     """The column of its batches that marks the tokens to learn."""
 
-    def __init__(self, config: Training, device: str, optimizer: OptimizerConfig | None = None) -> None:
-        self.settings = config
+    def __init__(
+        self, config: Training, device: str, optimizer: OptimizerConfig | None = None, where: Where = HERE
+    ) -> None:
+        self.settings, self.where = config, where
         self.run: RunDirectory = Onlooker(config.run)  # until it is resumed
         self.asked = schema.plain(config)
         _check_alike(self.asked)
@@ -304,7 +306,7 @@ def train(trainer: Trainer, beginning: Beginning = NEWEST) -> Ending:
         try:
             trainer.resume(beginning)
             title = f"{trainer.name} {trainer.settings.model}"
-            with LiveView(trainer.last, title=title, start=trainer.step) as live:
+            with trainer.where.view(trainer.last, title=title, start=trainer.step) as live:
                 while trainer.step < trainer.last and not trainer.asked_to_end:
                     live.doing(trainer.phase)
                     metrics = trainer.advance()

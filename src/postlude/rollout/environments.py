@@ -30,6 +30,7 @@ from postlude.data.chat import Prompt
 from postlude.data.messages import Message
 from postlude.rollout.rewards import Reply, RewardPool, Score
 from postlude.rollout.tasks import Task, Tasks
+from postlude.rollout.workers import Hire
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,6 +130,11 @@ class Environment(ABC):
                 break
         return found
 
+    @property
+    def lost_workers(self) -> int:
+        """How many workers that judge went with no fault of a judgement's, so that others did what they were at."""
+        return 0
+
     def release(self, episode: Episode) -> None:
         """Let go of an episode: it is over, or its caller ends it before."""
         episode.score = episode.score or episode.earned or Score(0.0)
@@ -159,6 +165,11 @@ class Judged(Environment):
     def __init__(self, tasks: Tasks, pool: RewardPool) -> None:
         self.tasks, self.pool = tasks, pool
         self._waiting: dict[int, Episode] = {}
+
+    @property
+    def lost_workers(self) -> int:
+        """As the pool counts them."""
+        return self.pool.lost
 
     def close(self) -> None:
         """End the workers of the pool."""
@@ -226,10 +237,12 @@ class MultiTurn(Judged):
         workers: int = 4,
         timeout: float = 30.0,
         failed_reward: float = 0.0,
+        hire: Hire | None = None,
     ) -> None:
         check_turns(max_turns)
         self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
-        super().__init__(tasks, RewardPool(reply, workers=workers, timeout=timeout, failed_reward=failed_reward))
+        pool = RewardPool(reply, workers=workers, timeout=timeout, failed_reward=failed_reward, hire=hire)
+        super().__init__(tasks, pool)
 
     def attempt(self, task: Task, completion: str) -> None:
         """Hear one completion on trial."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from postlude.data.chat import Prompt
 from postlude.data.messages import Message
-from postlude.rollout.workers import FAILURES, Failure, Outcome, Workers
+from postlude.rollout.workers import FAILURES, Failure, Hire, Outcome, Workers
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class RewardPool(Tally):
     A sample whose call raises, takes more than `timeout` seconds, ends its process, or returns anything but finite
     numbers earns `failed_reward`. It is counted in `failures` by kind, and the first of each kind is logged. What
     concerns all samples, such as a file that is not there, raises here at once. With `workers=0` calls are made in this
-    process and nothing is timed out. Use it as a context, or `close` it.
+    process and nothing is timed out. `hire` finds workers elsewhere. Use it as a context, or `close` it.
     """
 
     def __init__(
@@ -96,9 +96,10 @@ class RewardPool(Tally):
         workers: int = 4,
         timeout: float = 30.0,
         failed_reward: float = 0.0,
+        hire: Hire | None = None,
     ) -> None:
         super().__init__(score if isinstance(score, str) else "", failed_reward)
-        self._workers = Workers(score, count=workers, timeout=timeout)
+        self._workers = Workers(score, count=workers, timeout=timeout, hire=hire)
         self.name = self._workers.name
 
     def score_all(self, samples: Sequence[Sample | tuple[Prompt, str, Mapping[str, Any]]]) -> list[Score]:
@@ -132,6 +133,11 @@ class RewardPool(Tally):
             return read_score(outcome.value)
         except ValueError as fault:
             raise ValueError(f"{self._workers.name} {fault}") from fault
+
+    @property
+    def lost(self) -> int:
+        """How many workers went with no fault of a call's, so that what they were at was done by others."""
+        return self._workers.lost
 
     def close(self) -> None:
         """End the workers."""

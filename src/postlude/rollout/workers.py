@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from postlude.rollout import worker
 from postlude.user_code import describe, load_callable
@@ -46,18 +47,101 @@ class Outcome:
     error: str | None = None
 
 
+class Crew(ABC):
+    """Calls that wait to be made, and those who wait for what comes of them, behind `changed`.
+
+    Who makes the calls, and where, is a subclass's: it takes tickets from `waiting` and puts outcomes into `done`.
+    """
+
+    lost: int = 0
+    """Workers that went with no fault of a call's, so that what they were at was done by others."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: dict[int, bytes] = {}  # not answered yet
+        self.waiting: deque[int] = deque()
+        self.done: dict[int, Outcome] = {}
+        self.unwanted: set[int] = set()
+        self.pace = PARCEL  # seconds a call, of late; until that is known, each is sent by itself
+        self.broken: BaseException | None = None
+        self.closed = False
+        self.changed = threading.Condition()
+
+    def give(self, ticket: int, call: bytes) -> None:
+        """Have a call made."""
+        with self.changed:
+            self.calls[ticket] = call
+            self.waiting.append(ticket)
+            self._wake()
+
+    def take(self, timeout: float | None, of: Collection[int] | None) -> dict[int, Outcome]:
+        """What has come of all, or of some."""
+
+        def there() -> list[int]:
+            return [ticket for ticket in (list(self.done) if of is None else of) if ticket in self.done]
+
+        with self.changed:
+            self.changed.wait_for(lambda: self.broken or self.closed or there(), timeout)
+            if self.broken is not None:
+                raise self.broken
+            if self.closed and not there():
+                raise WorkerError(f"the workers of {self.name} were closed. Make new ones.")
+            return {ticket: self.done.pop(ticket) for ticket in there()}
+
+    def forget(self, tickets: Iterable[int]) -> None:
+        """Nobody wants these any more."""
+        with self.changed:
+            self.unwanted |= {ticket for ticket in tickets if ticket in self.calls}
+            for ticket in tickets:
+                self.done.pop(ticket, None)
+            self._wake()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every worker."""
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Let whoever hands out calls look again; with `changed` held."""
+
+    def _parcel(self, workers: int) -> list[int]:
+        """The next calls for one of so many workers; with `changed` held."""
+        share = len(self.waiting) // (2 * workers)  # the last are small
+        size = max(1, min(LARGEST_PARCEL, share, int(PARCEL / self.pace)))
+        return [self.waiting.popleft() for _ in range(min(size, len(self.waiting)))]
+
+    def _answered(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Put down what has come of calls; with `changed` held."""
+        for ticket, outcome in outcomes.items():
+            del self.calls[ticket]
+            if ticket in self.unwanted:
+                self.unwanted.discard(ticket)
+            else:
+                self.done[ticket] = outcome
+
+
+class Hire(Protocol):
+    """Finds workers for a function, which `start` tells them how to load; each call has `timeout` seconds."""
+
+    def __call__(self, start: bytes, name: str, count: int, timeout: float) -> Crew:
+        """`count` workers, at least one of whom has loaded it; `name` is what it is called in sentences."""
+
+
 class Workers:
     """`count` processes that call `function`, or with 0 this one, where nothing can be timed out.
 
     `function` is one that can be pickled, or is named path/to/file.py:name. If it has a method `prepare`, that is
     called before its first call is timed. It should depend on its arguments alone, since any worker may get any call;
     hashes are the same in all of them. A call of more than `timeout` seconds is ended with its process and whatever
-    that has started, and so is every worker on `close`, at exit, and when this object is dropped.
+    that has started, and so is every worker on `close`, at exit, and when this object is dropped. `hire` finds them;
+    without it, they are processes of this machine.
 
     `submit` and `poll` let the caller go on meanwhile; `call_all` waits.
     """
 
-    def __init__(self, function: str | Callable[..., Any], *, count: int, timeout: float) -> None:
+    def __init__(
+        self, function: str | Callable[..., Any], *, count: int, timeout: float, hire: Hire | None = None
+    ) -> None:
         if count < 0:
             raise ValueError(f"workers is {count}, but the least is 0: call the function in this process.")
         if not timeout > 0:
@@ -66,7 +150,7 @@ class Workers:
         self._here: Callable[..., Any] | None = None
         self._tickets = itertools.count()
         self._done: dict[int, Outcome] = {}  # what was called in this process
-        self._crew: _Crew | None = None
+        self._crew: Crew | None = None
         self._closed = False
         if count == 0:
             self._here = worker.prepare(load_callable(function) if isinstance(function, str) else function)
@@ -76,8 +160,13 @@ class Workers:
                 f"a worker process is about to start workers of its own for {self.name}. A file with a function for "
                 f'workers is run in each: put what it does itself under `if __name__ == "__main__":`.'
             )
-        self._crew = _Crew(_packed(function, self.name), self.name, count, timeout)
+        self._crew = (hire or Processes)(_packed(function, self.name), self.name, count, timeout)
         self._finalizer = weakref.finalize(self, self._crew.close)
+
+    @property
+    def lost(self) -> int:
+        """How many workers went with no fault of a call's, so that what they were at was done by others."""
+        return 0 if self._crew is None else self._crew.lost
 
     def submit(self, arguments: tuple[Any, ...]) -> int:
         """Ask for a call, and go on. Returns the ticket by which its outcome will be known."""
@@ -125,22 +214,15 @@ class Workers:
             self._crew.close()
 
 
-class _Crew:
-    """The processes, and a thread that hands calls out and hears answers while everybody else goes on.
+class Processes(Crew):
+    """Processes of this machine, and a thread that hands calls out and hears answers while everybody else goes on.
 
     The thread alone touches the processes. What it shares with callers is behind `changed`.
     """
 
     def __init__(self, start: bytes, name: str, count: int, timeout: float) -> None:
-        self.start, self.name, self.timeout = start, name, timeout
-        self.calls: dict[int, bytes] = {}  # not answered yet
-        self.waiting: deque[int] = deque()
-        self.done: dict[int, Outcome] = {}
-        self.unwanted: set[int] = set()
-        self.pace = PARCEL  # seconds a call, of late; until that is known, each is sent by itself
-        self.broken: BaseException | None = None
-        self.closed = False
-        self.changed = threading.Condition()
+        super().__init__(name)
+        self.start, self.timeout = start, timeout
         self.bell, self.ring = _pipe()
         self.processes = [_Process(start, timeout) for _ in range(count)]
         self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
@@ -152,35 +234,6 @@ class _Crew:
             self.close()
             raise
         self.thread.start()
-
-    def give(self, ticket: int, call: bytes) -> None:
-        """Have a call made."""
-        with self.changed:
-            self.calls[ticket] = call
-            self.waiting.append(ticket)
-            self._wake()
-
-    def take(self, timeout: float | None, of: Collection[int] | None) -> dict[int, Outcome]:
-        """What has come of all, or of some."""
-
-        def there() -> list[int]:
-            return [ticket for ticket in (list(self.done) if of is None else of) if ticket in self.done]
-
-        with self.changed:
-            self.changed.wait_for(lambda: self.broken or self.closed or there(), timeout)
-            if self.broken is not None:
-                raise self.broken
-            if self.closed and not there():
-                raise WorkerError(f"the workers of {self.name} were closed. Make new ones.")
-            return {ticket: self.done.pop(ticket) for ticket in there()}
-
-    def forget(self, tickets: Iterable[int]) -> None:
-        """Nobody wants these any more."""
-        with self.changed:
-            self.unwanted |= {ticket for ticket in tickets if ticket in self.calls}
-            for ticket in tickets:
-                self.done.pop(ticket, None)
-            self._wake()
 
     def close(self) -> None:
         """End every process."""
@@ -217,9 +270,7 @@ class _Crew:
             for slot, process in enumerate(self.processes):
                 if not self.waiting or process.at_work or not process.ready:
                     continue
-                share = len(self.waiting) // (2 * len(self.processes))  # the last are small
-                size = max(1, min(LARGEST_PARCEL, share, int(PARCEL / self.pace)))
-                if not process.give([self.waiting.popleft() for _ in range(size)], self.calls):
+                if not process.give(self._parcel(len(self.processes)), self.calls):
                     self._replace(slot)
         busy = {
             process.answers: slot for slot, process in enumerate(self.processes) if process.at_work or not process.ready
@@ -256,12 +307,7 @@ class _Crew:
             sentence = f"{self.name} took more than {self.timeout:g} s and was ended."
             outcomes[blamed] = Outcome(failure="timed_out", error=sentence)
             self._replace(slot)
-        for ticket, outcome in outcomes.items():
-            del self.calls[ticket]
-            if ticket in self.unwanted:
-                self.unwanted.discard(ticket)
-            else:
-                self.done[ticket] = outcome
+        self._answered(outcomes)
 
     def _drop_unwanted(self) -> None:
         for slot, process in enumerate(self.processes):

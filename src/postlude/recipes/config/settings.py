@@ -24,6 +24,7 @@ from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
 from postlude.rollout.tools import ToolReply, by_name, schema
 from postlude.rollout.verifiers import MathReward
+from postlude.rollout.workers import Hire
 from postlude.user_code import load_callable
 
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -52,8 +53,8 @@ class Gym(Settings):
     timeout: Positive = 30.0
     """Seconds after which an answer counts as wrong because its score does not come."""
 
-    def build(self, seed: int) -> Environment:
-        """The environment of these tasks."""
+    def build(self, seed: int, hire: Hire | None = None) -> Environment:
+        """The environment of these tasks, judged by workers that `hire` finds."""
         tag = None if self.template is not None else self.tag
         gym = ReasoningGym(
             self.task,
@@ -65,7 +66,7 @@ class Gym(Settings):
             chat=self.template is None,
         )
         tasks: Tasks = gym if self.template is None else Templated(gym, self.template)
-        return SingleTurn(tasks, RewardPool(gym.reward(), workers=self.workers, timeout=self.timeout))
+        return SingleTurn(tasks, RewardPool(gym.reward(), workers=self.workers, timeout=self.timeout, hire=hire))
 
 
 class Prompts(Settings):
@@ -114,10 +115,10 @@ class Dataset(Prompts, Processes):
     reward: str
     """path/to/file.py:name of reward(prompt, completion, example), or "math" to compare with the row's "answer"."""
 
-    def build(self, seed: int) -> Environment:
-        """The environment of these rows."""
+    def build(self, seed: int, hire: Hire | None = None) -> Environment:
+        """The environment of these rows, judged by workers that `hire` finds."""
         score = MathReward() if self.reward == "math" else self.reward
-        return SingleTurn(self.tasks(), RewardPool(score, workers=self.workers, timeout=self.timeout))
+        return SingleTurn(self.tasks(), RewardPool(score, workers=self.workers, timeout=self.timeout, hire=hire))
 
 
 class Conversation(Prompts, Processes, Turns):
@@ -127,8 +128,8 @@ class Conversation(Prompts, Processes, Turns):
     """path/to/file.py:name of reply(prompt, completions, example). Text or messages that it returns are read next; a
     number, or a dict of numbers, is the reward and the end."""
 
-    def build(self, seed: int) -> Environment:
-        """The environment of these rows."""
+    def build(self, seed: int, hire: Hire | None = None) -> Environment:
+        """The environment of these rows, judged by workers that `hire` finds."""
         environment = MultiTurn(
             self.tasks(),
             self.reply,
@@ -136,6 +137,7 @@ class Conversation(Prompts, Processes, Turns):
             unfinished_reward=self.unfinished_reward,
             workers=self.workers,
             timeout=self.timeout,
+            hire=hire,
         )
         environment.keep_reasoning = self.keep_reasoning
         return environment
@@ -149,8 +151,8 @@ class Tools(Prompts, Processes, Turns):
     reward: str
     """path/to/file.py:name of reward(prompt, completion, example) for an answer without a call, or "math"."""
 
-    def build(self, seed: int) -> Environment:
-        """The environment of these rows."""
+    def build(self, seed: int, hire: Hire | None = None) -> Environment:
+        """The environment of these rows, judged by workers that `hire` finds."""
         found, tasks = by_name(self.tools), self.tasks()
         if not is_chat(tasks[0].prompt):
             raise ValueError(
@@ -163,6 +165,7 @@ class Tools(Prompts, Processes, Turns):
             unfinished_reward=self.unfinished_reward,
             workers=self.workers,
             timeout=self.timeout,
+            hire=hire,
         )
         environment.keep_reasoning = self.keep_reasoning
         environment.template_options = {"tools": [schema(name, function) for name, function in found.items()]}
@@ -178,8 +181,8 @@ class Live(Prompts, Turns):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Handed to it as keywords."""
 
-    def build(self, seed: int) -> Environment:
-        """The environment of these rows."""
+    def build(self, seed: int, hire: Hire | None = None) -> Environment:
+        """The environment of these rows. Its episodes are coroutines of the rank, which hires nobody for them."""
         made = functools.partial(load_callable(self.episode), **self.settings)
         return _episodes(self, self.tasks(), made, self.episode, self.timeout)
 
@@ -202,8 +205,8 @@ class OpenEnv(Turns):
     timeout: Positive = 30.0
     """Seconds after which an answer of the server counts as failed."""
 
-    def build(self, seed: int) -> Environment:
-        """The environment of these episodes."""
+    def build(self, seed: int, hire: Hire | None = None) -> Environment:
+        """The environment of these episodes, which wait for their server in a thread of the rank."""
         server = OpenEnvServer(self.address, self.action, self.observation, self.timeout)
         tasks = OpenEnvTasks(server, first=seed * self.size, size=self.size, chat=self.chat, system=self.system)
         return _episodes(self, tasks, server.episode, f"the server at {self.address}", self.timeout)
