@@ -7,6 +7,9 @@ On a GPU one rank has all experts, and each exchange is a pause of a measured le
 rows waiting for its end. On the CPU two ranks exchange rows over gloo, and each exchange takes at least that long, as
 on a slow link. The pauses together are `--share` of a step's compute. A step is timed with and without them, plain and
 overlapped; what they add to a step, over all they take, is exposed, and the rest hidden.
+
+A GPU at its limit of power computes faster after a pause, so that there some of a pause comes back in another place.
+There events on both streams also say how long exchanges take in a step, and how long compute stands still for them.
 """
 
 from __future__ import annotations
@@ -35,11 +38,37 @@ from postlude.objectives import SFT
 
 @dataclass
 class Pause:
-    """How long an exchange takes at least, and how many there were."""
+    """How long an exchange takes at least, and how many there were. `watched` is told of each, if it is a list."""
 
     seconds: float = 0.0
     cycles: int = 0
     taken: int = 0
+    watched: list[Watched] | None = None
+
+
+@dataclass
+class Watched:
+    """An exchange on a GPU: `begun` and `ended` on its stream, `stood` and `went_on` on that which waits for it."""
+
+    name: str
+    begun: torch.cuda.Event
+    ended: torch.cuda.Event
+    stood: torch.cuda.Event
+    went_on: torch.cuda.Event
+
+    @classmethod
+    def named(cls, name: str) -> Watched:
+        return cls(name, *(torch.cuda.Event(enable_timing=True) for _ in range(4)))
+
+    @property
+    def took(self) -> float:
+        """Seconds from when it could begin to when it had ended."""
+        return self.begun.elapsed_time(self.ended) / 1e3
+
+    @property
+    def stalled(self) -> float:
+        """Seconds in which compute stood still for it."""
+        return self.stood.elapsed_time(self.went_on) / 1e3
 
 
 PAUSE = Pause()
@@ -63,7 +92,8 @@ class SlowWay:
     def start(self, rows: Tensor, *told: Any) -> Callable[[], Tensor]:
         PAUSE.taken += 1
         if self.stream is not None:
-            return self._on_gpu(rows, self.stream)
+            kind, name = told[:2] if len(told) > 1 else ("exchange", "")
+            return self._on_gpu(rows, self.stream, f"{kind} {name.rpartition(' ')[2]}")
         arrive = self.way.start(rows)
         ready = time.perf_counter() + PAUSE.seconds
 
@@ -74,16 +104,21 @@ class SlowWay:
 
         return wait
 
-    def _on_gpu(self, rows: Tensor, stream: torch.cuda.Stream) -> Callable[[], Tensor]:
+    def _on_gpu(self, rows: Tensor, stream: torch.cuda.Stream, name: str) -> Callable[[], Tensor]:
+        seen = Watched.named(name)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            seen.begun.record()
             if PAUSE.cycles:
                 torch.cuda._sleep(PAUSE.cycles)
-            ready = torch.cuda.Event()
-            ready.record()
+            seen.ended.record()
 
         def wait() -> Tensor:
-            torch.cuda.current_stream().wait_event(ready)
+            seen.stood.record()
+            torch.cuda.current_stream().wait_event(seen.ended)
+            seen.went_on.record()
+            if PAUSE.watched is not None:
+                PAUSE.watched.append(seen)
             return rows * 1
 
         return wait
@@ -144,7 +179,7 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
     """One case, on every rank alike."""
     on_gpu = device == "cuda"
     if on_gpu and not STREAMS:
-        STREAMS.append(torch.cuda.Stream())
+        STREAMS.append(torch.cuda.Stream(priority=-1))  # as that of the group which exchanges rows with experts
     config = model(device)
     tokens = options.tokens or (8192 if on_gpu else 256)
     generator = torch.Generator().manual_seed(0)
@@ -194,17 +229,42 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
     medians = {key: statistics.median(found) for key, found in times.items()}
     whole = exchanges * pause
     exposed = {overlap: (medians[overlap, True] - medians[overlap, False]) / whole for overlap in (False, True)}
+    watched = {name: watch(lambda overlap=overlap: step(engines[overlap])) for name, overlap in KINDS} if on_gpu else {}
     return {
         "exchanges": exchanges,
         "pause_ms": 1e3 * pause,
         "exchange_s": whole,
         "step_s": {
-            name: {"without": medians[overlap, False], "with": medians[overlap, True]}
-            for name, overlap in (("plain", False), ("overlapped", True))
+            name: {"without": medians[overlap, False], "with": medians[overlap, True]} for name, overlap in KINDS
         },
+        "watched": watched or None,
         "hidden": {"plain": 1 - exposed[False], "overlapped": 1 - exposed[True]},
         "step_gib": {"plain": peaks[False], "overlapped": peaks[True]} if on_gpu else None,
     }
+
+
+KINDS = (("plain", False), ("overlapped", True))
+
+
+def watch(step: Callable[[], float]) -> dict[str, Any]:
+    """How long the exchanges of one step on a GPU take, all of one kind together, and how long each kind is stood for.
+
+    How much is hidden follows by itself: nothing is compared with another step.
+    """
+    PAUSE.watched = []
+    seconds = step()
+    torch.cuda.synchronize()
+    seen, PAUSE.watched = PAUSE.watched, None
+    took, stalled = sum(each.took for each in seen), sum(each.stalled for each in seen)
+    by_name = {
+        name: [round(1e3 * sum(getattr(each, key) for each in seen if each.name == name), 2) for key in SEEN]
+        for name in dict.fromkeys(each.name for each in seen)
+    }
+    found = {"step_s": seconds, "exchanges": len(seen), "took_s": took, "stalled_s": stalled}
+    return {**found, "hidden": 1 - stalled / took, "ms_took_and_stalled": by_name}
+
+
+SEEN = ("took", "stalled")
 
 
 def calibrated(seconds: float) -> tuple[int, float]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from postlude import Engine
 from postlude.world.devices import Place, Seen, agree, check_device, default_device, group_device, places
 from postlude.world.launcher import launch, ranks
+from postlude.world.mesh import urgent
 
 ALL = ("a", "b", "c", "d")
 
@@ -97,3 +98,13 @@ def test_one_rank_a_gpu_speaks_through_nccl_and_more_through_gloo(capfd, caplog)
         ("gloo", f"cuda:{rank % count}", f"cuda:{rank % count}") for rank in range(count + 1)
     ]
     assert capfd.readouterr().err.count("share a GPU, so all ranks speak through gloo") == 1
+
+
+@pytest.mark.gpu
+def test_rows_for_experts_need_not_wait_for_other_kernels_to_end() -> None:
+    """A group that is asked for as the experts' has a stream that comes first."""
+    with ranks():
+        assert dist.get_backend() == "nccl"
+        group = dist.new_group([0], pg_options=urgent())
+        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+        assert group._get_backend(torch.device("cuda")).options.is_high_priority_stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,8 @@ class Mesh:
         weights: _Known = {(tuple(range(world)),): dist.group.WORLD}
         tokens: _Known = {}
         self.pp, self.dp = _axis(dense, 0, weights), _axis(batches, 1, weights)
-        self.cp, tp_axis, ep_axis = _axis(batches, 2, tokens), _axis(dense, 3, tokens), _axis(experts, 3, {})
+        self.cp, tp_axis = _axis(batches, 2, tokens), _axis(dense, 3, tokens)
+        ep_axis = _axis(experts, 3, {}, urgent())
         self.shards, self.tp = _stored_on(dense, self.pp.rank, device_type, weights, tp_axis)
         self.expert_shards, self.ep = _stored_on(experts, self.pp.rank, device_type, weights, ep_axis)
         if pp > 1:
@@ -151,15 +153,25 @@ def _stored_on(grid: Tensor, stage: int, device_type: str, known: _Known, inner:
     return shards, replace(inner, mesh=mesh["inner"]) if "inner" in kept else inner
 
 
-def _axis(grid: Tensor, dimension: int, known: _Known) -> Axis:
+def urgent() -> Any:
+    """Options of a group whose kernels begin before others that wait for the GPU; None where it speaks not by NCCL.
+
+    What hides behind compute must begin in its midst, and not when a product that takes a millisecond has ended.
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def _axis(grid: Tensor, dimension: int, known: _Known, options: Any = None) -> Axis:
     """This rank's place along one dimension of a grid of ranks. Alone where the grid does not hold it."""
     if grid.shape[dimension] == 1:
         return ALONE
-    group = _group(grid, dimension, known)
+    group = _group(grid, dimension, known, options)
     return ALONE if group is None else Axis(grid.shape[dimension], dist.get_rank(group), group)
 
 
-def _group(grid: Tensor, dimension: int, known: _Known) -> dist.ProcessGroup | None:
+def _group(grid: Tensor, dimension: int, known: _Known, options: Any = None) -> dist.ProcessGroup | None:
     """The group that joins this rank to those beside it; None where the grid does not hold it.
 
     Every rank asks for the same, in the same order.
@@ -167,18 +179,18 @@ def _group(grid: Tensor, dimension: int, known: _Known) -> dist.ProcessGroup | N
     rows = grid.movedim(dimension, -1).flatten(0, -2).tolist()
     key = tuple(map(tuple, rows))
     if key not in known:
-        known[key] = _join(rows)
+        known[key] = _join(rows, options)
     return known[key]
 
 
-def _join(rows: list[list[int]]) -> dist.ProcessGroup | None:
+def _join(rows: list[list[int]], options: Any) -> dist.ProcessGroup | None:
     rank = dist.get_rank()
     if len(rows[0]) == 1:
         alone: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
         return alone
     own: dist.ProcessGroup | None = None
     for row in rows:
-        group = dist.new_group(row)
+        group = dist.new_group(row, pg_options=options)
         if rank in row:
             own = group
     return own
