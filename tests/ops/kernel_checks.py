@@ -15,8 +15,8 @@ VERSIONS = [tuple(int(part) for part in module.__version__.split(".")[:2]) for m
 
 
 def run_checks(name: str, **environment: str) -> None:
-    """Every test of a file beside this one, with kernels as they are."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(name))]
+    """Every test of a file beside this one, or of one at a path of its own, with kernels as they are."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / name)]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
