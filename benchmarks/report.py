@@ -107,6 +107,20 @@ def growth(cases: Sequence[Case]) -> list[str]:
     return lines
 
 
+def weight_sync(cases: Sequence[Case]) -> list[str]:
+    lines = heading("shape", "GiB", "way", "seconds", "the first time", "GiB a second", "GiB beside")
+    for case in cases:
+        where = case["shape"], f"{case['gib']:.1f}", case["says"]
+        if "failed" in case:
+            lines.append(row(*where, case["failed"], "", "", ""))
+            continue
+        beside = "–" if case["extra_gib"] is None else f"{case['extra_gib']:.1f}"
+        lines.append(
+            row(*where, f"{case['seconds']:.3f}", f"{case['first_s']:.3f}", f"{case['gib_per_second']:.1f}", beside)
+        )
+    return lines
+
+
 def chart(cases: Sequence[Case]) -> str:
     """Tokens a second of every case that ran, as bars, a group a shape and mix."""
     ran = [case for case in cases if "failed" not in case and case["case"] not in ("logprobs", "trl-logprobs")]
@@ -131,7 +145,7 @@ def chart(cases: Sequence[Case]) -> str:
     return "\n".join([head, f'<rect {size} fill="#ffffff"/>', *lines, "</svg>", ""])
 
 
-TABLES = {"train_step": train_step, "rl_iteration": rl_iteration, "growth": growth}
+TABLES = {"train_step": train_step, "rl_iteration": rl_iteration, "growth": growth, "weight_sync": weight_sync}
 
 
 def placed(page: str, kind: str, table: str) -> str:

@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import one as the script that it is: with its own folder on the path, and gone again afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("workloads", "peers", "train_step", "rl_iteration", "growth", "report")
+    names = ("workloads", "peers", "train_step", "rl_iteration", "growth", "weight_sync", "report")
 
     def imported(name: str) -> ModuleType:
         return __import__(name)
@@ -51,7 +51,9 @@ def test_flops_are_those_that_torch_counts(load: Any, shape: str) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.long))
     unseen = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length**2
-    assert workloads.forward_flops(config, [length]) + unseen == counter.get_total_flops()
+    # Some versions of transformers make the angles of positions as a product: a table, no product with a weight.
+    angles = sum(sum(count.values()) for name, count in counter.get_flop_counts().items() if "rotary_emb" in name)
+    assert workloads.forward_flops(config, [length]) + unseen == counter.get_total_flops() - angles
 
 
 def test_what_is_compared_computes_the_same(load: Any, tmp_path: Path) -> None:
@@ -103,6 +105,7 @@ SMOKES = {
     "train_step": ["--cases", "update", "sft", "logprobs", "padded", "trl", "trl-logprobs"],
     "rl_iteration": [],
     "growth": ["--axes", "length", "experts"],
+    "weight_sync": [],
 }
 
 

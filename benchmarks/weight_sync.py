@@ -1,0 +1,103 @@
+"""How long an engine's weights take to reach who samples with them, by each way that Postlude knows.
+
+    PYTHONPATH=src python benchmarks/weight_sync.py --shape 0.6b 8b --json benchmarks/results/weight_sync_h200.json
+    PYTHONPATH=src python benchmarks/weight_sync.py --smoke          # tiny, on any machine
+
+"stream" takes `Engine.stream_weights()` bucket by bucket and lets go of each: what every way begins with. "native"
+copies them into the generator that lives beside the engine. "disk" writes safetensors to `--directory`, as `rollout:
+server` does before it tells its servers, as fast as the system's cache takes them; "read" is the least that a server
+then does, each tensor read from that cache to its device. Weights are random, of a published model's shape, in bf16
+(fp32 on the CPU), from one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from workloads import GIB, SHAPES, Clock, Results, attempt, forget, peak_gib
+
+from postlude import Engine, ranks
+from postlude.rollout.gathered import GatheredGenerator
+
+Way = tuple[str, str, Callable[[], Any]]
+"""A name, what it is, and what is timed."""
+
+
+def read(directory: Path, device: str) -> None:
+    """Every tensor of a directory of safetensors, to the device and gone again."""
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt", device=device) as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                file.get_tensor(name)
+
+
+def ways(engine: Engine, directory: Path, device: str) -> Iterator[Way]:
+    """In this order: the last one reads what the one before wrote."""
+    generator = GatheredGenerator(engine, None)
+    yield "stream", "stream_weights, bucket by bucket", lambda: deque(engine.stream_weights(), maxlen=0)
+    yield "native", "into the native generator", lambda: engine.copy_weights(generator.model)
+    yield "disk", "safetensors written", lambda: engine.export_hf(directory, overwrite=True)
+    yield "read", "safetensors read to the device", lambda: read(directory, device)
+
+
+def measured(step: Callable[[], Any], bytes_moved: int, clock: Clock) -> dict[str, Any]:
+    """Seconds after one to warm up, and the memory that it takes above what is held."""
+    forget(clock.device)
+    held = torch.cuda.memory_allocated() / GIB if clock.device == "cuda" else 0.0
+    seconds = [clock.once(step) for _ in range(clock.repeats + 1)]
+    median = statistics.median(seconds[1:])
+    peak = peak_gib(clock.device)
+    return {
+        "seconds": round(median, 4),
+        "first_s": round(seconds[0], 4),
+        "gib_per_second": round(bytes_moved / GIB / median, 2),
+        "extra_gib": None if peak is None else round(peak - held, 2),
+    }
+
+
+def options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["0.6b"])
+    parser.add_argument("--weights", choices=["fp32", "split", "rounded"], default="fp32", help="how they are stored")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where safetensors go")
+    parser.add_argument("--repeats", type=int, default=3, help="the median counts")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on any machine")
+    parser.add_argument("--json", type=Path, help="written after each way")
+    arguments = parser.parse_args(words)
+    if arguments.smoke:
+        arguments.shape, arguments.repeats = ["smoke", "smoke-moe"], 1
+    return arguments
+
+
+def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    arguments = options(words)
+    results = Results(" ".join(sys.argv), arguments.device, arguments.json)
+    clock = Clock(arguments.device, arguments.repeats)
+    with ranks(device=arguments.device):
+        for shape in arguments.shape:
+            forget(arguments.device)
+            engine = Engine(SHAPES[shape](), device=arguments.device, weights=arguments.weights)
+            moved = sum(tensor.nbytes for _, tensor in engine.stream_weights())
+            print(f"{shape}: {moved / GIB:.2f} GiB")
+            with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+                for name, says, step in ways(engine, Path(directory), arguments.device):
+                    found = attempt(lambda step=step, moved=moved: measured(step, moved, clock))
+                    said = {"case": name, "says": says, "shape": shape, "weights": arguments.weights}
+                    results.add({**said, "gib": round(moved / GIB, 3), **found})
+                    print(f"  {name:<12} {found}", flush=True)
+            del engine, step
+    return results.cases
+
+
+if __name__ == "__main__":
+    main()
