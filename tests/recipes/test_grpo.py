@@ -15,10 +15,11 @@ import torch.distributed as dist
 from postlude.recipes.config.reading import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_of, run
 from postlude.recipes.metrics import explain
-from postlude.recipes.rollouts import SHOWN, Answered
+from postlude.recipes.rollouts import SHOWN
 from postlude.recipes.run.ending import Ending, RunFailed, read_ending
 from postlude.recipes.trainer import train
 from postlude.recipes.verdict import read_verdict
+from postlude.rollout.conversations import Answered
 from postlude.rollout.environments import Transcript
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
@@ -90,10 +91,10 @@ def fails_once(group: Any, directory: str) -> tuple[str, list[str], Ending | Non
     config = config_of(Path(directory))
 
     class Failing(GRPOTrainer):
-        def learn_answers(self, answered: Any) -> dict[str, Any]:
+        def learn_answers(self, parts: int) -> dict[str, Any]:
             if self.step == 3:
                 raise ValueError("nothing can be learned.")
-            return super().learn_answers(answered)
+            return super().learn_answers(parts)
 
     with suppress(RunFailed):
         train(Failing(config, "cpu"))
@@ -120,7 +121,7 @@ REPLAY = ("--model=tiny-moe", "--replay_routing=true")
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, settings: tuple[str, ...]) -> None:
     (tmp_path / "one").mkdir()
     (alone,) = ranks(1, trained, str(tmp_path / "one"), *UNKEPT, *settings)
-    for layout in ("pp=2", "tp=2", "cp=2"):
+    for layout in ("pp=2", "tp=2", "cp=2", "dp_shard=2"):
         (tmp_path / layout).mkdir()
         spread, _ = ranks(2, trained, str(tmp_path / layout), *UNKEPT, *settings, "--layout", layout)
         for expected, found in zip(alone, spread, strict=True):

@@ -13,8 +13,8 @@ import pytest
 from postlude.cli import main
 from postlude.recipes.config.settings import Limits
 from postlude.recipes.health import Health, Hopeless
-from postlude.recipes.rollouts import Answered
 from postlude.recipes.run.ending import read_ending
+from postlude.rollout.conversations import Answered
 from postlude.rollout.environments import Transcript
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task

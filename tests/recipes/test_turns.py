@@ -14,22 +14,24 @@ import pytest
 from postlude import Batch, Engine, Layout
 from postlude.hf.builtin import tiny_dense
 from postlude.hf.tokenizer import byte_tokenizer
-from postlude.recipes import rollouts
 from postlude.recipes.clock import Clock
 from postlude.recipes.config.configs import EvalConfig
 from postlude.recipes.config.reading import load
 from postlude.recipes.config.settings import Answers
-from postlude.recipes.rollouts import Answered, Rollouts, summary
+from postlude.recipes.rollouts import Rollouts, summary
 from postlude.recipes.run.directory import read_metrics
+from postlude.rollout import conversations
+from postlude.rollout.conversations import Answered
 from postlude.rollout.environments import MultiTurn, Turn
 from postlude.rollout.gathered import GatheredGenerator
-from postlude.rollout.protocol import Completion
+from postlude.rollout.protocol import Completion, Finished, Request
 from postlude.rollout.rewards import Score
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Task
 from postlude.user_code import load_callable
 from tests.conftest import Ranks
 from tests.meshes import mesh
+from tests.rollout.engines import Alone
 from tests.rollout.functions import talk
 
 SAMPLES = 2
@@ -38,25 +40,31 @@ SAMPLES = 2
 class Recorded:
     """An engine that remembers what it was asked and what it said."""
 
+    together = True
+
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.asked: dict[int, Request] = {}
         self.calls: list[list[tuple[list[int], Completion]]] = []
 
-    def refresh(self) -> None:
-        self.engine.refresh()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
-    ) -> list[list[Completion]]:
-        found: list[list[Completion]] = self.engine.generate(prompts, sampling, n)
-        self.calls.append([(list(prompt), each) for prompt, own in zip(prompts, found, strict=True) for each in own])
+    def submit(self, request: Request) -> int:
+        ticket: int = self.engine.submit(request)
+        self.asked[ticket] = request
+        return ticket
+
+    def poll(self, timeout: float | None = 0.0) -> list[Finished]:
+        found: list[Finished] = self.engine.poll(timeout)
+        told = [(list(self.asked[each.ticket].prompt), each.answer) for each in found if each.answer is not None]
+        if told:
+            self.calls.append(told)
         return found
 
 
 class Parrot:
     """An engine without a model: it says a letter."""
-
-    def refresh(self) -> None: ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
@@ -75,7 +83,7 @@ def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2
     answers = Answers(max_new_tokens=5)
     try:
         found = Rollouts(engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timed=Clock())
-        return found.answer(tasks, SAMPLES, step=0)
+        return found.led(lambda: found.answer(tasks, SAMPLES, step=0))
     finally:
         environment.close()
 
@@ -137,7 +145,7 @@ def test_trained_tokens_are_sampled_tokens_turn_after_turn(ranks: Ranks, layout:
 def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
     kinds = ["raise", "none", "object", "no content", "part", "bad role", "die", "hang", "fine"]
     tasks = [asked(turns=2, length=1, fault=kind) for kind in kinds]
-    found = rolled(Parrot(), tasks, timeout=1.0)
+    found = rolled(Alone(Parrot()), tasks, timeout=1.0)
     return [(each.task.example["fault"], each.score) for each in found[::SAMPLES]], summary(found)
 
 
@@ -164,10 +172,10 @@ def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
 
 
 def slow_and_fast(group: Any) -> tuple[list[int], list[float]]:
-    engine = Recorded(Parrot())
+    engine = Recorded(Alone(Parrot()))
     tasks = [asked(turns=2, length=1, sleep=1.2), *(asked(turns=4, length=1) for _ in range(3))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollouts, "LINGER", 0.1)
+        patch.setattr(conversations, "LINGER", 0.1)
         found = rolled(engine, tasks, workers=3)
     return [len(call) for call in engine.calls], [each.reward for each in found]
 
@@ -182,7 +190,7 @@ def test_a_slow_tool_holds_up_nobody(ranks: Ranks) -> None:
 def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
     found = []
     for settings in ({"budget": 28}, {"max_turns": 2, "unfinished_reward": -0.5}):
-        answers = rolled(Parrot(), [asked(turns=5, length=4)], **settings)
+        answers = rolled(Alone(Parrot()), [asked(turns=5, length=4)], **settings)
         found.append((answers[0].reward, answers[0].parts, len(answers[0].completions)))
     return found
 

@@ -359,15 +359,15 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
         tickets = [
             engine.submit(Request(tuple(prompt), own, 2)) for prompt, own in zip(PROMPTS, sampling, strict=False)
         ]
-        found: dict[int, Any] = {}
-        while len(found) < 2:
-            found |= {done.ticket: done.answers for done in engine.poll(timeout=None)}
-        assert [found[ticket] for ticket in tickets] == expected
+        found: dict[tuple[int, int], Any] = {}
+        while len(found) < 4:
+            found |= {(done.ticket, done.number): done.answer for done in engine.poll(timeout=None)}
+        assert [[found[ticket, number] for number in range(2)] for ticket in tickets] == expected
         assert engine.poll() == []
     server.reply = lambda body: (400, {}, {"error": "no room"})
     ticket = remote.submit(Request((1,), sampling[0]))
     (done,) = remote.poll(timeout=None)
-    assert (done.ticket, done.answers) == (ticket, [])
+    assert (done.ticket, done.number, done.answer) == (ticket, 0, None)
     assert "refused the request with status 400: no room" in str(done.error)
 
 

@@ -160,7 +160,8 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
         reloaded = time.perf_counter() - began
         (done,) = served.engine.poll(timeout=300)
         assert done.error is None
-        (one,) = done.answers
+        one = done.answer
+        assert one is not None
         print(f"reload: {reloaded:.2f} s, {one.versions}")
         if len(one.versions) > 1:
             break

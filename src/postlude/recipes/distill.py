@@ -9,6 +9,7 @@ from typing import Any
 from postlude.data import Batch
 from postlude.data.chat import Encoded
 from postlude.engine import Engine
+from postlude.engine.handing import hand_out
 from postlude.recipes.config.configs import MASK, DistillConfig, OwnAnswers
 from postlude.recipes.config.settings import ObjectiveFile, built
 from postlude.recipes.examples import Examples, Indexed
@@ -34,6 +35,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         chosen = config.objective
         self.temperature = 1.0 if isinstance(chosen, ObjectiveFile) else chosen.temperature
         self.rollouts: Rollouts | None = None
+        self.answered: Batch | None = None  # on the first rank: what is about to be handed out
         super().__init__(config, device, built(chosen), where)
         self.teacher = Engine(
             config.teacher,
@@ -72,21 +74,31 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
 
     def batch_of(self, rows: Sequence[Encoded | Task], *, held_out: bool = False) -> tuple[Batch, dict[str, Any]]:
         """Sequences with the teacher's likeliest tokens at every position."""
-        found: dict[str, Any] = {}
-        sequences: Sequence[Encoded | Transcript] = [row for row in rows if isinstance(row, Encoded)]
-        if self.rollouts is not None:
-            assert isinstance(self.config.data, OwnAnswers)
+        if self.rollouts is None:
+            batch, found = _batch([row for row in rows if isinstance(row, Encoded)]), {}
+        else:
             tasks = [row for row in rows if isinstance(row, Task)]
-            answers = self.rollouts.answer(tasks, self.config.data.samples, step=self.step)
-            sequences = [each.transcript for each in answers]
-            found = summary(answers) | self.rollouts.engine.take_metrics()
-            if not held_out:
-                self.run.sample(self.step + 1, shown(answers, self.tokenizer))
-        batch = Batch([each.tokens for each in sequences], {MASK: [each.mask for each in sequences]})
+            found = self.rollouts.led(lambda: self.answer(tasks, held_out=held_out))
+            batch = hand_out(self.answered, self.engine.mesh, self.rollouts.engine.lead, self.config.budget)
+            self.answered = None
         with self.timed("teacher"):
             logprobs, ids = self.teacher.topk(batch, self.config.top_k, temperature=self.temperature)
         columns = {**batch.columns, "teacher_logprobs": logprobs, "teacher_ids": ids}
         return replace(batch, columns=columns), found
+
+    def answer(self, tasks: Sequence[Task], *, held_out: bool) -> dict[str, Any]:
+        """On the first rank: have the student answer; returns what is to be told of it."""
+        assert self.rollouts is not None
+        assert isinstance(self.config.data, OwnAnswers)
+        answers = self.rollouts.answer(tasks, self.config.data.samples, step=self.step)
+        if not held_out:
+            self.run.sample(self.step + 1, shown(answers, self.tokenizer))
+        self.answered = _batch([each.transcript for each in answers])
+        return summary(answers) | self.rollouts.engine.take_metrics()
+
+
+def _batch(sequences: Sequence[Encoded | Transcript]) -> Batch:
+    return Batch([each.tokens for each in sequences], {MASK: [each.mask for each in sequences]})
 
 
 def checks(subject: Subject) -> list[Check]:

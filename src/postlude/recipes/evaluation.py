@@ -16,7 +16,7 @@ from postlude.recipes.config import schema
 from postlude.recipes.config.configs import EvalConfig
 from postlude.recipes.config.settings import Native
 from postlude.recipes.preflight import Check, Subject, of_environment, of_model
-from postlude.recipes.rollouts import Answered, Rollouts, environment_of, scores, shown, summary
+from postlude.recipes.rollouts import Rollouts, environment_of, scores, shown, summary
 from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run
@@ -25,6 +25,7 @@ from postlude.recipes.run.surroundings import surroundings
 from postlude.recipes.serving import connect, of_servers
 from postlude.recipes.verdict import EVALUATED
 from postlude.recipes.where import HERE, Where
+from postlude.rollout.conversations import Answered
 from postlude.rollout.gathered import RankedEngine, SharedGenerator
 from postlude.rollout.served import ServedAnswers
 
@@ -70,13 +71,18 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST, 
         )
         count = min(config.tasks, len(environment.tasks))
         tasks = [environment.tasks[index] for index in range(len(environment.tasks) - count, len(environment.tasks))]
-        answers: list[Answered] = []
+        answers: list[Answered] = []  # on the first rank
+
+        def page(first: int) -> dict[str, Any]:
+            answers.extend(rollouts.answer(tasks[first : first + PAGE], config.samples, step=0, first=first))
+            return summary(answers)
+
         with where.view(count, title=f"eval {config.model}", unit="task") as live:
             for first in range(0, count, PAGE):
-                answers += rollouts.answer(tasks[first : first + PAGE], config.samples, step=0, first=first)
-                live.update(min(first + PAGE, count), summary(answers))
-        directory.sample(0, shown(answers, tokenizer))
-        found = scores(answers, config.samples) | summary(answers) | engine.take_metrics()
+                live.update(min(first + PAGE, count), rollouts.led(partial(page, first)))
+        if answers:
+            directory.sample(0, shown(answers, tokenizer))
+        found = rollouts.led(lambda: scores(answers, config.samples) | summary(answers) | engine.take_metrics())
         directory.log(0, found | clock.take(), phase=EVALUATED)
     ending = Ending("finished", 0)
     conclude(config.run, ending)

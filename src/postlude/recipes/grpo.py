@@ -16,6 +16,7 @@ from postlude.data import Batch
 from postlude.data.chat import ChatTokenizer, Encoded, Encoder, TooLong
 from postlude.data.datasets import Sampler
 from postlude.data.microbatch import ROUTING
+from postlude.engine.handing import hand_out
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
@@ -23,13 +24,15 @@ from postlude.recipes.config.configs import GRPOConfig
 from postlude.recipes.config.settings import built
 from postlude.recipes.metrics import LOSS, SKIPPED
 from postlude.recipes.preflight import Check, Subject, of_environment, of_training
-from postlude.recipes.rollouts import Answered, Rollouts, environment_of, scores, shown, summary
+from postlude.recipes.rollouts import Rollouts, environment_of, scores, shown, summary
 from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.directory import step_of
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.serving import engine_of, of_servers
+from postlude.recipes.supply import Supply, age
 from postlude.recipes.trainer import Trainer, train
 from postlude.recipes.where import HERE, Where
+from postlude.rollout.conversations import Answered
 from postlude.rollout.tasks import Task, Tasks, hold_out
 
 REFERENCE = "reference"  # in the run's directory: the weights that a penalty is measured from
@@ -75,7 +78,18 @@ class GRPOTrainer(Trainer):
             budget=config.budget,
             seed=config.seed,
             timed=self.timed,
+            background=config.asynchrony.max_staleness > 0,
         )
+        self.supply = Supply(
+            self.rollouts,
+            self.tasks,
+            self.sampler,
+            samples=config.samples,
+            prompts=config.prompts,
+            ahead=config.asynchrony.max_staleness,
+            last=self.last,
+        )
+        self.lesson: list[Batch] = []  # on the first rank: what the step learns from
 
     @property
     def phase(self) -> str:
@@ -88,8 +102,8 @@ class GRPOTrainer(Trainer):
         super().close()
 
     def state(self) -> dict[str, Any]:
-        """Which tasks have been drawn."""
-        return {"sampler": self.sampler.state()}
+        """Which tasks have been learned from, or are under way."""
+        return self.supply.state()
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, with the optimizer and the reference that belong to its phase."""
@@ -101,25 +115,23 @@ class GRPOTrainer(Trainer):
             self.engine.set_optimizer(self.config.optimizer)
         extra = self.engine.load(checkpoint)
         self.step, self.first_norm = extra["step"], extra.get("first_norm", 0.0)
-        self.sampler.restore(extra["sampler"])
+        self.supply.restore(extra)
 
     def train_step(self) -> dict[str, Any]:
         """One step of the warm start or of GRPO."""
         if self.step < self.warm:
             return self.learn_examples()
-        answered, drawn = self.rollout()
+        found, parts = self.rollouts.led(self.teach)
         if self.step == self.warm:
             self._begin()
-        self.run.sample(self.step + 1, shown(drawn, self.tokenizer))
-        self.health.rewards(drawn, self.step + 1)
-        learned = len({each.group for each in answered}) / self.config.prompts
-        found = summary(drawn) | {"groups_learned": learned} | self.rollouts.engine.take_metrics()
-        return found | self.learn_answers(answered)
+        return found | self.learn_answers(parts)
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward and pass@k on held-out tasks."""
         settings = self.config.evaluation
-        return scores(self.rollouts.evaluate(self.held_out, settings, step=self.step), settings.samples)
+        return self.rollouts.led(
+            lambda: scores(self.rollouts.evaluate(self.held_out, settings, step=self.step), settings.samples)
+        )
 
     def learn_examples(self) -> dict[str, Any]:
         """One supervised step on the answers that tasks come with."""
@@ -128,6 +140,19 @@ class GRPOTrainer(Trainer):
         examples = [example_of(task, self.tokenizer, self.config.budget, options) for task in chosen]
         batch = Batch([each.tokens for each in examples], {"response_mask": [each.mask for each in examples]})
         return self.learn(batch, SFT(over="response_mask"))
+
+    def teach(self) -> tuple[dict[str, Any], int]:
+        """On the first rank: draw what the step learns from; returns what is to be told of it, and its minibatches."""
+        answered, drawn = self.rollout()
+        self.run.sample(self.step + 1, shown(drawn, self.tokenizer))
+        self.health.rewards(drawn, self.step + 1)
+        learned = len({each.group for each in answered}) / self.config.prompts
+        found = summary(drawn) | {"groups_learned": learned}
+        found |= self.supply.take_metrics() | self.rollouts.engine.take_metrics()
+        if (older := age(answered, self.engine.step)) is not None:
+            found["token_age"] = older
+        self.lesson = self._minibatches(answered)
+        return found, len(self.lesson)
 
     def rollout(self) -> tuple[list[Answered], list[Answered]]:
         """Answers to learn from, and all that were drawn. With dynamic sampling groups without a difference go."""
@@ -138,9 +163,7 @@ class GRPOTrainer(Trainer):
             missing = config.prompts - len({each.group for each in chosen})
             if not missing:
                 break
-            tasks = [self.tasks[index] for index in self.sampler.take(missing)]
-            first = len(drawn) // config.samples
-            answers = self.rollouts.answer(tasks, config.samples, step=self.step, first=first)
+            answers = self.supply.take(missing, self.step)
             drawn += answers
             differing = _differing(answers)
             chosen += [each for each in answers if not config.dynamic_sampling or each.group in differing]
@@ -150,21 +173,15 @@ class GRPOTrainer(Trainer):
             chosen = [each for each in chosen if sizes[each.group] > 1]
         return chosen, drawn
 
-    def learn_answers(self, answered: Sequence[Answered]) -> dict[str, Any]:
-        """The optimizer steps on one rollout."""
-        if not answered:
+    def learn_answers(self, parts: int) -> dict[str, Any]:
+        """The optimizer steps on one rollout, of so many minibatches, which the first rank has."""
+        if not parts:
             return {LOSS: 0.0}
-        columns = self._columns(answered)
-        groups = list(dict.fromkeys(each.group for each in answered))
-        parts = [groups[part :: self.config.minibatches] for part in range(self.config.minibatches)]
-        results = []
-        for part in filter(None, parts):
-            own = [place for place, each in enumerate(answered) if each.group in part]
-            batch = Batch(
-                [answered[place].transcript.tokens for place in own],
-                {name: [values[place] for place in own] for name, values in columns.items()},
-            )
-            results.append(self.learn(batch, self.objective))
+        lead, whole = self.rollouts.engine.lead, dict(enumerate(self.lesson))
+        batches = [hand_out(whole.get(part), self.engine.mesh, lead, self.config.budget) for part in range(parts)]
+        self.lesson = []
+        batches = [self._scored(batch) for batch in batches]  # by the weights that all of them start from
+        results = [self.learn(batch, self.objective) for batch in batches]
         found = {name: mean(result[name] for result in results) for name in results[0]}
         if self.config.starts_from_rollout:  # the first minibatch is learned by the very weights that sampled it
             found |= {"rollout_kl": results[0]["kl_old"], "rollout_gap_max": None}
@@ -179,12 +196,12 @@ class GRPOTrainer(Trainer):
             self.engine.save(self.run.path / REFERENCE)
             self.reference = self.engine.reference()
 
-    def _columns(self, answered: Sequence[Answered]) -> dict[str, list[Any]]:
-        """What the objective reads of each answer."""
+    def _minibatches(self, answered: Sequence[Answered]) -> list[Batch]:
+        """What the objective reads of each answer, the groups shared out over the minibatches."""
         transcripts = [each.transcript for each in answered]
         logprobs = [torch.tensor(each.logprobs) for each in transcripts]
         masks = [each.mask for each in transcripts]
-        columns: dict[str, list[Any]] = {
+        columns: dict[str, Any] = {
             "response_mask": weights(masks),
             "sequence_mean": weights(masks, "sequences"),
             "group_mean": weights(masks, "groups", groups=[each.group for each in answered]),
@@ -195,18 +212,29 @@ class GRPOTrainer(Trainer):
         }
         if self.config.replay_routing:
             columns[ROUTING] = routing_of(answered)
-        replayed = {ROUTING: columns[ROUTING]} if ROUTING in columns else {}
-        sequences, temperature = [each.tokens for each in transcripts], self.config.answers.temperature
+        groups = list(dict.fromkeys(each.group for each in answered))
+        found = []
+        for part in range(self.config.minibatches):
+            chosen = set(groups[part :: self.config.minibatches])
+            own = [place for place, each in enumerate(answered) if each.group in chosen]
+            if own:
+                parts = {name: [values[place] for place in own] for name, values in columns.items()}
+                found.append(Batch([transcripts[place].tokens for place in own], parts))
+        return found
+
+    def _scored(self, batch: Batch) -> Batch:
+        """With what the trainer itself, or the reference, says of the tokens, where that is asked for."""
+        temperature = self.config.answers.temperature
+        columns: dict[str, Any] = dict(batch.columns)
         with self.timed("score"):
             if self.config.old_logprobs == "recompute":
-                columns["old_logprobs"] = self.engine.logprobs(
-                    Batch(sequences, replayed), temperature=temperature
-                ).logprob
+                replayed = {ROUTING: columns[ROUTING]} if ROUTING in columns else {}
+                asked = replace(batch, columns=replayed)
+                columns["old_logprobs"] = self.engine.logprobs(asked, temperature=temperature).logprob
             if self.reference is not None:
-                columns["reference_logprobs"] = self.reference.logprobs(
-                    Batch(sequences), temperature=temperature
-                ).logprob
-        return columns
+                asked = replace(batch, columns={})
+                columns["reference_logprobs"] = self.reference.logprobs(asked, temperature=temperature).logprob
+        return replace(batch, columns=columns)
 
     def _advantages(self, answered: Sequence[Answered]) -> list[float]:
         rewards = [each.reward - self.config.overlong_penalty * each.cut_off for each in answered]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from postlude.recipes.config.settings import Limits
-from postlude.recipes.rollouts import Answered
+from postlude.rollout.conversations import Answered
 
 LOG = logging.getLogger("postlude")
 

@@ -97,6 +97,33 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
             "what to make faster first",
         ),
     },
+    "Asynchrony": {
+        "staleness_mean": Metric(
+            "Staleness",
+            "steps between the one that answers were begun in and the one that learns from them, on average",
+            "0 to `asynchrony.max_staleness`",
+            "as small as the trainer's waiting (`time/rollout`) allows",
+        ),
+        "staleness_max": Metric(
+            "Staleness, most",
+            "the same, of the oldest answers of the step",
+            "0 to `asynchrony.max_staleness`",
+            "bounded",
+        ),
+        "token_age": Metric(
+            "Age of weights",
+            "optimizer steps between the weights that tokens were sampled with, where servers tell, and those that "
+            "learn from them, on average",
+            "≥ 0",
+            "below staleness, since answers under way get new weights",
+        ),
+        "answers_redrawn": Metric(
+            "Drawn again",
+            "answers that were under way when the run was left, and were begun again when it went on",
+            "≥ 0",
+            "0 but in the first step of a start",
+        ),
+    },
     "Servers": {
         "servers/up": Metric(
             "Servers up", "servers that answer at the end of the step's rollouts", "1 to all of them", "all of them"

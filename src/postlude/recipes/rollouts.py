@@ -3,68 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from math import comb
 from statistics import mean
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, TypeVar
 
 from postlude.data.chat import ChatTokenizer, Encoder, TooLong
 from postlude.recipes.clock import Clock
 from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evaluation, Prompts
-from postlude.recipes.metrics import DRAFTS, EVAL, FAILED, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
+from postlude.recipes.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
 from postlude.recipes.run.directory import Sample
-from postlude.rollout.environments import Environment, Said, Transcript, Turn, is_chat
+from postlude.rollout.conversations import Answered, Conversations, Group, seed_of
+from postlude.rollout.environments import Environment
 from postlude.rollout.gathered import RankedEngine
-from postlude.rollout.protocol import Completion
-from postlude.rollout.rewards import Score
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Chosen, Task
 from postlude.rollout.workers import Hire
 
 SHOWN = 8  # answers of a step kept to be looked at
 TRAINED, HELD_OUT = 0, 1  # what answers are for: the same task gets other answers in either
-LINGER = 0.5  # seconds in which turns are waited for, to go on together; those that take longer go on later
-NO_ROOM = Score(0.0, {"no_room": 1.0})  # what a conversation earns that outgrows the budget
-
-
-@dataclass
-class Answered:
-    """One answer to a task, all its turns, and what it earned."""
-
-    task: Task
-    group: int
-    transcript: Transcript
-    completions: list[Completion] = field(default_factory=list)
-    score: Score | None = None
-
-    @property
-    def reward(self) -> float:
-        """What it earned in all."""
-        assert self.score is not None  # it is over
-        return self.score.reward
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """What the reward is made of, and whether it could not be given."""
-        assert self.score is not None  # it is over
-        return dict(self.score.parts) | ({FAILED.removeprefix(PARTS): 1.0} if self.score.error else {})
-
-    @property
-    def cut_off(self) -> bool:
-        """Whether its last turn reached max_new_tokens."""
-        return self.completions[-1].finish_reason == "length"
-
-    @property
-    def length(self) -> int:
-        """The number of tokens that were sampled."""
-        return sum(len(each.tokens) for each in self.completions)
+Result = TypeVar("Result")
 
 
 class Rollouts:
-    """Draws and scores answers. Every rank makes the same calls and gets all answers."""
+    """Draws and scores answers. The first rank of a run alone asks for them, and gets them, within `led`."""
 
     def __init__(
         self,
@@ -76,108 +40,75 @@ class Rollouts:
         budget: int,
         seed: int,
         timed: Clock,
+        background: bool = False,
     ) -> None:
         self.engine, self.environment, self.answers = engine, environment, answers
         self.budget, self.seed, self.timed = budget, seed, timed
+        self.background = background
         self.encoder = encoder_of(environment, tokenizer, answers, budget)
+        self.conversations = Conversations(
+            engine,
+            environment,
+            self.encoder,
+            budget=budget,
+            max_new_tokens=answers.max_new_tokens,
+            background=background and engine.lead.leads,
+            timed=(lambda _: nullcontext()) if background else timed,
+        )
+
+    def led(self, work: Callable[[], Result]) -> Result:
+        """What `work` gives on the first rank, on every rank: answers are drawn there, with the newest weights."""
+        with self.timed("weights"):
+            self.engine.refresh()
+        return self.engine.lead.say(work)
 
     def answer(self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0) -> list[Answered]:
         """`samples` answers to each task, whose groups are numbered from `first`, to learn from in `step`."""
-        return self._answer(tasks, samples, self.answers.sampling, step, TRAINED, first)
+        groups = [self.group(task, first + place, samples, step=step) for place, task in enumerate(tasks)]
+        return self.drawn(groups)
 
     def evaluate(self, tasks: Sequence[Task], settings: Evaluation, *, step: int) -> list[Answered]:
         """Answers to held-out tasks, as the evaluation wants them."""
         sampling = replace(self.answers.sampling, temperature=settings.temperature)
-        return self._answer(tasks, settings.samples, sampling, step, HELD_OUT, 0)
+        return self.drawn(
+            [
+                self.group(task, place, settings.samples, step=step, kind=HELD_OUT, sampling=sampling)
+                for place, task in enumerate(tasks)
+            ]
+        )
+
+    def group(
+        self,
+        task: Task,
+        number: int,
+        samples: int,
+        *,
+        step: int,
+        kind: int = TRAINED,
+        sampling: Sampling | None = None,
+    ) -> Group:
+        """The attempts at a task: `step`, `kind` and `number` decide what they draw."""
+        prompt = encode_prompt(self.encoder, task, self.budget, self.answers)
+        seed = seed_of(self.seed, step, kind, number)
+        return Group.of(task, number, prompt, replace(sampling or self.answers.sampling, seed=seed), samples)
+
+    def drawn(self, groups: Sequence[Group]) -> list[Answered]:
+        """All answers of some groups, group by group."""
+        for group in groups:
+            self.conversations.begin(group)
+        self.wait(lambda: all(group.over for group in groups))
+        return [each for group in groups for each in group.attempts]
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Wait until something is so of groups that were begun."""
+        with self.timed("rollout") if self.background else nullcontext():
+            self.conversations.wait(done)
 
     def close(self) -> None:
         """Give back what the engine and the environment hold."""
+        self.conversations.close()
         self.engine.close()
         self.environment.close()
-
-    def _answer(
-        self, tasks: Sequence[Task], samples: int, sampling: Sampling, step: int, kind: int, first: int
-    ) -> list[Answered]:
-        with self.timed("weights"):
-            self.engine.refresh()
-        with self.timed("rollout"):
-            prompts = [encode_prompt(self.encoder, task, self.budget, self.answers) for task in tasks]
-            seeds = [_seed(self.seed, step, kind, first + place) for place in range(len(tasks))]
-            drawn = self.engine.generate(prompts, [replace(sampling, seed=seed) for seed in seeds], samples)
-        attempts = [
-            Answered(task, first + place, Transcript(prompts[place]))
-            for place, task in enumerate(tasks)
-            for _ in range(samples)
-        ]
-        rank, size = dist.get_rank(), dist.get_world_size()
-        own = {place: self.environment.reset(attempts[place].task) for place in range(rank, len(attempts), size)}
-        said = dict(enumerate(completion for group in drawn for completion in group))
-        waiting: dict[int, int] = {}  # places of episodes of this rank whose turn is not known yet
-        under_way = len(attempts)
-        while under_way:
-            for place, completion in said.items():
-                attempts[place].completions.append(completion)
-                attempts[place].transcript.answer(completion.tokens, completion.logprobs, completion.routing)
-                if place in own:
-                    waiting[id(own[place])] = place
-                    self.environment.submit(own[place], _said(completion))
-            with self.timed("reward"):
-                turns = self._turns(waiting)
-            with self.timed("rollout"):
-                going = [place for place, turn in turns.items() if not self._over(attempts[place], turn)]
-                under_way -= len(turns) - len(going)
-                for place in (place for place in turns if place in own and place not in going):
-                    self.environment.release(own[place])
-                said = {}
-                if going:
-                    again = [
-                        _seed(seeds[place // samples], place % samples, len(attempts[place].completions))
-                        for place in going
-                    ]
-                    more = self.engine.generate(
-                        [attempts[place].transcript.tokens for place in going],
-                        [replace(sampling, seed=seed) for seed in again],
-                    )
-                    said = {place: completion for place, (completion,) in zip(going, more, strict=True)}
-        return attempts
-
-    def _over(self, attempt: Answered, turn: Turn) -> bool:
-        """Hear what came of an attempt's last completion; whether that ends it."""
-        attempt.score = turn.score
-        if turn.observation is None:
-            return True
-        chat, earned = is_chat(attempt.task.prompt), turn.score or Score(0.0)
-        try:
-            heard = self.encoder.observation(
-                turn.observation,
-                attempt.completions[-1].tokens,
-                chat=chat,
-                keep_reasoning=self.environment.keep_reasoning,
-            )
-        except ValueError as error:  # the environment's mistake, at the cost of this attempt
-            attempt.score = Score(earned.reward, earned.parts, f"the environment's answer cannot be read: {error}")
-            return True
-        if len(attempt.transcript.tokens) + len(heard) + self.answers.max_new_tokens > self.budget:
-            attempt.score = earned.plus(NO_ROOM)
-            return True
-        attempt.transcript.observe(heard)
-        return False
-
-    def _turns(self, waiting: dict[int, int]) -> dict[int, Turn]:
-        """What has come of completions, by place: of all that wait, or of those that do not take long.
-
-        Each rank asks for its share, so that all hear the same of a judge that wavers.
-        """
-        found = self.environment.collect(len(waiting), LINGER)
-        turns = {waiting.pop(key): turn for key, (_, turn) in found.items() if key in waiting}
-        everyone: list[dict[int, Turn]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, turns)
-        turns = {place: turn for share in everyone for place, turn in share.items()}
-        return {place: turns[place] for place in sorted(turns)}
-
-
-def _said(completion: Completion) -> Said:
-    return Said(completion.text or "", completion.tokens, completion.finish_reason == "length")
 
 
 def encoder_of(environment: Environment, tokenizer: ChatTokenizer, answers: Answers, budget: int) -> Encoder:
@@ -283,14 +214,6 @@ def _drafts(answers: Sequence[Answered]) -> dict[str, float]:
 
 def _lengths(answers: Sequence[Answered]) -> list[int]:
     return [each.length for each in answers]
-
-
-def _seed(*numbers: int) -> int:
-    """One seed of several numbers."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 1_000_003 + number + 1) % (1 << 62)
-    return seed
 
 
 def _means(prefix: str, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from postlude.engine import Engine
 from postlude.model import LanguageModel
+from postlude.rollout.conversations import Talker
 from postlude.rollout.generator import Generator
-from postlude.rollout.protocol import Completion, RolloutEngine
+from postlude.rollout.protocol import Completion, Submitted
 from postlude.rollout.sampling import Sampling, one_each
 from postlude.rollout.stops import Decoder
+from postlude.world.agreement import Lead
+
+Part = TypeVar("Part")
 
 
-class RankedEngine(RolloutEngine, Protocol):
-    """An engine of all ranks of a run. Every rank makes the same calls, and all get all answers."""
+class RankedEngine(Talker, Protocol):
+    """An engine of all ranks of a run. The first rank alone submits and polls, within what it says by `lead`."""
+
+    lead: Lead[Any, Any]
 
     def refresh(self) -> None:
-        """Have the newest weights, before answers are asked for."""
+        """Have the newest weights, before answers are asked for. Every rank calls it."""
         ...
 
     def take_metrics(self) -> dict[str, float]:
-        """What happened since the last time."""
+        """What happened since the last time. The first rank asks."""
         ...
 
     def close(self) -> None:
@@ -32,16 +39,21 @@ class RankedEngine(RolloutEngine, Protocol):
         ...
 
 
-class SharedGenerator:
-    """A whole model on every rank that answers prompts. Every rank makes the same calls.
+class SharedGenerator(Submitted):
+    """A whole model on every rank that answers prompts. Each rank answers its share.
 
-    Each rank answers its share and all get all answers. Which rank answers makes no difference to what it says, so the
-    same seeds give the same answers on any number of ranks.
+    Which rank answers makes no difference to what it says, so the same seeds give the same answers on any number of
+    ranks. Where every rank makes the same call of `generate`, all get all answers; within what the first rank says by
+    `lead` it alone calls, and it alone gets them.
     """
+
+    together = True
 
     def __init__(self, model: LanguageModel, tokenizer: Decoder, **limits: Any) -> None:
         self.model = model
         self.generator = Generator(model, tokenizer, **limits)
+        self.lead: Lead[_Asked, list[list[Completion]]] = Lead(self._share)
+        super().__init__(_Led(self.lead))
 
     def refresh(self) -> None:
         """It has the weights that it was given."""
@@ -58,12 +70,42 @@ class SharedGenerator:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
     ) -> list[list[Completion]]:
         """As `Generator.generate`, the prompts shared out over all ranks. Give each prompt a seed of its own."""
-        samplings = one_each(sampling, len(prompts))
+        everyone: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, self._share(_Asked(prompts, one_each(sampling, len(prompts)), n)))
+        return in_turn(everyone, len(prompts))
+
+    def _share(self, asked: _Asked) -> list[list[Completion]]:
+        """This rank's answers."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        own = self.generator.generate(prompts[rank::size], samplings[rank::size], n) if prompts[rank::size] else []
-        everyone: list[list[list[Completion]]] = [[] for _ in range(size)]
-        dist.all_gather_object(everyone, own)
-        return [everyone[place % size][place // size] for place in range(len(prompts))]
+        own = asked.prompts[rank::size]
+        return self.generator.generate(own, asked.samplings[rank::size], asked.n) if own else []
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What all ranks are to answer together."""
+
+    prompts: Sequence[Sequence[int]]
+    samplings: Sequence[Sampling]
+    n: int
+
+
+class _Led:
+    """An engine for the first rank to call, whose orders all ranks obey."""
+
+    def __init__(self, lead: Lead[_Asked, list[list[Completion]]]) -> None:
+        self.lead = lead
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+    ) -> list[list[Completion]]:
+        found = self.lead.give(_Asked(prompts, one_each(sampling, len(prompts)), n))
+        return in_turn(found, len(prompts))
+
+
+def in_turn(shares: Sequence[Sequence[Part]], count: int) -> list[Part]:
+    """`count` things in their order, of which rank r of n had r, r + n, r + 2n, …"""
+    return [shares[place % len(shares)][place // len(shares)] for place in range(count)]
 
 
 class GatheredGenerator(SharedGenerator):
@@ -82,11 +124,9 @@ class GatheredGenerator(SharedGenerator):
             self.engine.copy_weights(self.model)
             self.updated_at = self.engine.step
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
-    ) -> list[list[Completion]]:
+    def _share(self, asked: _Asked) -> list[list[Completion]]:
         """Answer with the engine's weights as they are now. A large cache is not kept from training."""
         self.refresh()
-        answers = super().generate(prompts, sampling, n)
+        answers = super()._share(asked)
         self.generator.release(small=False)
         return answers

@@ -37,10 +37,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished:
-    """What became of a request that was submitted: its answers, or why there are none."""
+    """What became of one answer to a request that was submitted: number `number` of its `n`, or why there is none."""
 
     ticket: int
-    answers: list[Completion]
+    number: int
+    answer: Completion | None
     error: Exception | None = None
 
 
@@ -95,7 +96,7 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class AsynchronousEngine(RolloutEngine, Protocol):
-    """One that takes prompts while it answers others. Answers come in the order in which they are done."""
+    """One that takes prompts while it answers others. Each answer is told when it is done."""
 
     def submit(self, request: Request) -> int:
         """Ask for answers, and go on. Returns the ticket by which they will be known."""
@@ -114,7 +115,7 @@ class Submitted:
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self.engine = engine
+        self._engine = engine
         self._waiting: dict[int, Request] = {}
         self._tickets = itertools.count()
 
@@ -122,7 +123,7 @@ class Submitted:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
     ) -> list[list[Completion]]:
         """As the engine itself."""
-        return self.engine.generate(prompts, sampling, n)
+        return self._engine.generate(prompts, sampling, n)
 
     def submit(self, request: Request) -> int:
         """Ask for answers with the next `poll`."""
@@ -137,6 +138,6 @@ class Submitted:
         for n in dict.fromkeys(request.n for request in waiting.values()):
             own = {ticket: request for ticket, request in waiting.items() if request.n == n}
             prompts, samplings = [each.prompt for each in own.values()], [each.sampling for each in own.values()]
-            answered = self.engine.generate(prompts, samplings, n)
-            found += [Finished(ticket, answers) for ticket, answers in zip(own, answered, strict=True)]
+            for ticket, answers in zip(own, self._engine.generate(prompts, samplings, n), strict=True):
+                found += [Finished(ticket, number, answer) for number, answer in enumerate(answers)]
         return found

@@ -1,4 +1,4 @@
-"""Answers of servers on the ranks of a run: the first rank talks to them, and all hear what they say."""
+"""Answers of servers for the ranks of a run: the first rank talks to them."""
 
 from __future__ import annotations
 
@@ -6,31 +6,36 @@ import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from postlude.engine import Engine
-from postlude.rollout.protocol import Completion
+from postlude.rollout.protocol import Completion, Finished, Request
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.engine import HTTPEngine
-from postlude.world.agreement import first_rank_says
+from postlude.world.agreement import Lead, first_rank_says
 
 WEIGHTS = "weights"  # in the run's directory: what servers read
 
 
 class ServedAnswers:
-    """A `RankedEngine` of servers. Given an `engine`, they get its weights before they answer; else they keep theirs.
+    """A `RankedEngine` of servers, which answer beside whatever the ranks do.
 
-    Weights go by disk: all ranks stream them, the first writes safetensors below `directory`, which the servers must
-    see under the same path, and tells each server to read them. They go by the name START.STEP, START being new with
-    each start of the run: a step that is done again may have made others.
+    Given an `engine`, they get its weights before they are asked; else they keep theirs. Weights go by disk: all ranks
+    stream them, the first writes safetensors below `directory`, which the servers must see under the same path, and
+    tells each server to read them. They go by the name START.STEP, START being new with each start of the run: a step
+    that is done again may have made others.
     """
+
+    together = False
 
     def __init__(
         self, connect: Callable[[], HTTPEngine], *, engine: Engine | None = None, directory: Path | None = None
     ) -> None:
         self.engine, self.directory = engine, directory
         self.servers = connect() if dist.get_rank() == 0 else None
+        self.lead: Lead[Any, Any] = Lead(lambda _: None)
         self.start: str = first_rank_says(lambda: secrets.token_hex(4))
         self.updated_at = -1
         self.reload_seconds = 0.0
@@ -49,13 +54,28 @@ class ServedAnswers:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
     ) -> list[list[Completion]]:
-        """The servers' answers to all prompts, on every rank."""
-        self.refresh()
-        return first_rank_says(lambda: self._servers.generate(prompts, sampling, n))
+        """The servers' answers. The first rank asks."""
+        return self._servers.generate(prompts, sampling, n)
+
+    def submit(self, request: Request) -> int:
+        """Ask for answers, and go on. The first rank asks."""
+        return self._servers.submit(request)
+
+    def poll(self, timeout: float | None = 0.0) -> list[Finished]:
+        """What has been answered since the last time."""
+        return self._servers.poll(timeout)
 
     def take_metrics(self) -> dict[str, float]:
-        """How the servers fared."""
-        return first_rank_says(self._metrics)
+        """How the servers fared. The first rank asks."""
+        fleet, counts = self._servers.fleet, self._servers.take_counts()
+        found: dict[str, float] = {
+            "servers/up": fleet.up(),
+            "servers/failed": counts.failed,
+            "servers/retried": counts.retried,
+        }
+        if self.engine is not None:
+            found["servers/reload_seconds"] = max(server.reload_seconds for server in fleet.servers)
+        return {name: float(value) for name, value in found.items()}
 
     def close(self) -> None:
         """Let go of the servers, and of the weights that they have read."""
@@ -74,14 +94,3 @@ class ServedAnswers:
         for other in path.parent.iterdir():
             if other != path:
                 shutil.rmtree(other, ignore_errors=True)  # a server that comes is told of the newest alone
-
-    def _metrics(self) -> dict[str, float]:
-        fleet, counts = self._servers.fleet, self._servers.take_counts()
-        found: dict[str, float] = {
-            "servers/up": fleet.up(),
-            "servers/failed": counts.failed,
-            "servers/retried": counts.retried,
-        }
-        if self.engine is not None:
-            found["servers/reload_seconds"] = max(server.reload_seconds for server in fleet.servers)
-        return {name: float(value) for name, value in found.items()}

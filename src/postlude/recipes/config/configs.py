@@ -86,6 +86,14 @@ class WarmStart(Settings):
     """How weights are moved in them."""
 
 
+class Asynchrony(Settings):
+    """Whether answers are drawn while earlier ones are learned from."""
+
+    max_staleness: NonNegativeInt = 0
+    """The most steps between the weights that an answer was begun with and the step that learns from it. With 0 a
+    step's answers are drawn when it begins, and the trainer waits for the longest."""
+
+
 class GRPOConfig(Training):
     """Everything that decides a GRPO run."""
 
@@ -101,6 +109,8 @@ class GRPOConfig(Training):
     """How answers are drawn."""
     rollout: RolloutSettings = Native()
     """Who draws them: the generator here, or servers, which are given the weights after every step."""
+    asynchrony: Asynchrony = Asynchrony()
+    """Whether they are drawn while the trainer learns from earlier ones."""
     objective: PolicyObjective = PolicyGradient(clip_high=0.28)
     """What is minimised. Columns that it, or one of yours, finds: to be a mean over, "response_mask" of sampled
     tokens, "sequence_mean" of answers, "group_mean" of prompts; "advantages", "old_logprobs", "rollout_logprobs";
@@ -134,6 +144,8 @@ class GRPOConfig(Training):
         within_reach(self.rollout, self.answers)
         if self.replay_routing and not isinstance(self.rollout, Native):
             raise ValueError("replay_routing needs the experts that tokens were sent to, and servers do not tell.")
+        if self.asynchrony.max_staleness:
+            self._may_be_stale()
         if self.answers.temperature <= 0:
             raise ValueError("answers.temperature is 0, but a group of equal answers has nothing to compare.")
         if isinstance(self.objective, PolicyGradient):
@@ -144,7 +156,11 @@ class GRPOConfig(Training):
                     f"objective.temperature is {self.objective.temperature:g}, but answers are drawn at "
                     f"{self.answers.temperature:g}. Leave it out: it is taken from there."
                 )
-            if self.objective.correction is not None and self.starts_from_rollout:
+            if (
+                self.objective.correction is not None
+                and self.objective.ratio != "on_policy"
+                and self.old_logprobs == "rollout"
+            ):
                 raise ValueError(
                     "objective.correction weighs the trainer's log-probs against the sampler's, but old_logprobs takes "
                     "the sampler's for both. Set old_logprobs to recompute."
@@ -153,12 +169,32 @@ class GRPOConfig(Training):
             raise ValueError(f"minibatches is {self.minibatches}, which does not divide prompts={self.prompts}.")
         return self
 
+    def _may_be_stale(self) -> None:
+        """Refuse what takes the weights that sample for those that learn."""
+        asked = f"asynchrony.max_staleness is {self.asynchrony.max_staleness}"
+        if isinstance(self.rollout, Native):
+            raise ValueError(
+                f"{asked}, but rollout: native draws answers in the trainer's own ranks, which cannot train meanwhile. "
+                "Use rollout: generators, vllm or server."
+            )
+        objective = self.objective
+        if isinstance(objective, PolicyGradient) and objective.ratio == "on_policy" and objective.correction is None:
+            raise ValueError(
+                f'{asked}, but objective.ratio "on_policy" takes all answers for those of the newest weights. Use '
+                '"token" or "sequence", or set objective.correction.'
+            )
+
     @property
-    def starts_from_rollout(self) -> bool:
-        """Whether ratios are taken to what the sampler said, so that the first of them show how far it is off."""
+    def ratio_to_rollout(self) -> bool:
+        """Whether ratios are taken to what the sampler said."""
         objective = self.objective
         own = isinstance(objective, PolicyGradient) and objective.ratio != "on_policy"
         return own and self.old_logprobs == "rollout"
+
+    @property
+    def starts_from_rollout(self) -> bool:
+        """Whether the first of these ratios are of equal weights, so that they show how far the sampler is off."""
+        return self.ratio_to_rollout and not self.asynchrony.max_staleness
 
     @property
     def has_reference(self) -> bool:

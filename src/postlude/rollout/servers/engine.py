@@ -106,13 +106,14 @@ class HTTPEngine:
         """Ask for answers, and go on."""
         ticket = next(self._tickets)
 
-        async def answer() -> None:
+        async def answer(number: int, one: Request) -> None:
             try:
-                self._done.put(Finished(ticket, await self._answers(request)))
+                self._done.put(Finished(ticket, number, self._told(await self.fleet.answer(one))))
             except Exception as error:
-                self._done.put(Finished(ticket, [], error))
+                self._done.put(Finished(ticket, number, None, error))
 
-        asyncio.run_coroutine_threadsafe(answer(), self._loop)
+        for number, one in enumerate(_each(request)):
+            asyncio.run_coroutine_threadsafe(answer(number, one), self._loop)
         return ticket
 
     def poll(self, timeout: float | None = 0.0) -> list[Finished]:
@@ -170,10 +171,7 @@ class HTTPEngine:
             self._loop.close()
 
     async def _answers(self, request: Request) -> list[Completion]:
-        """Each is asked for by itself, so that no server's failure costs more than it had begun."""
-        seed = request.sampling.seed
-        each = [Request(request.prompt, replace(request.sampling, seed=seed + number)) for number in range(request.n)]
-        return [self._told(found) for found in await _all(self.fleet.answer(one) for one in each)]
+        return [self._told(found) for found in await _all(self.fleet.answer(one) for one in _each(request))]
 
     def _told(self, completion: Completion) -> Completion:
         if completion.text is not None or self.tokenizer is None:
@@ -182,6 +180,12 @@ class HTTPEngine:
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _each(request: Request) -> list[Request]:
+    """Each answer is asked for by itself, so that no server's failure costs more than it had begun."""
+    seed = request.sampling.seed
+    return [Request(request.prompt, replace(request.sampling, seed=seed + number)) for number in range(request.n)]
 
 
 async def _all(work: Any) -> list[Any]:

@@ -1,0 +1,57 @@
+"""The first rank leads: orders are obeyed by all, what it says is heard by all, and so is what goes wrong anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from postlude.world.agreement import Lead
+from tests.conftest import Ranks
+
+
+def led(group: Any) -> list[Any]:
+    def obey(order: int) -> int:
+        if order == 7 * dist.get_rank() > 0:
+            raise ValueError(f"rank {dist.get_rank()} cannot do {order}")
+        return order + dist.get_rank()
+
+    lead: Lead[int, int] = Lead(obey)
+
+    def heard(work: Any) -> Any:
+        try:
+            return lead.say(work)
+        except ValueError as error:
+            return str(error)
+
+    def fails() -> int:
+        lead.give(1)
+        raise ValueError("the first rank has had enough")
+
+    return [
+        heard(lambda: [lead.give(10), lead.give(20)]),
+        heard(lambda: "no orders"),
+        heard(lambda: lead.give(7)),
+        heard(fails),
+        lead.share([[rank] * 2 for rank in range(dist.get_world_size())] if lead.leads else None),
+        lead.gather(dist.get_rank()),
+        heard(lambda: lead.give(0)),
+    ]
+
+
+def test_all_obey_the_first_rank_and_hear_what_it_says(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks(2, led)):
+        assert found == [
+            [[10, 11], [20, 21]],
+            "no orders",
+            "rank 1 cannot do 7",
+            "the first rank has had enough",
+            [rank, rank],
+            [0, 1] if rank == 0 else [],
+            [0, 1],
+        ]
+
+
+def test_one_rank_leads_itself(ranks: Ranks) -> None:
+    (found,) = ranks(1, led)
+    assert found == [[[10], [20]], "no orders", [7], "the first rank has had enough", [0, 0], [0], [0]]
