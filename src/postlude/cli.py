@@ -131,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
     command.set_defaults(module="verify", parser=command)
 
+    _add_serve(
+        commands.add_parser("serve", help="answers of a model over HTTP, for rollouts elsewhere", allow_abbrev=False)
+    )
     _add_trace(
         commands.add_parser("trace", help="draw what every rank does when, from a real step", allow_abbrev=False)
     )
@@ -176,6 +179,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", metavar="FILE", type=Path, help="where to (default: report.html in the first one)")
     command.set_defaults(module="report", parser=command)
     return parser
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
+    command.add_argument("--port", type=int, default=0, help="the port (default: one that is free)")
+    command.add_argument("--name", help="what the model is called (default: MODEL)")
+    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
+    command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
+    command.add_argument("--threads", type=int, help="threads to compute with on a CPU (default: all cores)")
+    command.add_argument("--max-sequences", type=int, help="the most answers at once (default: 256)")
+    command.add_argument("--max-batch-tokens", type=int, help="tokens that the cache has room for (default: 65536)")
+    command.add_argument(
+        "--max-prefill-tokens", type=int, help="tokens of new prompts that join a step (default: 8192)"
+    )
+    command.add_argument("--empty", action="store_true", help="begin without weights; they come over HTTP")
+    command.set_defaults(module="serve", parser=command)
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:

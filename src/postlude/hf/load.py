@@ -354,8 +354,14 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
     if path is None or not path.is_dir():
         return None
     family, config = (read_whole if isinstance(source, Recast) else read_model)(given, families)
-    tensors = _directory(path, family, config)
-    wanted, available = wanted_tensors(config, family), set(tensors.names())
+    return check_tensors(_directory(path, family, config), family, config)
+
+
+def check_tensors(
+    tensors: SizedSource, family: Family | None, config: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS
+) -> int:
+    """The same of tensors from anywhere."""
+    wanted, available = wanted_tensors(config, family, blocks), set(tensors.names())
     _account(wanted, available, family, config)
     for name in wanted.keys() & available:
         _compare(name, tensors.shape(name), wanted[name].shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -112,13 +112,27 @@ class Generator:
         samplings = one_each(sampling, len(prompts))
         apart = isinstance(sampling, Sampling)  # one seed for all: their places tell prompts apart
         groups = [
-            self._answers(place, tokens, own, n, place if apart else 0)
+            self.answers(f"prompt {place}", tokens, own, n, apart=place if apart else 0)
             for place, (tokens, own) in enumerate(zip(prompts, samplings, strict=True))
         ]
         answers = [answer for group in groups for answer in group]
-        with torch.no_grad(), _evaluating(self.model), plain_products(self.model.embedding.weight.dtype):
+        with self.stepping():
             (self._recorded(answers) if answers and self.unsteady() is None else _Run(self, answers)).finish()
-        return [[self._completion(answer) for answer in group] for group in groups]
+        return [[self.completion(answer) for answer in group] for group in groups]
+
+    def begin(self, answers: Sequence[Answer]) -> PagedRun | _Run:
+        """A run of these answers that others may be added to, on one rank: what a `Session` steps."""
+        if self.unsteady() is not None:
+            return _Run(self, answers)
+        need = Need.of_any(self.max_batch_tokens, self.max_sequences)
+        stops = max(need.stops, *(len(answer.stop_tokens) for answer in answers))
+        return self._recorded(answers, replace(need, stops=stops))
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """What holds around steps."""
+        with torch.no_grad(), _evaluating(self.model), plain_products(self.model.embedding.weight.dtype):
+            yield
 
     def unsteady(self) -> str | None:
         """Why steps cannot be recorded once and replayed, as they are on a GPU; None if they can.
@@ -139,42 +153,46 @@ class Generator:
         if self._slots is not None and (small or not self._slots.small):
             self._slots = None
 
-    def _recorded(self, answers: Sequence[Answer]) -> PagedRun:
-        need = Need.of(answers, self.max_batch_tokens, self.max_sequences)
+    def _recorded(self, answers: Sequence[Answer], need: Need | None = None) -> PagedRun:
+        need = need or Need.of(answers, self.max_batch_tokens, self.max_sequences)
         if self._slots is None or not self._slots.fit(need):
             self.release()
             self._slots = Slots(self.model, need, next(self.model.parameters()).device)
         return PagedRun(self.model, self._slots, answers, self.max_sequences, self.max_prefill_tokens)
 
-    def _answers(self, place: int, tokens: Sequence[int], sampling: Sampling, n: int, apart: int) -> list[Answer]:
+    def answers(
+        self, name: str, tokens: Sequence[int], sampling: Sampling, n: int, *, apart: int = 0, first: int = 0
+    ) -> list[Answer]:
+        """`n` answers to the prompt called `name`, numbered from `first`, that have not begun; or a sentence."""
         tokens = [int(token) for token in tokens]
         size = self.model.config.vocab_size
         if not tokens:
-            raise ValueError(f"prompt {place} is empty; give at least one token, such as the one that begins a text.")
+            raise ValueError(f"{name} is empty; give at least one token, such as the one that begins a text.")
         worst = min(tokens) if min(tokens) < 0 else max(tokens)
         if not 0 <= worst < size:
-            raise ValueError(f"prompt {place} has token {worst}, but the vocabulary goes from 0 to {size - 1}.")
+            raise ValueError(f"{name} has token {worst}, but the vocabulary goes from 0 to {size - 1}.")
         if len(tokens) + sampling.max_new_tokens > self.max_batch_tokens:
             raise ValueError(
-                f"prompt {place} has {len(tokens)} tokens and may get {sampling.max_new_tokens} more, but "
-                f"max_batch_tokens is {self.max_batch_tokens}. Shorten either, or raise max_batch_tokens."
+                f"{name} has {len(tokens)} tokens and may get {sampling.max_new_tokens} more, but max_batch_tokens is "
+                f"{self.max_batch_tokens}. Shorten either, or raise max_batch_tokens."
             )
         for token in sampling.stop_tokens:
             if not 0 <= token < size:
-                raise ValueError(f"stop token {token} of prompt {place} is not in the vocabulary, 0 to {size - 1}.")
+                raise ValueError(f"stop token {token} of {name} is not in the vocabulary, 0 to {size - 1}.")
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop!r} needs text to look in; give the Generator a tokenizer.")
         ends = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.eos_tokens)
         prompt = Prompt(tokens, sampling, not_begun=n)
         return [
-            Answer(prompt, stream_key(sampling.seed, apart, number), ends, self._stop_strings(sampling))
+            Answer(prompt, stream_key(sampling.seed, apart, first + number), ends, self._stop_strings(sampling))
             for number in range(n)
         ]
 
     def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
         return StopStrings(self.tokenizer, sampling.stop) if sampling.stop and self.tokenizer is not None else None
 
-    def _completion(self, answer: Answer) -> Completion:
+    def completion(self, answer: Answer) -> Completion:
+        """An answer that is finished, as it is given to who asked."""
         assert answer.finish_reason is not None
         text = None if self.tokenizer is None else final_text(self.tokenizer, answer.tokens, answer.stopped_by)
         return Completion(
@@ -186,6 +204,7 @@ class Generator:
             drafted=answer.drafted,
             accepted=answer.accepted,
             routing=answer.routing,
+            versions=tuple(answer.versions),
         )
 
 
@@ -198,7 +217,7 @@ class _Drafts:
 
 
 class _Run:
-    """One call of generate: the cache and the schedule, stepped until every answer is finished."""
+    """The cache and the schedule, stepped until every answer is finished; others may be added meanwhile."""
 
     def __init__(self, generator: Generator, answers: Sequence[Answer]) -> None:
         self.model = generator.model
@@ -218,9 +237,37 @@ class _Run:
         if generator.draft is not None:
             self.drafter = Drafter(self.model, self.cache, self.device, together=self.together is not None)
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self.schedule.waiting or self.schedule.running)
+
+    @property
+    def waiting(self) -> Sequence[Answer]:
+        """Those that have not joined."""
+        return self.schedule.waiting
+
+    def room_for(self, answer: Answer) -> bool:
+        """Whether it would ever have room, which there is for any that a generator takes."""
+        return True
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """More answers, which join when there is room."""
+        self.schedule.add(answers)
+
+    def restart(self) -> None:
+        """Let all pass the model anew: what is cached of them is forgotten."""
+        self.schedule.restart()
+        self.settings = None
+
+    def withdraw(self, answer: Answer) -> None:
+        """Nobody wants this one any more."""
+        self.cache.copy(self.schedule.withdraw(answer))
+        self.settings = None
+
     def finish(self) -> None:
         """Step until this rank, and all that step together with it, have nothing left."""
-        while self._anyone(bool(self.schedule.waiting or self.schedule.running)):
+        while self._anyone(self.busy):
             self.step()
 
     def step(self) -> None:

@@ -41,7 +41,7 @@ class Need:
     @staticmethod
     def of(answers: Sequence[Answer], budget: int, max_sequences: int) -> Need:
         """Of these answers, where the cache holds about `budget` tokens."""
-        lengths = [len(answer.prompt.tokens) + answer.prompt.sampling.max_new_tokens for answer in answers]
+        lengths = [answer.most for answer in answers]
         longest, all_of_them = _pages(max(lengths)), sum(_pages(length) + 1 for length in lengths)
         # One answer alone always fits, beside a copy of its prompt's last page.
         return Need(
@@ -50,6 +50,12 @@ class Need:
             longest=longest,
             stops=max(STOPS, *(len(answer.stop_tokens) for answer in answers)),
         )
+
+    @staticmethod
+    def of_any(budget: int, max_sequences: int) -> Need:
+        """Of answers that are not known yet, each of which fits into a cache of about `budget` tokens."""
+        pages = _pages(budget)
+        return Need(rows=bucket(max_sequences), pages=pages + 1, longest=pages, stops=STOPS)
 
 
 class Slots:
@@ -165,13 +171,13 @@ class _Joining:
 
 
 class PagedRun:
-    """Answers stepped until every one is finished."""
+    """Answers stepped until every one is finished; others may be added meanwhile."""
 
     def __init__(self, model: LanguageModel, slots: Slots, answers: Sequence[Answer], max_sequences: int, prefill: int):
         self.model, self.rows, self.cache, self.steps = model, slots.rows, slots.cache, slots.steps
         self.max_sequences, self.prefill_budget = min(max_sequences, self.rows.size), prefill
         self.device = self.rows.numbers.device
-        self.waiting = deque(answers)
+        self.waiting: deque[Answer] = deque()
         self.running: list[_Running] = []
         self.flights: deque[_Flight] = deque()
         self.pages = Pages(self.cache.pages)
@@ -179,18 +185,58 @@ class PagedRun:
         self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # as it is to be on the device
         self.table_changed = False
         self.late: list[int] = []  # rows that go on though their answer has ended
-        self.limited = any(answer.prompt.sampling.limited for answer in answers)
+        self.limited = False
         self.rows.numbers.zero_()
+        self.add(answers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self.waiting or self.running or self.flights)
+
+    def room_for(self, answer: Answer) -> bool:
+        """Whether it would ever have room."""
+        return len(answer.stop_tokens) <= len(self.rows.stops) and _pages(answer.most) <= self.rows.table.shape[1]
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """More answers, which join when there is room."""
+        self.waiting.extend(answers)
+        self.limited = self.limited or any(answer.prompt.sampling.limited for answer in answers)
 
     def finish(self) -> None:
         """Step until there is nothing left."""
-        while self.waiting or self.running or self.flights:
-            while self._may_join():
-                self._join()
-            if any(each.going_on for each in self.running):
-                self._step()
-            while self.flights and (len(self.flights) > AHEAD or not any(each.going_on for each in self.running)):
-                self._land()
+        while self.busy:
+            self.step()
+
+    def step(self) -> None:
+        """Let answers join, ask for a token of each, and read those of an earlier step."""
+        while self._may_join():
+            self._join()
+        if any(each.going_on for each in self.running):
+            self._step()
+        while self.flights and (len(self.flights) > AHEAD or not any(each.going_on for each in self.running)):
+            self._land()
+
+    def restart(self) -> None:
+        """Read what is under way, and let all pass the model anew: what is cached of them is forgotten."""
+        while self.flights:
+            self._land()
+        for each in reversed(self.running[:]):
+            self._wait_again(each)
+        while self.openings:
+            self.pages.give_back(self.openings.popitem()[1].pages)
+
+    def withdraw(self, answer: Answer) -> None:
+        """Nobody wants this one any more."""
+        for each in self.running:
+            if each.answer is answer:
+                self.late.append(each.row)
+                self._leave(each)
+                return
+        self.waiting.remove(answer)
+        answer.forgo()
+        if not answer.prompt.not_begun and answer.prompt in self.openings:
+            self.pages.give_back(self.openings.pop(answer.prompt).pages)
 
     def _step(self) -> None:
         """Ask for a token of every running answer."""
@@ -240,6 +286,12 @@ class PagedRun:
         self.running.remove(each)
         self.pages.give_back(each.pages)
 
+    def _wait_again(self, each: _Running) -> None:
+        """Its tokens are kept, and pass the model again later."""
+        self.late.append(each.row)
+        self._leave(each)
+        self.waiting.appendleft(each.answer)
+
     def _stop_late(self) -> None:
         """Rows whose answer ended by what only the host sees become idle."""
         if self.late:
@@ -283,10 +335,7 @@ class PagedRun:
             _, opening = self.openings.popitem()
             self.pages.give_back(opening.pages)
         elif len(self.running) > 1:
-            shortest = min(self.running, key=lambda each: len(each.answer.tokens))
-            self.late.append(shortest.row)
-            self._leave(shortest)
-            self.waiting.appendleft(shortest.answer)
+            self._wait_again(min(self.running, key=lambda each: len(each.answer.tokens)))
             self._stop_late()
         # else what landed gave back enough
 
@@ -312,7 +361,7 @@ class PagedRun:
 
     def _room_for(self, answer: Answer) -> bool:
         """Whether there are pages for it and some tokens more; for one alone there always are."""
-        needed = min(answer.length + 1 + MARGIN, len(answer.prompt.tokens) + answer.prompt.sampling.max_new_tokens)
+        needed = min(answer.length + 1 + MARGIN, answer.most)
         if not self.running and not self.flights and _pages(needed) + 1 > len(self.pages.free):
             while self.openings:
                 self.pages.give_back(self.openings.popitem()[1].pages)
@@ -359,7 +408,7 @@ class PagedRun:
             joining.sources.append(prompt if prompt in self.openings else joining.opened.index(prompt))
         if not answer.tokens:
             prompt.begin()
-        return _Running(answer, row, pages, length + 1, len(prompt.tokens) + prompt.sampling.max_new_tokens)
+        return _Running(answer, row, pages, length + 1, answer.most)
 
     def _prompt_pages(self, prompt: Prompt, joining: _Joining) -> list[int]:
         """Those that hold, or will hold, a prompt for several answers."""

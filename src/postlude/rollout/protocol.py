@@ -21,10 +21,17 @@ class Request:
     prompt: tuple[int, ...]
     sampling: Sampling
     n: int = 1
+    first: int = 0
+    """The number of the first of them: the second answer alone is that of `n=1, first=1`."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
             raise ValueError(f"n={self.n}: give at least 1 answer a prompt.")
+
+    @property
+    def seed(self) -> int:
+        """Of the first answer, for who knows answers by seeds alone."""
+        return self.sampling.seed + self.first
 
 
 class Span(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from postlude.rollout.protocol import FinishReason
+from postlude.rollout.protocol import FinishReason, Span
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.stops import StopStrings
 
@@ -63,11 +63,18 @@ class Answer:
     """Those that were right."""
     routing: Tensor | None = None
     """Once it is finished, which experts its tokens were sent to, where that is recorded."""
+    versions: list[Span] = field(default_factory=list)
+    """With which weights its tokens were sampled, where someone names them."""
 
     @property
     def length(self) -> int:
         """Tokens of the prompt and the answer so far."""
         return len(self.prompt.tokens) + len(self.tokens)
+
+    @property
+    def most(self) -> int:
+        """Tokens of the prompt and as many as the answer may have."""
+        return len(self.prompt.tokens) + self.prompt.sampling.max_new_tokens
 
     def add(self, token: int, logprob: float, sampled_logprob: float) -> bool:
         """Take the next token; whether it was the last one."""
@@ -82,6 +89,17 @@ class Answer:
         if self.finish_reason is None and len(self.tokens) == self.prompt.sampling.max_new_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def forgo(self) -> None:
+        """It will not be: its prompt waits for one fewer."""
+        if not self.tokens:
+            self.prompt.begin()
+
+    def sampled_with(self, version: str) -> None:
+        """Say of the tokens that nothing was said of yet which weights they come from."""
+        start = self.versions[-1].end if self.versions else 0
+        if start < len(self.tokens):
+            self.versions.append(Span(version, start, len(self.tokens)))
 
 
 def not_numbers(answer: Answer) -> FloatingPointError:
@@ -117,16 +135,23 @@ class Schedule:
     def __init__(
         self, answers: Sequence[Answer], budget: int, max_sequences: int, prefill_budget: int, *, drafted: int = 0
     ) -> None:
-        self.waiting = deque(answers)
+        self.waiting: deque[Answer] = deque()
         self.running: list[Answer] = []
         self.capacity = 0
         self.budget = budget
         self.prefill_budget = prefill_budget
         self.drafted = drafted
-        self.max_sequences = min(max_sequences, len(answers))
-        self.longest = max(
-            (len(answer.prompt.tokens) + answer.prompt.sampling.max_new_tokens for answer in answers), default=0
-        )
+        self.max_sequences, self._most = 0, max_sequences
+        self.longest = 0
+        self.add(answers)
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """More answers, which join when there is room."""
+        self.waiting.extend(answers)
+        under_way = len(self.running) + len(self.waiting)
+        if under_way > self.max_sequences:  # twice as many rows as before, since more rows mean to copy the cache
+            self.max_sequences = min(self._most, max(under_way, 2 * self.max_sequences))
+        self.longest = max(self.longest, *(answer.most for answer in answers), 0)
 
     @property
     def rows(self) -> int:
@@ -145,6 +170,21 @@ class Schedule:
             out.append(stay.pop())
         self.waiting.extendleft(self.running[row] for row in out)
         return self.retire(out)
+
+    def restart(self) -> None:
+        """All that run wait again, before the others: their tokens are kept, and pass the model anew."""
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
+        for answer in self.waiting:
+            answer.prompt.opening = None
+
+    def withdraw(self, answer: Answer) -> list[Move]:
+        """Nobody wants this one any more. Returns what that moves in the cache."""
+        if answer in self.running:
+            return self.retire([self.running.index(answer)])
+        self.waiting.remove(answer)
+        answer.forgo()
+        return []
 
     def admit(self) -> Admission:
         """Let answers join as long as there is room, first come first served. Their rows follow those running."""

@@ -310,12 +310,12 @@ class Native(Settings):
 
 
 class Servers(Settings):
-    """Servers that are running already, each with the whole model: vLLM, SGLang, llama.cpp, or others of OpenAI's
-    protocol that take and give token ids."""
+    """Servers that are running already, each with the whole model: `postlude serve`, vLLM, SGLang, llama.cpp, or others
+    of OpenAI's protocol that take and give token ids."""
 
     urls: Annotated[tuple[Annotated[str, Field(pattern="^https?://.")], ...], Field(min_length=1)]
     """Their addresses, such as http://localhost:8000."""
-    dialect: Literal["auto", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
+    dialect: Literal["auto", "postlude", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
     """How they are spoken to; auto asks each what it is."""
     model: str | None = None
     """What they call the model; none takes the only one that a server has."""

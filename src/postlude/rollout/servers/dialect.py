@@ -26,6 +26,8 @@ class Dialect(ABC):
     name: str
     reloads: bool = False
     """Whether it can be given new weights while it runs."""
+    sums: bool = False
+    """Whether it tells the checksum of weights that it has read."""
 
     async def meet(self, ask: Ask) -> None:
         """Learn what must be known of a server that has just come up. Any answer shows that it is there."""
@@ -45,6 +47,10 @@ class Dialect(ABC):
 
     async def version(self, ask: Ask) -> str | None:
         """What it calls the weights it has; None where it does not say."""
+        return None
+
+    async def checksum(self, ask: Ask) -> str | None:
+        """Of the weights it has, as `hf.checksum` counts; None where it does not say."""
         return None
 
     async def drawback(self, ask: Ask, *, tied_head: bool) -> str:

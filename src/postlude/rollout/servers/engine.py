@@ -18,14 +18,16 @@ from postlude.rollout.servers.errors import Garbled, Refused, ServerError, Unrea
 from postlude.rollout.servers.fleet import Counts, Fleet
 from postlude.rollout.servers.llama_cpp import LlamaCpp
 from postlude.rollout.servers.openai import OpenAI
+from postlude.rollout.servers.postlude import Postlude
 from postlude.rollout.servers.server import Server, Weights
 from postlude.rollout.servers.sglang import SGLang
 from postlude.rollout.servers.text import Text, Tokenizer
 from postlude.rollout.servers.vllm import VLLM
 from postlude.rollout.stops import final_text
 
-DIALECTS = ("auto", "vllm", "sglang", "llama.cpp", "openai", "text")
-OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}  # who /v1/models says that a model is owned by
+DIALECTS = ("auto", "postlude", "vllm", "sglang", "llama.cpp", "openai", "text")
+# By who /v1/models says that a model is owned by.
+OWNERS = {"postlude": "postlude", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 Result = TypeVar("Result")
 
 
@@ -184,8 +186,7 @@ class HTTPEngine:
 
 def _each(request: Request) -> list[Request]:
     """Each answer is asked for by itself, so that no server's failure costs more than it had begun."""
-    seed = request.sampling.seed
-    return [Request(request.prompt, replace(request.sampling, seed=seed + number)) for number in range(request.n)]
+    return [replace(request, n=1, first=request.first + number) for number in range(request.n)]
 
 
 async def _all(work: Any) -> list[Any]:
@@ -204,6 +205,8 @@ def spoken(name: str, tokenizer: Tokenizer | None, extra: Mapping[str, Any] | No
         case "text":
             assert tokenizer is not None
             return Text(tokenizer, extra)
+        case "postlude":
+            return Postlude()
         case "vllm":
             return VLLM(extra)
         case "sglang":

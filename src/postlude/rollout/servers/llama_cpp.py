@@ -33,7 +33,7 @@ class LlamaCpp(Dialect):
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "samplers": list(ORDER),
-            "seed": sampling.seed % SEEDS,
+            "seed": request.seed % SEEDS,
             "stop": list(sampling.stop),
             "ignore_eos": sampling.ignore_eos,
             "n_probs": 1,

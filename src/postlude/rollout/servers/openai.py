@@ -32,7 +32,7 @@ class OpenAI(Dialect):
             "model": model,
             "prompt": list(request.prompt),
             **sampling_words(request.sampling),
-            "seed": request.sampling.seed,
+            "seed": request.seed,
             "logprobs": 1,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,

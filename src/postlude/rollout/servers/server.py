@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from postlude.hf.checksum import checksum
 from postlude.rollout.protocol import Completion, Request, Span
 from postlude.rollout.servers.dialect import Dialect
 from postlude.rollout.servers.errors import Garbled, Refused, Unreachable
@@ -24,6 +27,13 @@ class Weights:
 
     directory: str
     version: str
+    _sums: list[asyncio.Task[str]] = field(default_factory=list, compare=False, repr=False)
+
+    def sum_up(self) -> asyncio.Task[str]:
+        """Their checksum, by the files: counted once for all servers, while they read."""
+        if not self._sums:
+            self._sums.append(asyncio.create_task(asyncio.to_thread(checksum, Path(self.directory))))
+        return self._sums[0]
 
 
 class Server:
@@ -80,6 +90,7 @@ class Server:
     async def reload(self, weights: Weights) -> None:
         """Have it read new weights, and see that it has them."""
         began = time.perf_counter()
+        expected = weights.sum_up() if self.dialect.sums else None
         try:
             await self.dialect.reload(self._ask, weights.directory, weights.version)
         except Refused as error:
@@ -87,6 +98,10 @@ class Server:
         self.version = await self.told_version()
         if self.version != weights.version:
             raise Garbled(f"says that its weights are {self.version!r} after it was given {weights.version!r}")
+        if expected is not None and (found := await self.dialect.checksum(self._ask_soon)) != await expected:
+            raise Garbled(
+                f"read weights of checksum {found} from {weights.directory}, where there are {await expected}"
+            )
         self.reload_seconds = time.perf_counter() - began
 
     async def answer(self, request: Request) -> Completion:

@@ -25,7 +25,7 @@ class SGLang(Dialect):
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "ignore_eos": sampling.ignore_eos,
-            "sampling_seed": sampling.seed % (1 << 63),
+            "sampling_seed": request.seed % (1 << 63),
         }
         drawn |= {"stop": list(sampling.stop)} if sampling.stop else {}
         drawn |= {"stop_token_ids": list(sampling.stop_tokens)} if sampling.stop_tokens else {}

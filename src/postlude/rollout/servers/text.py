@@ -62,7 +62,7 @@ class Text(Dialect):
                 "does not say which of them ended an answer. Leave both empty, or use a server of token ids."
             )
         prompt = _written(self.tokenizer, list(request.prompt))
-        body = {"model": model, "prompt": prompt, **sampling_words(sampling), "seed": sampling.seed}
+        body = {"model": model, "prompt": prompt, **sampling_words(sampling), "seed": request.seed}
         answer = await ask("POST", PATH, body | self.extra)
         choice = only_choice(answer)
         read = (answer.get("usage") or {}).get("prompt_tokens", len(request.prompt))

@@ -40,7 +40,7 @@ class VLLM(OpenAI):
         if not self.by_tokens or request.sampling.stop:
             return await super().answer(ask, model, request)
         words = sampling_words(request.sampling)
-        drawn = words | {"seed": request.sampling.seed, "logprobs": 0, "detokenize": False}
+        drawn = words | {"seed": request.seed, "logprobs": 0, "detokenize": False}
         body = {"model": model, "token_ids": list(request.prompt), "sampling_params": drawn, "stream": False}
         return _completion(only_choice(await ask("POST", GENERATE, body)))
 

@@ -1,0 +1,52 @@
+"""`postlude serve`: a model's generator behind HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+
+import torch
+
+from postlude.hf.load import load_model, load_tokenizer, read_model
+from postlude.model import LanguageModel
+from postlude.recipes.run.ending import RunFailed
+from postlude.rollout.generator import Generator
+from postlude.rollout.servers.serving import Served
+from postlude.world.devices import check_device, default_device
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serve until a signal ends it. One line tells the address when it is ready."""
+    check_device(options.device)
+    device = torch.device(options.device or default_device())
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    tokenizer = load_tokenizer(options.model)
+    if options.empty:
+        with torch.device("meta"):
+            model = LanguageModel(read_model(options.model)[1], dtype=dtype or torch.float32)
+        model = model.to_empty(device=device)
+    else:
+        model = load_model(options.model, dtype=dtype, device=device)
+    limits = {
+        name: getattr(options, name)
+        for name in ("max_sequences", "max_batch_tokens", "max_prefill_tokens")
+        if getattr(options, name) is not None
+    }
+    generator = Generator(model.eval(), tokenizer, **limits)
+    served = Served(generator, options.name or options.model, None if options.empty else "default")
+    try:
+        asyncio.run(_serve(served, options))
+    except (RuntimeError, ArithmeticError) as error:
+        raise RunFailed(str(error)) from error
+
+
+async def _serve(served: Served, options: argparse.Namespace) -> None:
+    loop = asyncio.get_running_loop()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(each, served.end)
+    await served.run(
+        options.host, options.port, lambda address: print(f"serving {served.name} at {address}", flush=True)
+    )

@@ -1,0 +1,108 @@
+"""Postlude's own server, `postlude serve`: the native generator on the other side of HTTP.
+
+    GET  /v1/models    as others have it, owned by "postlude"
+    POST /generate     {model, prompt, first, sampling} -> {tokens, logprobs, sampled_logprobs, finish_reason, text,
+                       versions: [[version, start, end]]}; `sampling` has the fields of `Sampling`
+    GET  /weights      -> {version, checksum}, each null where it has none
+    POST /weights      {directory, version} -> the same, when all of them are read
+
+Numbers are written so that they are read as they were. A mistake is status 400 and {"error": a sentence}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from postlude.rollout.protocol import Completion, Request, Span
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.servers.dialect import Ask, Dialect, completion
+from postlude.rollout.servers.errors import Garbled
+
+OWNER = "postlude"
+GENERATE, WEIGHTS = "/generate", "/weights"
+
+
+class Postlude(Dialect):
+    """One `postlude serve`."""
+
+    name = "postlude"
+    reloads = True
+    sums = True
+
+    async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
+        """One answer."""
+        return read_completion(await ask("POST", GENERATE, write_request(request, model)))
+
+    async def version(self, ask: Ask) -> str | None:
+        """What it calls its weights; None of one that was started without."""
+        found = _field(await ask("GET", WEIGHTS), "version")
+        return None if found is None else str(found)
+
+    async def checksum(self, ask: Ask) -> str | None:
+        """Of the weights that it was last given."""
+        return str(_field(await ask("GET", WEIGHTS), "checksum"))
+
+    async def reload(self, ask: Ask, directory: str, version: str) -> None:
+        """Answers in flight are kept, and go on with the new weights: all before passes the model anew."""
+        await ask("POST", WEIGHTS, {"directory": directory, "version": version})
+
+
+def write_request(request: Request, model: str) -> dict[str, Any]:
+    """A request for one answer, as JSON has it."""
+    return {
+        "model": model,
+        "prompt": list(request.prompt),
+        "first": request.first,
+        "sampling": asdict(request.sampling),
+    }
+
+
+def read_request(body: Any) -> Request:
+    """The request that was written so; a sentence of any other."""
+    try:
+        fields = dict(body["sampling"])
+        for name in ("stop", "stop_tokens"):
+            fields[name] = tuple(fields.get(name, ()))
+        prompt = tuple(body["prompt"])
+        if not all(isinstance(token, int) for token in prompt):
+            raise TypeError(f"prompt is {str(prompt)[:80]}: give a list of token ids.")
+        return Request(prompt, Sampling(**fields), first=int(body.get("first", 0)))
+    except KeyError as error:
+        raise ValueError(f"{GENERATE} needs prompt and sampling, but the request has no {error}.") from error
+
+
+def write_completion(found: Completion) -> dict[str, Any]:
+    """An answer, as JSON has it."""
+    return {
+        "tokens": found.tokens,
+        "logprobs": found.logprobs,
+        "sampled_logprobs": found.sampled_logprobs,
+        "finish_reason": found.finish_reason,
+        "text": found.text,
+        "drafted": found.drafted,
+        "accepted": found.accepted,
+        "versions": [list(span) for span in found.versions],
+    }
+
+
+def read_completion(body: Any) -> Completion:
+    """The answer that was written so; `Garbled` of anything else."""
+    try:
+        found = completion(body["tokens"], body["logprobs"], body["finish_reason"], body["text"])
+        return replace(
+            found,
+            sampled_logprobs=[float(each) for each in body["sampled_logprobs"]],
+            drafted=int(body["drafted"]),
+            accepted=int(body["accepted"]),
+            versions=tuple(Span(str(name), int(start), int(end)) for name, start, end in body["versions"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Garbled(f"gave an answer without token ids or log-probs at {GENERATE}: {error!r}") from error
+
+
+def _field(found: Any, name: str) -> Any:
+    if not isinstance(found, Mapping) or name not in found:
+        raise Garbled(f"does not tell the {name} of its weights at {WEIGHTS}")
+    return found[name]
