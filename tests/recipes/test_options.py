@@ -202,7 +202,7 @@ ELSEWHERE = {
     "answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
     "data.answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
     **{
-        f"{within}rollout.{name}": "test_serving.py; tests/rollout/test_servers.py"
+        f"{within}rollout.{name}": "test_serving.py; tests/rollout/test_servers.py, test_transfer.py"
         for within in ("", "data.")
         for name in (
             "kind",
@@ -215,6 +215,8 @@ ELSEWHERE = {
             "timeout",
             "retries",
             "backoff",
+            "sync",
+            "sync_timeout",
         )
     },
     "environment.kind": "test_grpo.py: test_a_conversation, and the others here",

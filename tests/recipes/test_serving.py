@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from postlude.checks import MISTAKES
-from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.load import load_model, load_tokenizer, read_config
 from postlude.recipes.config.reading import ConfigError
 from postlude.recipes.metrics import explain
 from postlude.recipes.preflight import Start, Subject
@@ -23,6 +24,7 @@ from postlude.rollout.sampling import Sampling
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of, trained, without_times
 from tests.rollout.fakes import FakeVLLM
+from tests.rollout.receiver import Receiver
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 
@@ -90,6 +92,68 @@ def test_grpo_by_a_server_goes_on_when_a_lost_server_comes_back(ranks: Ranks, tm
     assert (server.calls.count("/collective_rpc"), another.calls.count("/collective_rpc")) == (3, 1)
     assert not (tmp_path / "run" / "weights").exists()
     assert not {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
+
+
+class TinyReceiver(TinyVLLM, Receiver):
+    """Takes weights over the network as well, and uses them when it has all."""
+
+    def __init__(self, room: Path, port: int = 0) -> None:
+        self.room, self.tensors = room, dict[str, torch.Tensor]()
+        super().__init__(port=port)
+        self.got = lambda name, tensor: self.tensors.update({name: tensor.clone()})
+
+    def say(self, path: str, body: Any) -> Any:
+        if path == "/finish_weight_update":
+            read_config("tiny-dense").save_pretrained(self.room)
+            save_file(self.tensors, self.room / "model.safetensors")
+            self.read(str(self.room))
+            self.tensors = {}
+        return super().say(path, body)
+
+
+@pytest.mark.slow
+def test_weights_that_are_sent_give_the_run_of_weights_that_are_read(ranks: Ranks, tmp_path: Path) -> None:
+    rows = {}
+    for sync in ("disk", "network"):
+        with closing(TinyReceiver(tmp_path / f"{sync} server")) as server:
+            chosen = (f"--rollout.urls=[{server.url}]", f"--rollout.sync={sync}")
+            (tmp_path / sync).mkdir()
+            (rows[sync],) = ranks(1, trained, str(tmp_path / sync), *SHORT, "--rollout.kind=server", *chosen)
+            assert server.calls.count("/collective_rpc") == (3 if sync == "disk" else 0)
+            assert server.calls.count("/finish_weight_update") == (3 if sync == "network" else 0)
+    for row in rows["network"]:
+        assert 0.0 < row["servers/send_seconds"] <= row["servers/sync_seconds"] <= row["time/weights"]
+        assert row["servers/sync_bytes"] > 0
+    plain = {
+        sync: [{key: value for key, value in row.items() if not key.startswith("servers/")} for row in found]
+        for sync, found in rows.items()
+    }
+    assert without_times(plain["network"]) == without_times(plain["disk"])
+    assert not (tmp_path / "network" / "run" / "weights").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_the_one_server_that_is_started_anew_is_sent_weights_in_the_middle_of_a_step(
+    ranks: Ranks, tmp_path: Path, staleness: int
+) -> None:
+    with ExitStack() as held:
+        first = held.enter_context(closing(TinyReceiver(tmp_path / "first")))
+
+        def restart() -> None:
+            if not first.dead:
+                first.kill()
+                held.enter_context(closing(TinyReceiver(tmp_path / "second", first.port)))
+
+        left = iter(range(8))  # of 6 answers a step
+        first.before = lambda: restart() if next(left, None) is None else None
+        chosen = (f"--rollout.urls=[{first.url}]", "--rollout.sync=network", "--rollout.backoff=0.01")
+        late = f"--asynchrony.max_staleness={staleness}"
+        (rows,) = ranks(1, trained, str(tmp_path), *SHORT, "--rollout.kind=server", *chosen, late)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert sum(row["servers/failed"] for row in rows) >= 1
+    if not staleness:
+        assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows), "it has the weights that learn"
 
 
 @pytest.mark.thorough

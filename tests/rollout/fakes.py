@@ -23,6 +23,14 @@ def foretold(body: dict[str, Any]) -> tuple[list[int], list[float]]:
     return tokens, [-float(token) / 100 for token in tokens]
 
 
+class Refusal(Exception):
+    """What it says in the place of an answer, with a status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class FakeVLLM:
     """`calls` are the paths it was asked for, in order; `before` runs before an answer and may spoil it."""
 
@@ -75,8 +83,11 @@ class FakeVLLM:
         spoiled = self.spoiled(path, body)
         if self.dead:
             return
-        said = spoiled or json.dumps(self.say(path, body)).encode()
         status = 400 if path == "/inference/v1/generate" and not body else 200
+        try:
+            said = spoiled or json.dumps(self.say(path, body)).encode()
+        except Refusal as refusal:
+            status, said = refusal.status, json.dumps({"error": str(refusal)}).encode()
         with suppress(OSError):
             handler.send_response(status)
             handler.send_header("Content-Length", str(len(said)))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -353,10 +354,18 @@ class Engine:
         They come in buckets of at most `bucket_bytes` (or one tensor), in `dtype`, by default the compute dtype; what a
         block keeps in fp32 comes in fp32 at least. Every rank has to take them all.
         """
+        return chain.from_iterable(self.stream_buckets(bucket_bytes=bucket_bytes, dtype=dtype))
+
+    def stream_buckets(
+        self, *, bucket_bytes: int = 1 << 30, dtype: torch.dtype | None = None
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """As `stream_weights`, bucket by bucket. Ranks may stop after any, if all of them do."""
         self.condition.check()
         dtype = dtype or self.compute_dtype
         buckets = streaming.plan_buckets(self._pieces, bucket_bytes, dtype)
-        return streaming.stream(buckets, self.tensors, self.mesh, dtype, shared=self.shared)
+        return (
+            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=self.shared)) for bucket in buckets
+        )
 
     @torch.no_grad()
     def copy_weights(self, model: LanguageModel) -> None:

@@ -139,10 +139,23 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
         ),
         "servers/reload_seconds": Metric(
             "Reload, seconds",
-            "how long the slowest server took to read new weights; `time/weights` has the writing of them as well",
+            "how long the slowest server took to have new weights: to read them, or to be sent them",
             "≥ 0",
             "small beside `time/rollout`",
         ),
+        "servers/sync_seconds": Metric(
+            "Weights to servers, seconds",
+            "from the first weight that ranks streamed until servers had them all; writing or sending, and reloading",
+            "≥ 0",
+            "small beside `time/rollout`",
+        ),
+        "servers/write_seconds": Metric(
+            "Weights written, seconds", "ranks streaming weights and the first one writing them", "≥ 0", ""
+        ),
+        "servers/send_seconds": Metric(
+            "Weights sent, seconds", "ranks streaming weights and sending them, servers taking them", "≥ 0", ""
+        ),
+        "servers/sync_bytes": Metric("Weights to a server, bytes", "how much each server was given", "≥ 0", ""),
     },
     "Multi-token prediction": {
         "mtp_D/nll": Metric(

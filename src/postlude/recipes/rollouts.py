@@ -53,6 +53,7 @@ class Rollouts:
             budget=budget,
             max_new_tokens=answers.max_new_tokens,
             background=background and engine.lead.leads,
+            meanwhile=engine.tend,
             timed=(lambda _: nullcontext()) if background else timed,
         )
 

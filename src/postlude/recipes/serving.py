@@ -32,7 +32,13 @@ def engine_of(
     """What samples with the weights of an engine that is trained."""
     if isinstance(rollout, Native):
         return GatheredGenerator(engine, tokenizer, draft=answers.draft, routing=routing)
-    return ServedAnswers(partial(connect, rollout, tokenizer), engine=engine, directory=run)
+    return ServedAnswers(
+        partial(connect, rollout, tokenizer),
+        engine=engine,
+        directory=run,
+        sync=rollout.sync,
+        seconds=rollout.sync_timeout,
+    )
 
 
 def connect(rollout: Servers, tokenizer: Any, retries: int | None = None) -> HTTPEngine:
@@ -81,7 +87,7 @@ def of_servers(
             up = [server for server in servers if server.state == "up"]
             for server in up:
                 if trained:
-                    _takes_weights(engine, server, tied_head=subject.model[1].tied_head)
+                    _takes_weights(engine, server, rollout, tied_head=subject.model[1].tied_head)
                 _speaks_of_the_model(engine, server, subject)
                 if compared:
                     _compares(engine, server, subject, answers)
@@ -92,7 +98,7 @@ def of_servers(
     yield Check("servers", look, after=("tokenizer",))
 
 
-def _takes_weights(engine: HTTPEngine, server: Server, *, tied_head: bool) -> None:
+def _takes_weights(engine: HTTPEngine, server: Server, rollout: Servers, *, tied_head: bool) -> None:
     """Refuse a server that would go on with the weights it was started with, or with some of them."""
     if not server.dialect.reloads:
         raise ValueError(
@@ -100,7 +106,7 @@ def _takes_weights(engine: HTTPEngine, server: Server, *, tied_head: bool) -> No
             "changes them with every step. Use vLLM or SGLang, or rollout: native; to evaluate with, it will do."
         )
     engine.version(server)  # or a sentence
-    if problem := engine.drawback(server, tied_head=tied_head):
+    if problem := engine.drawback(server, tied_head=tied_head, sent=rollout.sync == "network"):
         raise ValueError(f"{server.url} {problem}.")
 
 

@@ -18,6 +18,7 @@ from postlude.rollout.tasks import Task
 
 LINGER = 0.5  # seconds in which turns are waited for, to go on together; those that take longer go on later
 GLANCE = 0.02  # seconds between looks at two things that are both waited for
+MEANWHILE = 0.5  # seconds until who waits for a thread does something else for a moment
 NO_ROOM = Score(0.0, {"no_room": 1.0})  # what a conversation earns that outgrows the budget
 FAILED = "failed"  # the part of a reward that could not be given
 
@@ -99,7 +100,7 @@ class Conversations:
     """Many groups of attempts under way at once. A slow answer, tool or judge holds up nobody else.
 
     Without `background` they go on while somebody waits for them, and with it all the time, in a thread; either way
-    `begin` and `wait` are for one caller.
+    `begin` and `wait` are for one caller, who does `meanwhile` now and then while it waits.
     """
 
     def __init__(
@@ -111,10 +112,11 @@ class Conversations:
         budget: int,
         max_new_tokens: int,
         background: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
         timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.engine, self.environment, self.encoder = engine, environment, encoder
-        self.budget, self.max_new_tokens, self.timed = budget, max_new_tokens, timed
+        self.budget, self.max_new_tokens, self.timed, self.meanwhile = budget, max_new_tokens, timed, meanwhile
         self._new: deque[Group] = deque()
         self._asked: dict[int, dict[int, _Talk]] = {}  # by the tickets of their requests and their numbers there
         self._judged: dict[int, _Talk] = {}  # by their episodes, whose turn is not known yet
@@ -136,10 +138,14 @@ class Conversations:
         """Wait until something is so of groups that were begun. Raises what ended all conversations, if that comes."""
         if self._thread is None:
             while not done():
+                self.meanwhile()
                 self._advance()
             return
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or done())
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._error is not None or done(), timeout=MEANWHILE):
+                    break
+            self.meanwhile()
         if self._error is not None:
             raise self._error
 

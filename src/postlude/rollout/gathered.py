@@ -30,6 +30,10 @@ class RankedEngine(Talker, Protocol):
         """Have the newest weights, before answers are asked for. Every rank calls it."""
         ...
 
+    def tend(self) -> None:
+        """See that answers can go on. The first rank calls it now and then while it waits for them."""
+        ...
+
     def take_metrics(self) -> dict[str, float]:
         """What happened since the last time. The first rank asks."""
         ...
@@ -57,6 +61,9 @@ class SharedGenerator(Submitted):
 
     def refresh(self) -> None:
         """It has the weights that it was given."""
+
+    def tend(self) -> None:
+        """It goes on by itself."""
 
     def take_metrics(self) -> dict[str, float]:
         """Nothing happens to it."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -14,42 +12,50 @@ from postlude.engine import Engine
 from postlude.rollout.protocol import Completion, Finished, Request
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.engine import HTTPEngine
+from postlude.rollout.syncing import Sync, Way, sync_of
 from postlude.world.agreement import Lead, first_rank_says
-
-WEIGHTS = "weights"  # in the run's directory: what servers read
 
 
 class ServedAnswers:
     """A `RankedEngine` of servers, which answer beside whatever the ranks do.
 
-    Given an `engine`, they get its weights before they are asked; else they keep theirs. Weights go by disk: all ranks
-    stream them, the first writes safetensors below `directory`, which the servers must see under the same path, and
-    tells each server to read them. They go by the name START.STEP, START being new with each start of the run: a step
-    that is done again may have made others.
+    Given an `engine`, they get its weights before they are asked; else they keep theirs. Weights go by `sync`: below
+    `directory`, which servers must see under the same path, or over the network, where a server may take `seconds` for
+    a part of them. They have the name START.STEP, START being new with each start of the run: a step that is done again
+    may have made others.
     """
 
     together = False
 
     def __init__(
-        self, connect: Callable[[], HTTPEngine], *, engine: Engine | None = None, directory: Path | None = None
+        self,
+        connect: Callable[[], HTTPEngine],
+        *,
+        engine: Engine | None = None,
+        directory: Path | None = None,
+        sync: Way = "disk",
+        seconds: float = 60.0,
     ) -> None:
-        self.engine, self.directory = engine, directory
+        self.engine = engine
         self.servers = connect() if dist.get_rank() == 0 else None
-        self.lead: Lead[Any, Any] = Lead(lambda _: None)
+        self.lead: Lead[None, None] = Lead(lambda _: self.refresh())
         self.start: str = first_rank_says(lambda: secrets.token_hex(4))
-        self.updated_at = -1
-        self.reload_seconds = 0.0
+        self.sync: Sync | None = None
+        if engine is not None:
+            self.sync = sync_of(sync, engine, self.servers, directory=directory, seconds=seconds)
 
     def refresh(self) -> None:
-        """Write the engine's weights and have all servers read them, if a step was made since the last time."""
-        if self.engine is None or self.updated_at == self.engine.step:
-            return
-        assert self.directory is not None
-        room = self.directory.expanduser().absolute() / WEIGHTS
-        path = room / f"{self.start}.{self.engine.step}"
-        self.engine.export_hf(path, overwrite=True)
-        first_rank_says(lambda: self._tell(path))
-        self.updated_at = self.engine.step
+        """Have servers use the engine's weights, where a step was made since the last time or one came that lacks them.
+
+        Every rank makes this call.
+        """
+        if self.engine is not None and self.sync is not None:
+            self.sync.bring(f"{self.start}.{self.engine.step}")
+
+    def tend(self) -> None:
+        """Have all ranks send weights, if nobody can answer without them. The first rank calls it while all wait."""
+        if self.sync is not None and self.sync.is_stuck():
+            self.lead.give(None)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
@@ -73,24 +79,19 @@ class ServedAnswers:
             "servers/failed": counts.failed,
             "servers/retried": counts.retried,
         }
-        if self.engine is not None:
+        if self.sync is not None:
             found["servers/reload_seconds"] = max(server.reload_seconds for server in fleet.servers)
+            found |= self.sync.take_costs()
         return {name: float(value) for name, value in found.items()}
 
     def close(self) -> None:
         """Let go of the servers, and of the weights that they have read."""
         if self.servers is not None:
             self.servers.close()
-            if self.directory is not None:
-                shutil.rmtree(self.directory / WEIGHTS, ignore_errors=True)
+        if self.sync is not None:
+            self.sync.close()
 
     @property
     def _servers(self) -> HTTPEngine:
         assert self.servers is not None, "the first rank alone talks to servers"
         return self.servers
-
-    def _tell(self, path: Path) -> None:
-        self._servers.update(str(path), path.name)
-        for other in path.parent.iterdir():
-            if other != path:
-                shutil.rmtree(other, ignore_errors=True)  # a server that comes is told of the newest alone

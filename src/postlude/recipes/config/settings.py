@@ -329,6 +329,11 @@ class Servers(Settings):
     """Times in a row that a server may fail before it is given up. When all are, the run ends, and can go on later."""
     backoff: NonNegative = 0.5
     """Seconds that a server that failed is left alone for; they double each time, up to 30."""
+    sync: Literal["disk", "network"] = "disk"
+    """How new weights reach them: by safetensors in the run's directory, which they must see, or sent into their memory
+    (vLLM, over NCCL, where the trainer and they have GPUs)."""
+    sync_timeout: Positive = 60.0
+    """Seconds that a server may take to join, or to take one gibibyte of what is sent; then it counts as failed."""
 
     @classmethod
     def parse(cls, text: str) -> Servers:

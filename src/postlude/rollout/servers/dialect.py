@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from postlude.rollout.protocol import Completion, FinishReason, Request
@@ -20,6 +21,16 @@ class Ask(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Tensors:
+    """What one send carries: tensors one behind the other, each of so many bytes as its dtype and shape say."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    """As torch calls them, without "torch."."""
+    shapes: Sequence[Sequence[int]]
+
+
 class Dialect(ABC):
     """What is known of one server, and its words. An instance belongs to one server."""
 
@@ -28,6 +39,8 @@ class Dialect(ABC):
     """Whether it can be given new weights while it runs."""
     sums: bool = False
     """Whether it tells the checksum of weights that it has read."""
+    receives: bool = False
+    """Whether they can be sent straight into its memory, with no disk between."""
 
     async def meet(self, ask: Ask) -> None:
         """Learn what must be known of a server that has just come up. Any answer shows that it is there."""
@@ -53,13 +66,33 @@ class Dialect(ABC):
         """Of the weights it has, as `hf.checksum` counts; None where it does not say."""
         return None
 
-    async def drawback(self, ask: Ask, *, tied_head: bool) -> str:
-        """Why new weights of such a model would not all be used, as a clause; empty where they would."""
+    async def drawback(self, ask: Ask, *, tied_head: bool, sent: bool) -> str:
+        """Why new weights of such a model, read or `sent`, would not all be used, as a clause; empty if they would."""
         return ""
 
     async def reload(self, ask: Ask, directory: str, version: str) -> None:
         """Take the weights in a directory that it can read, and call them `version`. Answers in flight go on."""
         raise NotImplementedError(f"{self.name} takes no new weights")
+
+    async def workers(self, ask: Ask) -> int:
+        """How many processes hold its model: each has to join a channel."""
+        raise NotImplementedError(f"{self.name} reads weights from disk alone")
+
+    async def join(self, ask: Ask, info: Mapping[str, Any], workers: int) -> None:
+        """Have all workers join a channel, at the place that `info` names."""
+        raise NotImplementedError(f"{self.name} reads weights from disk alone")
+
+    async def begin(self, ask: Ask) -> None:
+        """Keep answers in flight as they are, and be ready for new weights."""
+        raise NotImplementedError(f"{self.name} reads weights from disk alone")
+
+    async def take(self, ask: Ask, tensors: Tensors) -> None:
+        """Take one send from the channel. It comes while this is asked."""
+        raise NotImplementedError(f"{self.name} reads weights from disk alone")
+
+    async def finish(self, ask: Ask, version: str) -> None:
+        """Use the new weights from now on, under the name `version`. Answers in flight go on."""
+        raise NotImplementedError(f"{self.name} reads weights from disk alone")
 
 
 def text_or_none(value: Any) -> str | None:

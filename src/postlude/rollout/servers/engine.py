@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import queue
 import threading
@@ -16,6 +17,7 @@ from postlude.rollout.sampling import Sampling, one_each
 from postlude.rollout.servers.dialect import Dialect
 from postlude.rollout.servers.errors import Garbled, Refused, ServerError, Unreachable
 from postlude.rollout.servers.fleet import Counts, Fleet
+from postlude.rollout.servers.handover import Handover
 from postlude.rollout.servers.llama_cpp import LlamaCpp
 from postlude.rollout.servers.openai import OpenAI
 from postlude.rollout.servers.postlude import Postlude
@@ -132,6 +134,15 @@ class HTTPEngine:
         """Have every server read new weights from a directory. Answers in flight go on with them."""
         self._run(self.fleet.update(Weights(directory, version)))
 
+    def directories(self) -> set[str]:
+        """Those that a server may read from: the newest weights', and of others what is being read just now."""
+        newest = self.fleet.weights
+        return {each for each in (newest and newest.directory, *(s.reading for s in self.fleet.servers)) if each}
+
+    def handover(self, weights: Weights) -> Handover:
+        """The words that go with weights which are sent to servers, to those that lack them."""
+        return Handover(self.fleet, weights, self._start)
+
     def meet(self) -> list[Server]:
         """Meet every server, as `Server.state` then tells; at least one is up, or a sentence is raised."""
         self._run(self.fleet.gather())
@@ -152,10 +163,10 @@ class HTTPEngine:
         except (Unreachable, Garbled, Refused) as error:
             raise ServerError(f"{server.url} {error}.") from error
 
-    def drawback(self, server: Server, *, tied_head: bool) -> str:
-        """Why new weights of such a model would not all be used by a server; empty where they would."""
+    def drawback(self, server: Server, *, tied_head: bool, sent: bool = False) -> str:
+        """Why new weights of such a model, read or `sent`, would not all be used by a server; empty if they would."""
         try:
-            return self._run(server.drawback(tied_head=tied_head))
+            return self._run(server.drawback(tied_head=tied_head, sent=sent))
         except (Unreachable, Garbled, Refused) as error:
             raise ServerError(f"{server.url} {error}.") from error
 
@@ -181,7 +192,10 @@ class HTTPEngine:
         return replace(completion, text=final_text(self.tokenizer, completion.tokens, None))
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._start(work).result()
+
+    def _start(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 def _each(request: Request) -> list[Request]:

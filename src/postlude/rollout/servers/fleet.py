@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from postlude.rollout.protocol import Completion, Request
 from postlude.rollout.servers.errors import Garbled, Refused, ServerError, Unreachable
-from postlude.rollout.servers.server import Server, Weights
+from postlude.rollout.servers.server import CHECKED_WITHIN, Server, Weights
 
 LONGEST_REST = 30.0  # seconds between two attempts to reach a server
 LOG = logging.getLogger("postlude")
@@ -47,6 +47,10 @@ class Fleet:
         """How many servers answer."""
         return sum(server.state == "up" for server in self.servers)
 
+    def any_waits(self) -> bool:
+        """Whether a server is there that weights have to be sent to. Where all are such, requests wait for that."""
+        return any(server.state == "waiting" for server in self.servers)
+
     async def answer(self, request: Request) -> Completion:
         """One answer, by whichever server gives it."""
         attempts = self.retries + len(self.servers)
@@ -64,7 +68,7 @@ class Fleet:
                 raise ServerError(f"{server.url} refused the request with {error}") from error
             except (Unreachable, Garbled) as error:
                 last = f"{server.url} {error}"
-                self._failed(server, error)
+                self.failed(server, error)
             finally:
                 server.outstanding -= 1
                 await self._tell()
@@ -82,11 +86,47 @@ class Fleet:
             try:
                 await server.reload(weights)
             except (Unreachable, Garbled) as error:
-                self._failed(server, error)
+                self.failed(server, error)
 
         await asyncio.gather(*(reload(server) for server in up))
         await self._tell()
         await self.present()
+
+    async def takers(self, weights: Weights) -> list[Server]:
+        """Those that are there and lack weights, which are to be sent to them. Others wait for the next sending.
+
+        Those that were given up are tried again once for every version.
+        """
+        again = ("coming", "gone") if weights != self.weights else ("coming",)
+        self.weights = weights
+        for server in self.servers:
+            if server.state in again:
+                self._begin(server)
+        first_time = [task for server, task in self._coming.items() if not server.failures]
+        if first_time:
+            await asyncio.wait(first_time, timeout=CHECKED_WITHIN)
+        await asyncio.gather(*(self._look(server) for server in self.servers if server.state == "up"))
+        async with self._changed:
+            while not (there := [server for server in self.servers if server.state in ("up", "waiting")]):
+                self._see_that_one_is_left()
+                await self._changed.wait()
+        return [server for server in there if server.version != weights.version]
+
+    async def _look(self, server: Server) -> None:
+        """Whether a server that is up is the one that was met: one that was started anew has other weights."""
+        try:
+            told = await server.told_version()
+            if told != server.version:
+                server.version = told
+                server.meetings += 1
+        except (Unreachable, Garbled) as error:
+            self.failed(server, error)
+
+    async def has(self, server: Server, weights: Weights) -> None:
+        """A server was sent weights: see that it has them, and let it answer."""
+        await server.seen_to_have(weights)
+        server.state = "up"
+        await self._tell()
 
     async def gather(self) -> None:
         """Meet every server. Returns when each is up, gone or out."""
@@ -113,13 +153,16 @@ class Fleet:
                 self._begin(server)
         async with self._changed:
             while True:
-                if all(server.state in ("gone", "out") for server in self.servers):
-                    raise ServerError(self._all_lost())
+                self._see_that_one_is_left()
                 if up := [server for server in self.servers if server.state == "up" and suits(server)]:
                     self._turn += 1
                     turns = {server: (place - self._turn) % len(up) for place, server in enumerate(up)}
                     return min(up, key=lambda each: (each.outstanding, turns[each]))
                 await self._changed.wait()
+
+    def _see_that_one_is_left(self) -> None:
+        if all(server.state in ("gone", "out") for server in self.servers):
+            raise ServerError(self._all_lost())
 
     def _has_room(self, server: Server) -> bool:
         """One that has just failed shows with a single request that it is well again."""
@@ -136,14 +179,14 @@ class Fleet:
                 f"answered with weights {strange[0]!r}, which it was not given; it may have been restarted"
             )
 
-    def _failed(self, server: Server, error: Exception) -> None:
+    def failed(self, server: Server, error: Exception) -> None:
         """Leave a server alone for a while, or for good. Of many requests that fail with it, the first one counts."""
         if isinstance(error, Garbled):
             if server.state != "out":
                 self.counts.failed += 1
                 LOG.warning("%s %s. It is left out from now on.", server.url, error)
             server.state, server.problem = "out", str(error)
-        elif server.state == "up":
+        elif server.state in ("up", "waiting"):
             pause = self._rest(server, error)
             if pause is not None:
                 self._begin(server, pause)
@@ -178,11 +221,11 @@ class Fleet:
                 weights = self.weights
                 await server.meet(weights)
                 if weights is self.weights:  # else newer ones came meanwhile
-                    server.state = "up"
+                    server.state = "up" if weights is None or server.version == weights.version else "waiting"
             except Unreachable as error:
                 pause = self._rest(server, error) or 0.0
             except (Garbled, Refused) as error:
-                self._failed(server, Garbled(str(error)))
+                self.failed(server, Garbled(str(error)))
             await self._tell()
 
     async def _tell(self) -> None:

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from postlude.hf.checksum import checksum
 from postlude.rollout.protocol import Completion, Request, Span
-from postlude.rollout.servers.dialect import Dialect
+from postlude.rollout.servers.dialect import Ask, Dialect
 from postlude.rollout.servers.errors import Garbled, Refused, Unreachable
 from postlude.rollout.servers.wire import Reply, Wire
 
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 REFUSED = frozenset({400, 404, 413, 422})
 CHECKED_WITHIN = 10.0  # seconds for what a server that is well answers at once
-State = Literal["coming", "up", "gone", "out"]
+State = Literal["coming", "up", "waiting", "gone", "out"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A directory of safetensors that every server can read, and the name its weights go by."""
+    """The name that weights go by, and a directory that every server can read; None if they are sent."""
 
-    directory: str
+    directory: str | None
     version: str
     _sums: list[asyncio.Task[str]] = field(default_factory=list, compare=False, repr=False)
 
     def sum_up(self) -> asyncio.Task[str]:
         """Their checksum, by the files: counted once for all servers, while they read."""
+        assert self.directory is not None
         if not self._sums:
             self._sums.append(asyncio.create_task(asyncio.to_thread(checksum, Path(self.directory))))
         return self._sums[0]
@@ -38,6 +40,8 @@ class Weights:
 
 class Server:
     """One server. "coming": not known to be there; "up"; "gone": given up until there are new weights; "out" for good.
+
+    "waiting": there, but without the newest weights, which the trainer's ranks are to send.
 
     The loop of the fleet it belongs to is the only one that may touch it.
     """
@@ -67,6 +71,10 @@ class Server:
         self.version: str | None = None
         """Of the weights it has, as far as is known here."""
         self.reload_seconds = 0.0
+        self.reading: str | None = None
+        """The directory that it was told to read weights from, until it says that it has."""
+        self.meetings = 0
+        """Times that it came. What was agreed on with it before the last one holds no more."""
 
     @property
     def dialect(self) -> Dialect:
@@ -80,29 +88,42 @@ class Server:
             assert self._recognise is not None
             self._dialect = self._recognise(await self._ask_soon("GET", "/v1/models"))
         await self.dialect.meet(self._ask_soon)
+        self.meetings += 1
         if self.model is None:
             self.model = await self._only_model()
         if weights is not None:
             self.version = await self.told_version()
-            if self.version != weights.version:
+            if self.version != weights.version and weights.directory is not None:
                 await self.reload(weights)
+
+    async def say(self, what: Callable[[Dialect, Ask], Awaitable[Result]]) -> Result:
+        """What is said to it in its own words, and waited for as an answer is."""
+        return await what(self.dialect, self._ask)
 
     async def reload(self, weights: Weights) -> None:
         """Have it read new weights, and see that it has them."""
+        assert weights.directory is not None
         began = time.perf_counter()
         expected = weights.sum_up() if self.dialect.sums else None
+        self.reading = weights.directory
         try:
             await self.dialect.reload(self._ask, weights.directory, weights.version)
         except Refused as error:
             raise Garbled(f"could not read new weights from {weights.directory}: {error}") from error
-        self.version = await self.told_version()
-        if self.version != weights.version:
-            raise Garbled(f"says that its weights are {self.version!r} after it was given {weights.version!r}")
+        finally:
+            self.reading = None
+        await self.seen_to_have(weights)
         if expected is not None and (found := await self.dialect.checksum(self._ask_soon)) != await expected:
             raise Garbled(
                 f"read weights of checksum {found} from {weights.directory}, where there are {await expected}"
             )
         self.reload_seconds = time.perf_counter() - began
+
+    async def seen_to_have(self, weights: Weights) -> None:
+        """See that it calls its weights as they were called to it."""
+        self.version = await self.told_version()
+        if self.version != weights.version:
+            raise Garbled(f"says that its weights are {self.version!r} after it was given {weights.version!r}")
 
     async def answer(self, request: Request) -> Completion:
         """One answer, with the weights it was sampled with, where that is known."""
@@ -117,9 +138,11 @@ class Server:
         """What it calls its weights."""
         return await self.dialect.version(self._ask_soon)
 
-    async def drawback(self, *, tied_head: bool) -> str:
+    async def drawback(self, *, tied_head: bool, sent: bool) -> str:
         """Why new weights of such a model would not all be used; empty where they would."""
-        return await self.dialect.drawback(self._ask, tied_head=tied_head)
+        if sent and not self.dialect.receives:
+            return f"speaks {self.dialect.name}, which takes no weights over the network. Use rollout.sync: disk"
+        return await self.dialect.drawback(self._ask, tied_head=tied_head, sent=sent)
 
     async def _only_model(self) -> str:
         names = await self.dialect.models(self._ask_soon)

@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from postlude.rollout.protocol import Completion, Request, Span
-from postlude.rollout.servers.dialect import Ask, completion
+from postlude.rollout.servers.dialect import Ask, Tensors, completion
 from postlude.rollout.servers.errors import Garbled, Refused
 from postlude.rollout.servers.openai import OpenAI, only_choice, sampling_words
 
 GENERATE = "/inference/v1/generate"
+SEND_BYTES = 1 << 30
+"""The most that one broadcast of new weights carries, unless one tensor alone is more."""
 
 
 class VLLM(OpenAI):
@@ -22,6 +24,7 @@ class VLLM(OpenAI):
 
     name = "vllm"
     reloads = True
+    receives = True
 
     def __init__(self, extra: Mapping[str, Any] | None = None) -> None:
         super().__init__(extra)
@@ -54,14 +57,16 @@ class VLLM(OpenAI):
                 "VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from error
 
-    async def drawback(self, ask: Ask, *, tied_head: bool) -> str:
+    async def drawback(self, ask: Ask, *, tied_head: bool, sent: bool) -> str:
         """On a CPU it packs the head's weights once: one that is tied to the embedding is not packed anew (0.32)."""
-        if not tied_head:
+        if not (tied_head or sent):
             return ""
         try:
-            told = await ask("GET", "/server_info")
+            told = await ask("GET", "/server_info?config_format=json" if sent else "/server_info")
         except Refused:
             return ""
+        if sent:
+            return _unready(told)
         if "device_config=cpu" not in str(told):
             return ""
         return (
@@ -72,16 +77,67 @@ class VLLM(OpenAI):
 
     async def reload(self, ask: Ask, directory: str, version: str) -> None:
         """Answers in flight are kept: what is cached of them is computed anew with the new weights."""
-        await ask("POST", "/pause?mode=keep&clear_cache=false")
+        await self._pause(ask)
         try:
             what = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
             await ask("POST", "/collective_rpc", what)
-            cleared = await ask("POST", "/reset_prefix_cache?reset_running_requests=true")
-            if isinstance(cleared, dict) and cleared.get("success") is False:
-                raise Garbled("kept what it had cached with older weights")
+            await self._forget(ask)
             await ask("POST", "/update_weight_version", {"new_version": version})
         finally:
             await ask("POST", "/resume")
+
+    async def workers(self, ask: Ask) -> int:
+        """Over tensor, pipeline and data parallelism together."""
+        try:
+            return int((await ask("GET", "/get_world_size"))["world_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Garbled("does not say at /get_world_size how many workers it has") from error
+
+    async def join(self, ask: Ask, info: Mapping[str, Any], workers: int) -> None:
+        """As ranks 1 and on. A channel that it may still have, of a trainer that is no more, is let go first."""
+        await ask("POST", "/shutdown_weight_transfer_engine")
+        packed = {"packed": True, "packed_buffer_size_bytes": SEND_BYTES, "packed_num_buffers": 2}
+        joined = {**info, "rank_offset": 1, "world_size": workers + 1, **packed}
+        await ask("POST", "/init_weight_transfer_engine", {"init_info": joined})
+
+    async def begin(self, ask: Ask) -> None:
+        """Answers in flight are kept from here to `finish`."""
+        await self._pause(ask)
+        await ask("POST", "/start_weight_update")
+
+    async def take(self, ask: Ask, tensors: Tensors) -> None:
+        """One broadcast: a send is no longer than `SEND_BYTES`, or is one tensor."""
+        told = {"names": tensors.names, "dtype_names": tensors.dtypes, "shapes": tensors.shapes}
+        await ask("POST", "/update_weights", {"update_info": told})
+
+    async def finish(self, ask: Ask, version: str) -> None:
+        """What is cached of answers in flight is computed anew. One that failed before stays paused: it is half new."""
+        await ask("POST", "/finish_weight_update", {"weight_version": version})
+        await self._forget(ask)
+        await ask("POST", "/resume")
+
+    async def _pause(self, ask: Ask) -> None:
+        await ask("POST", "/pause?mode=keep&clear_cache=false")
+
+    async def _forget(self, ask: Ask) -> None:
+        cleared = await ask("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if isinstance(cleared, dict) and cleared.get("success") is False:
+            raise Garbled("kept what it had cached with older weights")
+
+
+def _unready(told: Any) -> str:
+    """Why it would take no weights over the network, by what it says of how it was started."""
+    try:
+        config = told["vllm_config"]
+        backend = (config["weight_transfer_config"] or {}).get("backend")
+    except (KeyError, TypeError, AttributeError):
+        return ""  # it is newer or older, and says it in other words
+    if backend == "nccl":
+        return ""
+    return (
+        f"was started with {backend or 'nothing'} for weights over the network. Start vLLM on GPUs with "
+        """--weight-transfer-config '{"backend": "nccl"}', or use rollout.sync: disk"""
+    )
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:

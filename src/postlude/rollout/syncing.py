@@ -1,0 +1,137 @@
+"""How an engine's weights reach servers: by a directory that all see, or sent into their memory. What that took.
+
+Every rank makes the same calls; the first one has the servers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Literal
+
+from postlude.engine import Engine
+from postlude.rollout.servers.engine import HTTPEngine
+from postlude.rollout.servers.server import Weights
+from postlude.rollout.transfer import Transfer
+from postlude.world.agreement import first_rank_says
+
+WEIGHTS = "weights"  # in the run's directory: what servers read
+Way = Literal["disk", "network"]
+
+
+class Sync(ABC):
+    """One way. `costs` are those of the last time, as metrics, on the first rank."""
+
+    def __init__(self, engine: Engine, servers: HTTPEngine | None) -> None:
+        self.engine, self._servers = engine, servers
+        self.given: str | None = None
+        self.costs: dict[str, float] = {}
+
+    @property
+    def servers(self) -> HTTPEngine:
+        """Of the first rank."""
+        assert self._servers is not None, "the first rank alone talks to servers"
+        return self._servers
+
+    def bring(self, version: str) -> None:
+        """Have servers use the engine's weights, under the name `version`, where they do not."""
+        if not self._wanted(version):
+            return
+        began = time.perf_counter()
+        size = self._bring(version)
+        self.given = version
+        self.costs |= {"servers/sync_seconds": time.perf_counter() - began, "servers/sync_bytes": float(size)}
+
+    def is_stuck(self) -> bool:
+        """Whether no server can answer before it is brought weights. The first rank asks."""
+        return False
+
+    def take_costs(self) -> dict[str, float]:
+        """What bringing weights took since the last time; nothing where none were brought."""
+        costs, self.costs = self.costs, {}
+        return costs
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what servers no longer need."""
+
+    def _wanted(self, version: str) -> bool:
+        return self.given != version
+
+    @abstractmethod
+    def _bring(self, version: str) -> int:
+        """How many bytes the weights have."""
+
+
+class ByDisk(Sync):
+    """All ranks stream the weights, the first writes safetensors below `directory`, and servers read them there."""
+
+    def __init__(self, engine: Engine, servers: HTTPEngine | None, directory: Path) -> None:
+        super().__init__(engine, servers)
+        self.room = directory.expanduser().absolute() / WEIGHTS
+
+    def close(self) -> None:
+        """Remove what servers have read."""
+        if self._servers is not None:
+            shutil.rmtree(self.room, ignore_errors=True)
+
+    def _bring(self, version: str) -> int:
+        began = time.perf_counter()
+        path = self.room / version
+        self.engine.export_hf(path)
+        self.costs["servers/write_seconds"] = time.perf_counter() - began
+        return first_rank_says(lambda: self._tell(path))
+
+    def _tell(self, path: Path) -> int:
+        self.servers.update(str(path), path.name)
+        kept = self.servers.directories()
+        for other in path.parent.iterdir():
+            if str(other) not in kept:
+                shutil.rmtree(other, ignore_errors=True)
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+class ByNetwork(Sync):
+    """All ranks stream the weights, and send them to servers. Nothing is written.
+
+    A server that comes late waits until all ranks are here the next time.
+    """
+
+    def __init__(self, engine: Engine, servers: HTTPEngine | None, seconds: float) -> None:
+        super().__init__(engine, servers)
+        self.transfer = Transfer(engine, seconds=seconds)
+
+    def close(self) -> None:
+        """Let go of the channels."""
+        self.transfer.close()
+
+    def _wanted(self, version: str) -> bool:
+        return super()._wanted(version) or first_rank_says(self._any_waits)
+
+    def is_stuck(self) -> bool:
+        """Whether all servers that are there came after the last time."""
+        return self._any_waits() and not self.servers.fleet.up()
+
+    def _any_waits(self) -> bool:
+        return self.servers.fleet.any_waits()
+
+    def _bring(self, version: str) -> int:
+        """Until a server has them: those that fail on the way may come again, and when none is left that is said."""
+        weights = Weights(None, version)
+        while True:
+            sent = self.transfer.send(self._servers, weights)
+            if first_rank_says(lambda: self.servers.fleet.up() > 0):
+                self.costs["servers/send_seconds"] = sent.seconds
+                return sent.bytes
+
+
+def sync_of(
+    way: Way, engine: Engine, servers: HTTPEngine | None, *, directory: Path | None, seconds: float = 60.0
+) -> Sync:
+    """The way that a config names."""
+    if way == "network":
+        return ByNetwork(engine, servers, seconds)
+    assert directory is not None
+    return ByDisk(engine, servers, directory)
