@@ -4,9 +4,10 @@
     python benchmarks/overlap.py --device cpu --json overlap_cpu.json
 
 On a GPU one rank has all experts, and each exchange is a pause of a measured length on a stream of its own, with the
-rows waiting for its end. On the CPU two ranks exchange rows over gloo, and each exchange takes at least that long, as
-on a slow link. The pauses together are `--share` of a step's compute. A step is timed with and without them, plain and
-overlapped; what they add to a step, over all they take, is exposed, and the rest hidden.
+rows waiting for its end: a kernel of one thread that sleeps, or with `--by copy` a copy to the host's memory, which
+takes no multiprocessor at all. On the CPU two ranks exchange rows over gloo, and each exchange takes at least that
+long, as on a slow link. The pauses together are `--share` of a step's compute. A step is timed with and without them,
+plain and overlapped; what they add to a step, over all they take, is exposed, and the rest hidden.
 
 A GPU at its limit of power computes faster after a pause, so that there some of a pause comes back in another place.
 There events on both streams also say how long exchanges take in a step, and how long compute stands still for them.
@@ -38,12 +39,16 @@ from postlude.objectives import SFT
 
 @dataclass
 class Pause:
-    """How long an exchange takes at least, and how many there were. `watched` is told of each, if it is a list."""
+    """How long an exchange takes at least, and how many there were. `watched` is told of each, if it is a list.
+
+    On a GPU `wait` is what waits on the current stream, given how long or how much.
+    """
 
     seconds: float = 0.0
-    cycles: int = 0
+    amount: int = 0
     taken: int = 0
     watched: list[Watched] | None = None
+    wait: Callable[[int], None] = lambda amount: None
 
 
 @dataclass
@@ -109,8 +114,8 @@ class SlowWay:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             seen.begun.record()
-            if PAUSE.cycles:
-                torch.cuda._sleep(PAUSE.cycles)
+            if PAUSE.amount:
+                PAUSE.wait(PAUSE.amount)
             seen.ended.record()
 
         def wait() -> Tensor:
@@ -210,7 +215,7 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
         )
         for overlap in (False, True)
     }
-    PAUSE.seconds, PAUSE.cycles = 0.0, 0
+    PAUSE.seconds, PAUSE.amount = 0.0, 0
     for engine in engines.values():
         print(f"warming up: {step(engine):.2f} s, then {step(engine):.2f} s", file=sys.stderr, flush=True)
     PAUSE.taken = 0
@@ -218,13 +223,14 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
     exchanges = PAUSE.taken
     compute = statistics.median(step(engines[False]) for _ in range(options.repeats))
     pause = options.share * compute / exchanges
-    cycles = 0
+    amount = 0
     if on_gpu:
-        cycles, pause = calibrated(pause)
+        PAUSE.wait = WAITS[options.by]()
+        amount, pause = calibrated(pause)
     times: dict[tuple[bool, bool], list[float]] = {(o, p): [] for o in (False, True) for p in (False, True)}
     for _ in range(options.repeats):
         for (overlap, paused), found in times.items():
-            PAUSE.seconds, PAUSE.cycles = (pause, cycles) if paused else (0.0, 0)
+            PAUSE.seconds, PAUSE.amount = (pause, amount) if paused else (0.0, 0)
             found.append(step(engines[overlap]))
     medians = {key: statistics.median(found) for key, found in times.items()}
     whole = exchanges * pause
@@ -267,25 +273,48 @@ def watch(step: Callable[[], float]) -> dict[str, Any]:
 SEEN = ("took", "stalled")
 
 
+SLEEP = """
+extern "C" __global__ void pause_for(int nanoseconds) {
+    long long began, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
+    do {
+        __nanosleep(1000);
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - began < nanoseconds);
+}
+"""
+
+
+def sleeping() -> Callable[[int], None]:
+    """Nanoseconds of a thread that sleeps. One that counts cycles would keep others from its multiprocessor's."""
+    kernel = torch.cuda._compile_kernel(SLEEP, "pause_for")
+    return lambda nanoseconds: kernel(args=[nanoseconds])
+
+
+def copying() -> Callable[[int], None]:
+    """Bytes that a copy engine brings to the host."""
+    there = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    here = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    return lambda size: here[:size].copy_(there[:size], non_blocking=True)
+
+
+WAITS: dict[str, Callable[[], Callable[[int], None]]] = {"sleep": sleeping, "copy": copying}
+
+
 def calibrated(seconds: float) -> tuple[int, float]:
-    """Cycles of a pause about so long, and how long it is."""
-    cycles = 1_000_000
-    for _ in range(3):
+    """How much makes a pause about so long, and how long that is."""
+    amount = 1_000_000
+    for count in (20, 20, 20):
         torch.cuda.synchronize()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
-        torch.cuda._sleep(cycles)
+        for _ in range(count):
+            PAUSE.wait(amount)
         events[1].record()
         torch.cuda.synchronize()
-        took = events[0].elapsed_time(events[1]) / 1e3
-        cycles = max(1, int(cycles * seconds / took))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    for _ in range(20):
-        torch.cuda._sleep(cycles)
-    events[1].record()
-    torch.cuda.synchronize()
-    return cycles, events[0].elapsed_time(events[1]) / 20e3
+        took = events[0].elapsed_time(events[1]) / 1e3 / count
+        used, amount = amount, max(1, int(amount * seconds / took))
+    return used, took
 
 
 def main() -> None:
@@ -294,6 +323,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=0, help="of a microbatch; by default 8192, on the CPU 256")
     parser.add_argument("--share", type=float, nargs="+", default=[0.25, 0.5], help="of compute that exchanges take")
+    parser.add_argument("--by", choices=list(WAITS), default="sleep", help="what an exchange is on a GPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -302,7 +332,7 @@ def main() -> None:
         case = argparse.Namespace(**vars(options) | {"share": share})
         size = 1 if options.device == "cuda" else 2
         result = postlude.launch(measure, options.device, case, nproc=size, device=options.device)[0]
-        found.append({"share": share, **result})
+        found.append({"share": share, "by": options.by if options.device == "cuda" else "gloo", **result})
         print(json.dumps(found[-1]), flush=True)
         if options.json is not None:
             machine = torch.cuda.get_device_name() if options.device == "cuda" else "two ranks on a CPU"
