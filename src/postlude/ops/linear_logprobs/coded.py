@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from postlude.ops.launch import Launcher
 from postlude.ops.linear_logprobs import statistics
 from postlude.ops.linear_logprobs.fused import (
     GRADIENT_TILE,
@@ -92,24 +93,11 @@ def decode(
 
     If `masked`, minus infinity was among the logits, and gets no gradient at all.
     """
-    count, stride = codes.shape[0], codes.stride(0)
-    _decode_kernel[(count,)](
-        codes,
-        stride,
-        count,
-        partial,
-        rows.targets,
-        rows.factor,
-        state,
-        state.stride(0),
-        coefficients,
-        coefficients.stride(0),
-        SOFTCAP=rows.inner is not None,
-        MASKED=masked,
-        TILES=min(DECODED_TILES, triton.next_power_of_2(partial.shape[1])),
-        COLUMNS=TILE_COLUMNS,
-        num_warps=DECODING_WARPS,
-    )
+    tensors = (codes, partial, rows.targets, rows.factor, state, coefficients)
+    numbers = (codes.shape[0], state.stride(0), coefficients.stride(0))
+    tiles = min(DECODED_TILES, triton.next_power_of_2(partial.shape[1]))
+    constants = (codes.stride(0), rows.inner is not None, masked, tiles, TILE_COLUMNS)
+    _decode((codes.shape[0], 1, 1), tensors, numbers, constants, DECODING_WARPS)
     return codes
 
 
@@ -187,25 +175,25 @@ def _code(gap):
     return tl.sum(share, 1), tl.sum(share * gap, 1), code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "state_stride", "coefficient_stride"])
 def _decode_kernel(
     codes,
-    stride,
-    count,
     best,
     targets,
     factors,
     state,
-    state_stride,
     coefficients,
+    count,
+    state_stride,
     coefficient_stride,
+    STRIDE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    codes += row * stride
+    codes += row * STRIDE
     best += row
     coefficients += row
     maximum = tl.load(coefficients)
@@ -214,12 +202,12 @@ def _decode_kernel(
     constant = tl.load(coefficients + 3 * coefficient_stride)
     linear = tl.load(coefficients + 4 * coefficient_stride)
     # To the end of the stride, past the last column: whole steps, and what lies there is nobody's.
-    for start in range(0, stride, TILES * COLUMNS):
+    for start in range(0, STRIDE, TILES * COLUMNS):
         tile = tl.arange(0, TILES)[:, None]
         column = start + tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        inside = column < stride
+        inside = column < STRIDE
         tile += start // COLUMNS
-        highest = tl.load(best + tile.to(tl.int64) * count, mask=tile * COLUMNS < stride, other=0.0)
+        highest = tl.load(best + tile.to(tl.int64) * count, mask=tile * COLUMNS < STRIDE, other=0.0)
         bits = tl.load(codes + column, mask=inside, other=0.0).to(tl.int16, bitcast=True)
         code = ((bits.to(tl.int32) & 0xFFFF) | _WHOLE_BITS).to(tl.float32, bitcast=True)
         log_p = ((highest - maximum) - log_total) - (code - _WHOLE) * (1.0 / _STEPS)
@@ -240,3 +228,6 @@ def _decode_kernel(
         gradient *= 1.0 - capped * capped
     tl.debug_barrier()
     tl.store(codes + tl.load(targets + row), gradient.to(codes.dtype.element_ty))
+
+
+_decode = Launcher(_decode_kernel)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from postlude.ops.launch import Launcher
 from postlude.ops.linear_logprobs import statistics
 from postlude.ops.linear_logprobs.statistics import Census, Picked
 from postlude.ops.linear_logprobs.triton_epilogue import floored, tanh
@@ -85,18 +86,8 @@ def accumulate(
 def join_tiles(partial: Tensor, columns: slice, targets: Tensor, state: Tensor) -> None:
     """Join what the tiles of `columns` left, [3, tiles, n], to the rows' `state` [4, n]; column 0 begins it anew."""
     _, tiles, count = partial.shape
-    _join_kernel[(triton.cdiv(count, 32),)](
-        partial,
-        tiles,
-        count,
-        columns.stop,
-        targets,
-        state,
-        state.stride(0),
-        BEGINS=columns.start == 0,
-        TILES=32,
-        ROWS=32,
-    )
+    numbers = (tiles, count, columns.stop, state.stride(0))
+    _join((triton.cdiv(count, 32), 1, 1), (partial, targets, state), numbers, (columns.start == 0, 32, 32), 4)
 
 
 def differentiate(
@@ -262,14 +253,14 @@ def _count(targets, count, ignore_index, low, high, BLOCK: tl.constexpr):
     return kept, ignored
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "count", "stop", "state_stride"])
 def _join_kernel(
     partial,
+    targets,
+    state,
     tiles,
     count,
     stop,
-    targets,
-    state,
     state_stride,
     BEGINS: tl.constexpr,
     TILES: tl.constexpr,
@@ -277,7 +268,7 @@ def _join_kernel(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < count
-    plane = tl.cast(tiles, tl.int64) * count  # a lone tile comes as a constant, which has no methods
+    plane = tiles.to(tl.int64) * count
     maximum = tl.full((TILES, ROWS), _LOWEST, tl.float32)
     total = tl.zeros((TILES, ROWS), tl.float32)
     moment = tl.zeros((TILES, ROWS), tl.float32)
@@ -410,3 +401,6 @@ def _gradient(
     if SOFTCAP:
         gradient *= slope
     return gradient
+
+
+_join = Launcher(_join_kernel)

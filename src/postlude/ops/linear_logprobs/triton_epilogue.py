@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from postlude.ops.launch import Launcher
 from postlude.ops.linear_logprobs import statistics
 from postlude.ops.linear_logprobs.statistics import Picked, Results, Selection, Slab, Upstream
 
@@ -95,9 +96,8 @@ def results(state: Tensor) -> Results:
     """See `Epilogue.results`."""
     count = state.shape[1]
     made = Results(state, state.new_empty(count), state.new_empty(count), state.new_empty(2, count))
-    _results_kernel[(triton.cdiv(count, ROW_BLOCK),)](
-        state, state.stride(0), count, made.logprob, made.entropy, made.normalizer, BLOCK=ROW_BLOCK
-    )
+    tensors = (state, made.logprob, made.entropy, made.normalizer)
+    _results((triton.cdiv(count, ROW_BLOCK), 1, 1), tensors, (state.stride(0), count), (ROW_BLOCK,), 4)
     return made
 
 
@@ -106,18 +106,10 @@ def coefficients(rows: Picked, normalizer: Tensor, entropy: Tensor, upstream: Up
     count = entropy.shape[0]
     made = entropy.new_empty(5, count)
     arriving = upstream.logprob, upstream.entropy, upstream.lse
-    _coefficients_kernel[(triton.cdiv(count, ROW_BLOCK),)](
-        *arriving,
-        *(0 if row is None else row.stride(0) for row in arriving),
-        kept,
-        rows.factor,
-        1.0 if rows.inner is None else rows.inner,
-        normalizer,
-        entropy,
-        count,
-        made,
-        BLOCK=ROW_BLOCK,
-    )
+    strides = (0 if row is None else row.stride(0) for row in arriving)
+    inner = 1.0 if rows.inner is None else rows.inner
+    tensors = (*arriving, kept, rows.factor, normalizer, entropy, made)
+    _coefficients((triton.cdiv(count, ROW_BLOCK), 1, 1), tensors, (*strides, inner, count), (ROW_BLOCK,), 4)
     return made
 
 
@@ -303,8 +295,8 @@ def _accumulate_kernel(
         tl.store(state + 3 * state_stride, logit)
 
 
-@triton.jit
-def _results_kernel(state, state_stride, count, logprobs, entropies, normalizer, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["state_stride", "count"])
+def _results_kernel(state, logprobs, entropies, normalizer, state_stride, count, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < count
     place = state + row
@@ -321,21 +313,21 @@ def _results_kernel(state, state_stride, count, logprobs, entropies, normalizer,
     tl.store(normalizer + count + row, log_total, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["logprob_stride", "entropy_stride", "lse_stride", "inner", "count"])
 def _coefficients_kernel(
     logprobs,
     entropies,
     lses,
+    kept,
+    factors,
+    normalizer,
+    row_entropies,
+    made,
     logprob_stride,
     entropy_stride,
     lse_stride,
-    kept,
-    factors,
     inner,
-    normalizer,
-    row_entropies,
     count,
-    made,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -417,3 +409,6 @@ def _scale_kernel(tensor, size, factor, BLOCK: tl.constexpr, BLOCKS: tl.constexp
             inside = place < size
             value = tl.load(tensor + place, mask=inside, other=0.0).to(tl.float32) * by
             tl.store(tensor + place, value.to(tensor.dtype.element_ty), mask=inside)
+
+
+_results, _coefficients = Launcher(_results_kernel), Launcher(_coefficients_kernel)
