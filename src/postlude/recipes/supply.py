@@ -55,8 +55,8 @@ class Supply:
         later = min(self.ahead, self.last - 1 - step) * self.prompts
         for _ in range(count + later - len(self._begun)):
             self._begin(step)
-        self.rollouts.wait(lambda: len(self._ready(step)) >= count)
-        taken = self._ready(step)[:count]
+        self.rollouts.wait(lambda: self._ready(count, step) is not None)
+        taken = self._ready(count, step) or []
         self._begun = [each for each in self._begun if each not in taken]
         self._stale += [step - each.step for each in taken]
         for each in taken:
@@ -100,11 +100,19 @@ class Supply:
         self._begun.append(Begun(index, step, group))
         self.rollouts.conversations.begin(group)
 
-    def _ready(self, step: int) -> Sequence[Begun]:
-        """Groups that are over, the oldest first; none while one that must be learned from in `step` is not."""
-        if any(step - each.step >= self.ahead and not each.group.over for each in self._begun):
-            return []
-        return [each for each in self._begun if each.group.over]
+    def _ready(self, count: int, step: int) -> list[Begun] | None:
+        """The `count` oldest groups that are over; None where there are fewer, or where others cannot wait.
+
+        Steps to come take `prompts` groups each, so of those that are due by a step, no more may be left now than the
+        steps until then can take.
+        """
+        taken = [each for each in self._begun if each.group.over][:count]
+        for due in range(step, step + self.ahead + 1):
+            left = sum(each.step + self.ahead <= due for each in self._begun)
+            left -= sum(each.step + self.ahead <= due for each in taken)
+            if left > (due - step) * self.prompts:
+                return None
+        return taken if len(taken) == count else None
 
 
 def age(answers: Sequence[Answered], version: int) -> float | None:

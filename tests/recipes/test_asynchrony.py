@@ -1,0 +1,284 @@
+"""Answers drawn while earlier ones are learned from: no older than allowed, none lost, none learned from twice."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.data.datasets import Sampler
+from postlude.hf.load import load_model
+from postlude.hf.tokenizer import byte_tokenizer
+from postlude.recipes.clock import Clock
+from postlude.recipes.config.reading import ConfigError
+from postlude.recipes.config.settings import Answers
+from postlude.recipes.grpo import GRPOTrainer
+from postlude.recipes.rollouts import Rollouts
+from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.supply import Supply, age
+from postlude.recipes.trainer import train
+from postlude.rollout.conversations import Answered, seed_of
+from postlude.rollout.environments import SingleTurn, Transcript
+from postlude.rollout.generator import Generator
+from postlude.rollout.protocol import Completion, Finished, Request, Span
+from postlude.rollout.rewards import RewardPool
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.tasks import Task
+from postlude.world.agreement import Lead
+from tests.conftest import Ranks
+from tests.recipes.test_grpo import config_of
+from tests.recipes.test_serving import SHORT, TinyVLLM
+from tests.rollout.engines import Alone
+
+pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+PROMPTS, SAMPLES = 4, 2
+
+
+class Elsewhere:
+    """An engine whose answers take a time of their own each, beside whatever the caller does."""
+
+    together = False
+
+    def __init__(self, seconds: Any = lambda: 0.0) -> None:
+        self.lead: Lead[Any, Any] = Lead(lambda _: None)
+        self.seconds = seconds
+        self.due: list[tuple[float, Finished]] = []
+        self.asked = 0
+        self.failure: Exception | None = None
+        self.lock = threading.Lock()
+
+    def refresh(self) -> None: ...
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None: ...
+
+    def generate(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def submit(self, request: Request) -> int:
+        with self.lock:
+            self.asked += 1
+            for number in range(request.n):
+                said = Completion([65 + number], [-1.0], [-1.0], "stop", chr(65 + number))
+                told = Finished(self.asked, number, None if self.failure else said, self.failure)
+                self.due.append((time.monotonic() + self.seconds(), told))
+            return self.asked
+
+    def poll(self, timeout: float | None = 0.0) -> list[Finished]:
+        until = time.monotonic() + (timeout or 0.0)
+        while True:
+            with self.lock:
+                now = time.monotonic()
+                found = [finished for due, finished in self.due if due <= now]
+                self.due = [each for each in self.due if each[0] > now]
+            if found or now >= until:
+                return found
+            time.sleep(0.001)
+
+
+def fixed(prompt: Any, completion: str, example: Any) -> float:
+    return float(completion == "A")
+
+
+class Steps:
+    """A trainer that does nothing but take what it is to learn from."""
+
+    def __init__(self, ahead: int, *, steps: int = 6, engine: Any = None, tasks: int = 12) -> None:
+        self.tasks = [Task(f"task {index}:", {}, f"task {index}") for index in range(tasks)]
+        self.engine = engine or Elsewhere()
+        self.environment = SingleTurn(self.tasks, RewardPool(fixed, workers=0))
+        self.rollouts = Rollouts(
+            self.engine,
+            self.environment,
+            byte_tokenizer(),
+            Answers(max_new_tokens=2),
+            budget=64,
+            seed=3,
+            timed=Clock(),
+            background=ahead > 0,
+        )
+        self.supply = Supply(
+            self.rollouts,
+            self.tasks,
+            Sampler(tasks, 5),
+            samples=SAMPLES,
+            prompts=PROMPTS,
+            ahead=ahead,
+            last=steps,
+        )
+
+    def learned(self, step: int, count: int = PROMPTS) -> list[str]:
+        answers = self.supply.take(count, step)
+        assert [each.group for each in answers] == [number for number in range(count) for _ in range(SAMPLES)]
+        assert [each.reward for each in answers] == [1.0, 0.0] * count
+        return [each.task.name for each in answers[::SAMPLES]]
+
+    def close(self) -> None:
+        self.rollouts.close()
+
+
+@pytest.fixture
+def noise() -> random.Random:
+    return random.Random(11)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_every_task_is_learned_once_and_none_is_too_old(noise: random.Random, ahead: int) -> None:
+    """Answer times have a long tail: now and then one takes longer than several steps."""
+    engine = Elsewhere(lambda: 0.15 if noise.random() < 0.1 else noise.random() * 0.01)
+    with closing(Steps(ahead, steps=9, engine=engine)) as run:
+        names, oldest, ahead_of = [], 0.0, []
+        for step in range(9):
+            names += run.learned(step)
+            found = run.supply.take_metrics()
+            oldest = max(oldest, found.get("staleness_max", 0.0))
+            ahead_of.append(len(run.supply.state()["begun"]))
+            time.sleep(0.01)
+    assert Counter(names) == Counter({task.name: 3 for task in run.tasks}), "nine steps of four are three epochs of 12"
+    assert oldest <= ahead
+    assert ahead_of == [PROMPTS * min(ahead, 8 - step) for step in range(9)], "so many steps ahead, and none too many"
+    if ahead:
+        assert oldest == ahead
+
+
+def test_what_is_under_way_is_begun_again(noise: random.Random) -> None:
+    engine = Elsewhere(lambda: noise.random() * 0.02)
+    with closing(Steps(2, engine=engine)) as run:
+        names = run.learned(0) + run.learned(1)
+        state = run.supply.state()
+        again = names + run.learned(2)  # is lost
+    assert len(state["begun"]) == 2 * PROMPTS
+    with closing(Steps(2)) as other:
+        other.supply.restore(state)
+        for step in range(2, 6):
+            names += other.learned(step)
+            assert other.supply.take_metrics()["answers_redrawn"] == (2 * PROMPTS * SAMPLES if step == 2 else 0)
+        assert other.supply.state()["begun"] == []
+    assert Counter(names) == Counter({task.name: 2 for task in run.tasks})
+    assert Counter(again[2 * PROMPTS :]) <= Counter(names[2 * PROMPTS :])
+
+
+def test_a_replacement_is_begun_for_what_is_not_learned_from() -> None:
+    with closing(Steps(1)) as run:
+        run.learned(0)
+        before = run.supply.state()["begun"]
+        assert len(run.supply.take(2, 0)) == 2 * SAMPLES
+        after = run.supply.state()["begun"]
+        assert len(before) == len(after) == PROMPTS
+        assert len(set(after) - set(before)) == 2
+
+
+def test_what_ends_all_conversations_is_told_to_who_waits() -> None:
+    engine = Elsewhere()
+    with closing(Steps(1, engine=engine)) as run:
+        run.learned(0)
+        engine.failure = ValueError("no server is left")
+        run.rollouts.conversations.begin(run.rollouts.group(run.tasks[0], 0, SAMPLES, step=9))
+        with pytest.raises(ValueError, match="no server is left"):
+            run.rollouts.wait(lambda: False)
+
+
+def test_tokens_are_as_old_as_their_weights() -> None:
+    def answered(*spans: Span) -> Answered:
+        said = Completion([1] * 8, [0.0] * 8, [0.0] * 8, "stop", versions=spans)
+        return Answered(Task("", {}), 0, Transcript([1]), [said])
+
+    both = [answered(Span("a.4", 0, 6), Span("a.5", 6, 8)), answered(Span("a.6", 0, 8))]
+    assert age(both, 6) == (6 * 2 + 2 * 1) / 16
+    assert age([answered()], 6) is None
+
+
+def test_configs_that_take_old_answers_for_new_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rollout: native draws answers in the trainer's own ranks"):
+        config_of(tmp_path, "--asynchrony.max_staleness=1")
+    with pytest.raises(ConfigError, match='"on_policy" takes all answers for those of the newest weights'):
+        config_of(tmp_path, "--asynchrony.max_staleness=1", "--rollout=http://a", "--objective.ratio=on_policy")
+
+
+@pytest.fixture
+def server() -> Iterator[TinyVLLM]:
+    with closing(TinyVLLM()) as found:
+        yield found
+
+
+def plainly_and_by_supply(group: Any) -> list[Any]:
+    """Three steps' answers without staleness, and those of a loop that asks for them and then scores them."""
+    generator = Generator(load_model("tiny-dense"), byte_tokenizer())
+    found: list[Any] = []
+    with closing(Steps(0, engine=Alone(generator))) as run:
+        for step in range(3):
+            taken = run.supply.take(PROMPTS, step)
+            found.append([(each.task.name, each.completions[0].tokens, each.transcript.logprobs) for each in taken])
+    sampler, plainly = Sampler(len(run.tasks), 5), []
+    for step in range(3):
+        tasks = [run.tasks[index] for index in sampler.take(PROMPTS)]
+        prompts = [list(task.prompt.encode()) for task in tasks]
+        samplings = [Sampling(max_new_tokens=2, seed=seed_of(3, step, 0, place)) for place in range(PROMPTS)]
+        plainly.append(
+            [
+                (task.name, one.tokens, [0.0] * len(prompt) + one.logprobs)
+                for task, prompt, each in zip(
+                    tasks, prompts, generator.generate(prompts, samplings, SAMPLES), strict=True
+                )
+                for one in each
+            ]
+        )
+    return [found, plainly]
+
+
+def test_without_staleness_answers_are_those_of_a_plain_loop(ranks: Ranks) -> None:
+    ((found, plainly),) = ranks(1, plainly_and_by_supply)
+    assert found == plainly, "to the bit"
+
+
+def recorded(group: Any, directory: str, at: int, *overrides: str) -> list[list[str]]:
+    """The tasks that each step learned from, of a run that is left in step `at`."""
+    learned: list[list[str]] = []
+
+    class Recorded(GRPOTrainer):
+        def rollout(self) -> Any:
+            found = super().rollout()
+            if self.step == at:
+                raise KeyboardInterrupt
+            learned.append(list(dict.fromkeys(each.task.name for each in found[0])))
+            return found
+
+    with suppress(KeyboardInterrupt):
+        train(Recorded(config_of(Path(directory), *overrides), "cpu"))
+    return learned
+
+
+ASYNCHRONOUS = (*SHORT[:-1], "--prompts=2", "--steps=6", "--asynchrony.max_staleness=2", "--keep=9")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_left_learns_every_task_once(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
+    """Left in the middle of its fourth step, two steps after the last checkpoint, with answers under way."""
+    settings = (*ASYNCHRONOUS, "--save_every=2", f"--rollout={server.url}")
+    (before,) = ranks(1, recorded, str(tmp_path), 4, *settings)
+    (after,) = ranks(1, recorded, str(tmp_path), -1, *settings)
+    kept = before[:4] + after
+    assert [len(names) for names in kept] == [2] * 6
+    assert len({name for names in kept for name in names}) == 12, "of 64 tasks none has its second turn"
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert max(row["staleness_max"] for row in rows) == 2
+    assert [row["answers_redrawn"] for row in rows] == [0.0] * 4 + [2 * 2 * 3, 0.0]
+    assert all(row["token_age"] <= 2 for row in rows)
+
+
+@pytest.mark.slow
+def test_all_ranks_learn_what_the_first_one_draws(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
+    found = ranks(2, recorded, str(tmp_path), -1, *ASYNCHRONOUS, f"--rollout={server.url}", "--layout=dp_shard=2")
+    assert [len(names) for names in found[0]] == [2] * 6
+    assert found[1] == [], "the first rank alone asks for answers"
+    assert len(read_metrics(tmp_path / "run")) == 6
