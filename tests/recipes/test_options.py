@@ -219,6 +219,23 @@ ELSEWHERE = {
             "sync_timeout",
         )
     },
+    **{
+        f"{within}rollout.{name}": "test_serving.py; tests/rollout/test_starting.py; tests/serving/test_vllm.py"
+        for within in ("", "data.")
+        for name in (
+            "count",
+            "cpus",
+            "arguments",
+            "arguments.*",
+            "environment",
+            "ready_within",
+            "restarts",
+            "device",
+            "gpus",
+            "threads",
+            "python",
+        )
+    },
     "environment.kind": "test_grpo.py: test_a_conversation, and the others here",
     "environment.task": "in grpo here",
     "environment.settings": "in grpo here",

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,10 +19,12 @@ from safetensors.torch import save_file
 from postlude.checks import MISTAKES
 from postlude.hf.load import load_model, load_tokenizer, read_config
 from postlude.recipes.config.reading import ConfigError
+from postlude.recipes.grpo import run
 from postlude.recipes.metrics import explain
 from postlude.recipes.preflight import Start, Subject
 from postlude.recipes.run.ending import read_ending
 from postlude.recipes.serving import of_servers
+from postlude.recipes.where import Where
 from postlude.rollout.generator import Generator
 from postlude.rollout.sampling import Sampling
 from tests.conftest import Ranks
@@ -171,6 +177,60 @@ def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_pa
     kept = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in rows]
     found = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in again]
     assert without_times(found) == without_times(kept)
+
+
+def killing(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
+    """As `trained`, but a server of the run is killed as soon as its first step is logged."""
+    from postlude.rollout.servers.starting import Here
+
+    begun: list[Any] = []
+
+    class Deadly(Here):
+        def start(self, program: Any) -> Any:
+            begun.append(super().start(program))
+            return begun[-1]
+
+    def kill() -> None:
+        metrics = Path(directory) / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text()):
+            time.sleep(0.01)
+        keeper = begun[0].process.pid
+        os.kill(int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    config = config_of(Path(directory), *overrides)
+    run(config, where=Where(machine=Deadly(Path(directory) / "logs")))
+    assert len(begun) > config.rollout.count, "another was started"
+    return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
+    """The same answers as of the generator here, and the same again where a server was killed on the way."""
+    here, there, broken = tmp_path / "here", tmp_path / "there", tmp_path / "broken"
+    for each in (here, there, broken):
+        each.mkdir()
+    settings = (*SHORT, "--steps=4")
+    (native,) = ranks(1, trained, str(here), *settings)
+    (rows,) = ranks(1, trained, str(there), *settings, "--rollout=generators")
+    (again,) = ranks(1, killing, str(broken), *settings, "--rollout=generators", "--rollout.count=2")
+    for found in (rows, again):
+        for row, expected in zip(found, native, strict=True):
+            assert 0.0 <= row["rollout_kl"] < 1e-9, "the server has the weights that learn"
+            assert (row["rewards"], row["lengths"]) == (expected["rewards"], expected["lengths"])
+            for name in ("loss", "entropy", "grad_norm"):
+                assert row[name] == pytest.approx(expected[name], abs=1e-4)
+    assert max(row["grad_norm"] for row in native) > 1.0, "something was learned"
+    assert sum(row["servers/failed"] for row in again) >= 1
+    assert "serving" in (there / "run" / "servers" / "0.log").read_text()
+
+
+def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path) -> None:
+    assert told(tmp_path, "--rollout=generators", "--rollout.count=2") == "2 of postlude serve, to be started"
+    assert "cannot be run as a Python interpreter" in told(
+        tmp_path, "--rollout=vllm", "--rollout.python=/nowhere/python"
+    )
+    assert "has no vLLM. Install it there" in told(tmp_path, "--rollout=vllm")
 
 
 def told(tmp_path: Path, *overrides: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -140,3 +141,8 @@ class FakeVLLM:
 
 def slowly(seconds: float) -> Callable[[], None]:
     return lambda: time.sleep(seconds)
+
+
+if __name__ == "__main__":  # python -m tests.rollout.fakes PORT: a process of its own
+    FakeVLLM(port=int(sys.argv[1]))
+    threading.Event().wait()

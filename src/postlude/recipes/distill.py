@@ -56,7 +56,14 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             data.environment, self.config.seed, self.tokenizer, data.answers, budget, self.where.hire
         )
         self.rollouts = Rollouts(
-            engine_of(data.rollout, self.engine, self.tokenizer, self.config.run, data.answers),
+            engine_of(
+                data.rollout,
+                self.engine,
+                self.tokenizer,
+                self.config.run,
+                data.answers,
+                machine=self.where.machine,
+            ),
             environment,
             self.tokenizer,
             data.answers,

@@ -22,12 +22,11 @@ from postlude.recipes.run.changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.run.surroundings import surroundings
-from postlude.recipes.serving import connect, of_servers
+from postlude.recipes.serving import of_servers, served
 from postlude.recipes.verdict import EVALUATED
 from postlude.recipes.where import HERE, Where
 from postlude.rollout.conversations import Answered
 from postlude.rollout.gathered import RankedEngine, SharedGenerator
-from postlude.rollout.served import ServedAnswers
 
 PAGE = 256  # tasks answered at a time
 
@@ -59,7 +58,7 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST, 
         directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, sinks=config.sinks))
         directory.resume_at(-1)
         directory.record(step=0, command=beginning.command, **surroundings(torch.device(device)))
-        engine = held.enter_context(closing(_engine(config, tokenizer, device)))
+        engine = held.enter_context(closing(_engine(config, tokenizer, device, where)))
         rollouts = Rollouts(
             engine,
             environment,
@@ -90,14 +89,15 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST, 
     return ending
 
 
-def _engine(config: EvalConfig, tokenizer: Any, device: str) -> RankedEngine:
+def _engine(config: EvalConfig, tokenizer: Any, device: str, where: Where) -> RankedEngine:
     """The whole model on every rank, or servers of it."""
-    if not isinstance(config.rollout, Native):
-        return ServedAnswers(partial(connect, config.rollout, tokenizer))
     default = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = getattr(torch, config.dtype) if config.dtype else default
+    if not isinstance(config.rollout, Native):
+        return served(config.rollout, config.model, tokenizer, config.run, dtype, device, where.machine)
     model = load_model(
         config.model,
-        dtype=getattr(torch, config.dtype) if config.dtype else default,
+        dtype=dtype,
         device=device,
         mtp=config.answers.draft is not None,
     ).eval()

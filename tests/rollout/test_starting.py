@@ -1,0 +1,148 @@
+"""Servers that are started: ready or a sentence, started again when they end, and gone with who started them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from postlude.rollout.protocol import Request, Span
+from postlude.rollout.servers.errors import ServerError
+from postlude.rollout.servers.starting import Here, Program, Started, StartedEngine
+from tests.rollout.test_servers import PROMPTS, THREE, check
+
+ROOT = Path(__file__).parents[2]
+FAKE = Program((sys.executable, "-m", "tests.rollout.fakes", "{port}"), {"PYTHONPATH": str(ROOT)}, ready_within=60.0)
+QUICK = {"backoff": 0.01, "retries": 2, "concurrency": 4}
+
+
+def saying(text: str, **settings: float) -> Program:
+    return Program((sys.executable, "-c", textwrap.dedent(text)), **settings)
+
+
+def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def pid_of(engine: StartedEngine, place: int) -> int:
+    """The server itself: the one child of the process that keeps it."""
+    keeper = engine.started._places[place].running.process.pid  # type: ignore[union-attr]
+    return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+
+
+def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_path: Path, caplog) -> None:
+    """None of its answers is lost, doubled or swapped, and none is by the weights it was started with."""
+    with (
+        caplog.at_level(logging.WARNING, "postlude"),
+        closing(StartedEngine(Started(FAKE, 2, Here(tmp_path)), **QUICK)) as engine,
+    ):
+        engine.meet()
+        engine.update("/weights/1", "start.1")
+        first = {server.url for server in engine.fleet.servers}
+        tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
+        os.kill(pid_of(engine, 0), signal.SIGKILL)
+        while tickets:
+            for done in engine.poll(None):
+                assert done.answer is not None, done.error
+                assert done.answer.versions == (Span("start.1", 0, 3),)
+                tickets.remove(done.ticket)
+        check(engine)
+        until(lambda: engine.fleet.up() == 2)
+        (new,) = {server for server in engine.fleet.servers if server.url not in first}
+        assert (new.version, engine.fleet.expected, engine.started.restarted) == ("start.1", 0, 1)
+        assert "was ended by signal 9" in caplog.text
+        assert "Another is started." in caplog.text
+
+
+def test_one_alone_that_is_killed_is_waited_for(tmp_path: Path) -> None:
+    with closing(StartedEngine(Started(FAKE, 1, Here(tmp_path)), **QUICK)) as engine:
+        check(engine)
+        os.kill(pid_of(engine, 0), signal.SIGKILL)
+        until(lambda: engine.fleet.expected or engine.started.restarted)
+        check(engine)
+
+
+def test_one_that_ends_too_often_is_given_up_in_a_sentence(tmp_path: Path) -> None:
+    with closing(StartedEngine(Started(FAKE, 1, Here(tmp_path), restarts=0), **QUICK)) as engine:
+        check(engine)
+        os.kill(pid_of(engine, 0), signal.SIGKILL)
+        with pytest.raises(ServerError, match=r"does not answer any more: .* was ended by signal 9"):
+            engine.generate([[1]], THREE)
+
+
+@pytest.mark.slow  # it is given time to end by itself
+def test_one_that_hangs_is_started_again(tmp_path: Path) -> None:
+    settings = QUICK | {"timeout": 0.5, "retries": 0}
+    with closing(StartedEngine(Started(FAKE, 1, Here(tmp_path)), **settings)) as engine:
+        check(engine)
+        os.kill(pid_of(engine, 0), signal.SIGSTOP)
+        check(engine)
+        assert engine.started.restarted == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        (saying("print('one'); print('there is no such model'); exit(3)"), r"ended with code 3; .*such model"),
+        (saying("import time; print('loading', flush=True); time.sleep(60)", ready_within=1.0), r"within 1 s.*loading"),
+        (Program(("/nowhere/python",)), "/nowhere/python cannot be started: No such file or directory"),
+    ],
+)
+def test_one_that_does_not_get_ready_is_a_sentence_with_the_end_of_its_log(
+    program: Program, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ServerError, match=sentence):
+        StartedEngine(Started(program, 1, Here(tmp_path)))
+
+
+def test_gpus_are_given_out_and_given_back(tmp_path: Path) -> None:
+    here = Here(tmp_path, ["4", "5", "6"])
+    show = saying("import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)", gpus=2.0)
+    one = here.start(show)
+    with pytest.raises(ValueError, match=r"wants 2 GPUs, but 1 are free here of those that the trainer leaves \(4, 5"):
+        here.start(show)
+    until(lambda: (tmp_path / "0.log").read_text() == "4,5\n")
+    one.stop()
+    assert one.ended() is not None
+    here.start(show).stop()
+
+
+@pytest.mark.slow
+def test_servers_end_with_who_started_them_however_it_ends(tmp_path: Path) -> None:
+    """Killed outright, with a server that hears no request to end, and one of its own children."""
+    stubborn = """
+        import os, signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print(os.getpid(), child.pid, flush=True)
+        time.sleep(60)
+    """
+    starts = f"""
+        import time
+        from pathlib import Path
+        from postlude.rollout.servers.starting import Here, Program
+        command = ({sys.executable!r}, "-c", {textwrap.dedent(stubborn)!r})
+        running = Here(Path({str(tmp_path)!r})).start(Program(command))
+        time.sleep(60)
+    """
+    started = subprocess.Popen([sys.executable, "-c", textwrap.dedent(starts)])
+    log = tmp_path / "0.log"
+    try:
+        until(lambda: log.exists() and len(log.read_text().split()) == 2, 60)
+    finally:
+        started.kill()
+        started.wait()
+    for pid in map(int, log.read_text().split()):
+        until(lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split())
