@@ -60,7 +60,9 @@ class Axis:
 
 def changed(shape: str, **sizes: int) -> PretrainedConfig:
     config = SHAPES[shape]()
-    same = {name: value for name, value in config.to_dict().items() if name != "layer_types"}  # follows from the rest
+    others = {config.attribute_map.get(name, name) for name in sizes}  # by which a config may keep what it is given
+    kept = config.to_dict().items()
+    same = {name: value for name, value in kept if name not in {*others, "layer_types"}}  # those follow from the rest
     return type(config)(**{**same, **sizes})
 
 

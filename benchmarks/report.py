@@ -30,7 +30,8 @@ def read(paths: Iterable[Path]) -> dict[str, list[Case]]:
         if kind not in TABLES:
             continue  # of another benchmark
         for case in result["cases"]:
-            key = tuple(case.get(name) for name in ("shape", "mix", "case", "axis", "pass", "budget", *USUAL))
+            told = tuple(case.get(name) for name in ("shape", "mix", "case", "axis", "pass", "budget"))
+            key = (*told, *(case.get(name, usual) for name, usual in USUAL.items()))
             found.setdefault(kind, {})[key] = case
     return {kind: list(cases.values()) for kind, cases in found.items()}
 
@@ -88,7 +89,7 @@ def rl_iteration(cases: Sequence[Case]) -> list[str]:
         ours = next(each for each in cases if (each["shape"], each["case"]) == (case["shape"], "postlude"))
         ratio = "" if case is ours else f"{case['in_all'] / ours['in_all']:.1f}× as fast"
         lines.append(
-            row(case["shape"], case["says"], *(f"{s:.2f}" for s in case["seconds"].values()), case["in_all"], ratio)
+            row(case["shape"], case["says"], *(f"{s:.2f}" for s in (*case["seconds"].values(), case["in_all"])), ratio)
         )
     return lines
 

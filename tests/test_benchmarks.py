@@ -91,6 +91,13 @@ def test_growth_is_told_by_the_upper_half_of_an_axis(load: Any) -> None:
     assert found["superlinear"] == ["time", "memory"]
 
 
+def test_an_axis_changes_what_it_names(load: Any) -> None:
+    """Whatever name transformers keeps it by."""
+    config = load("growth").changed("smoke-moe", num_experts=8, num_hidden_layers=1)
+    routers = [each for name, each in load_model(config).named_parameters() if name.endswith("router.weight")]
+    assert [each.shape for each in routers] == [(8, 32)]
+
+
 def test_the_page_shows_the_results_that_are_kept(load: Any) -> None:
     """`benchmarks/report.py benchmarks/results/*.json --page docs/benchmarks.md` leaves the page as it is."""
     report = load("report")
