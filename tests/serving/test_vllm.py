@@ -25,7 +25,7 @@ from postlude.rollout.servers.engine import HTTPEngine
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of
 from tests.rollout.test_generator import teacher_forced
-from tests.serving.vllm_server import vllm
+from tests.serving.vllm_server import ENVIRONMENT, PYTHON, vllm
 
 pytestmark = pytest.mark.serving
 
@@ -213,3 +213,24 @@ def test_grpo_learns_from_what_vllm_says(ranks: Ranks, served: Served, tmp_path:
     (rows,) = ranks(1, trained, str(tmp_path), *settings, *more)
     print([{name: row[name] for name in ("rollout_kl", "time/weights", "servers/reload_seconds")} for row in rows])
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
+
+
+def test_grpo_by_a_vllm_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
+    """It begins without weights, gets the trainer's before its first answer, and ends with the run."""
+    if not PYTHON.exists():
+        pytest.skip(f"there is no {PYTHON}; `make test-serving` makes it")
+    directory = written("llama", tmp_path / "model")
+    settings = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts=2")
+    surroundings = ENVIRONMENT | {"HF_HOME": str(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path)}
+    how = (
+        "--rollout=vllm",
+        f"--rollout.python={PYTHON}",
+        "--rollout.gpus=0",
+        f"--rollout.environment={json.dumps(surroundings)}",
+        "--rollout.arguments=[--enforce-eager, --max-model-len, '2048']",
+    )
+    more = (f"--model={directory}", "--optimizer.lr=1e-2", "--answers.temperature=0.8", *how)
+    (rows,) = ranks(1, trained, str(tmp_path), *settings, *more)
+    print([{name: row[name] for name in ("rollout_kl", "time/weights", "servers/reload_seconds")} for row in rows])
+    assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
+    assert [row["servers/failed"] for row in rows] == [0.0] * len(rows)

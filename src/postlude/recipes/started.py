@@ -24,6 +24,11 @@ import importlib.metadata as found, json
 names = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in found.distributions()}
 print(json.dumps({name: version for name, version in names.items() if name.startswith("vllm")}))
 """
+# One that began without weights would begin so every time that it is told to read some.
+READS = (
+    "/collective_rpc",
+    {"method": "update_config", "kwargs": {"overrides": {"load_config": {"load_format": "auto"}}}},
+)
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # without it, weights stay as they are
     "VLLM_NO_USAGE_STATS": "1",
@@ -54,6 +59,7 @@ def program_of(
         cpus=rollout.cpus,
         gpus=float(rollout.gpus),
         ready_within=rollout.ready_within,
+        told=(READS,) if empty and isinstance(rollout, StartedVLLM) else (),
     )
 
 

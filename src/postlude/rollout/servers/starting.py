@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -21,7 +22,7 @@ from postlude.rollout.servers.errors import ServerError
 KEEPER = Path(__file__).with_name("keeper.py")
 STOPPED_WITHIN = 10.0  # seconds
 LOOKED = 0.2  # seconds between two looks at all servers
-HEALTHY_WITHIN = 2.0
+ANSWERED_WITHIN = 5.0
 NOTICED_WITHIN = 10.0  # seconds after which it is known that a server ended, on a busy machine
 TAIL = 6  # lines of a log that a sentence shows
 LOG = logging.getLogger("postlude")
@@ -40,6 +41,8 @@ class Program:
     """Those that it has for itself; with none it sees what whoever starts it sees."""
     ready_within: float = 600.0
     """Seconds in which it answers at /health, or never will."""
+    told: tuple[tuple[str, Any], ...] = ()
+    """What it is told when it is ready: paths, and what is posted there."""
 
     def words(self, host: str, port: int) -> list[str]:
         """The command for one address."""
@@ -196,7 +199,10 @@ class Started:
             return problem
         if place.deadline is None:
             return None
-        if _healthy(running.url):
+        if _answers(f"{running.url}/health"):
+            for path, body in self.program.told:
+                if not _answers(f"{running.url}{path}", body):
+                    return f"did not do what it was told at {path}"
             place.deadline = None
         elif time.monotonic() > place.deadline:
             running.stop()
@@ -271,9 +277,11 @@ def _given_up(engine: HTTPEngine, url: str) -> str | None:
     return next((each.problem for each in engine.fleet.servers if each.url == url and each.state in states), None)
 
 
-def _healthy(url: str) -> bool:
+def _answers(url: str, body: Any = None) -> bool:
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=HEALTHY_WITHIN) as reply:
+        with urllib.request.urlopen(asked, timeout=ANSWERED_WITHIN) as reply:
             return bool(reply.status == 200)
     except OSError:
         return False
