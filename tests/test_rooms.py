@@ -32,6 +32,7 @@ ROOMS = (
     "rollout",
     "recipes",
     "verify",
+    "cluster",
     "commands",
     "cli",
 )

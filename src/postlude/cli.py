@@ -166,6 +166,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--nproc", type=int, help="ranks to start on this machine (default: as the layout needs)")
         command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
         command.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a silent rank")
+        command.add_argument(
+            "--ray",
+            nargs="?",
+            const="local",
+            metavar="ADDRESS",
+            help="run on Ray: one that is started for this run, or the cluster at ADDRESS (auto: the one there is)",
+        )
         command.set_defaults(module="recipe", parser=command)
         command.recipe = recipe
 

@@ -236,6 +236,9 @@ ELSEWHERE = {
             "python",
         )
     },
+    "cluster.cpus": "tests/cluster/test_gang.py",
+    "cluster.worker_cpus": "tests/cluster/test_crews.py",
+    "cluster.restarts": "tests/cluster/test_gang.py",
     "environment.kind": "test_grpo.py: test_a_conversation, and the others here",
     "environment.task": "in grpo here",
     "environment.settings": "in grpo here",

@@ -96,3 +96,15 @@ def talk(prompt: Any, completions: list[str], example: Mapping[str, Any]) -> Any
         return {"reward": 1.0, "turns": len(completions)}
     heard = str(len(completions)) * example["length"]
     return [{"role": "tool", "content": heard}] if example.get("role") else heard
+
+
+def slow_length(prompt: str, completion: str, example: Mapping[str, Any]) -> int:
+    time.sleep(0.2)
+    return len(completion)
+
+
+def end_parent(order: str) -> str:
+    """What no function should do: take along the process that started its worker."""
+    if order == "go":
+        os.kill(os.getppid(), signal.SIGKILL)
+    return order

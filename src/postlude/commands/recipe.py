@@ -6,12 +6,16 @@ import argparse
 import os
 from typing import Any
 
+from postlude.cluster.joining import LOCAL, check_ray
 from postlude.complaint import complain
 from postlude.layout import Layout
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.reading import load, to_yaml
 from postlude.recipes.run.beginning import Beginning, checkpoint_named, step_named
 from postlude.recipes.run.ending import DONE
+from postlude.recipes.run.lock import wait_for
+
+LEAVING = 10.0  # seconds that ranks of an earlier driver have to let go of a run's directory
 
 
 def run(options: argparse.Namespace) -> int:
@@ -22,6 +26,9 @@ def run(options: argparse.Namespace) -> int:
         overrides += ["--model", str(checkpoint_named(options.from_checkpoint))]
     config: Any = load(chosen.config, options.config, overrides)
     beginning = Beginning(None if options.resume_from is None else step_named(options.resume_from), options.again)
+    if options.ray is not None:
+        check_ray()
+        wait_for(config.run, LEAVING)  # ranks of a driver that was killed end when Ray has noticed
     # Slow ones, torch above all: a mistake in the config is named before them.
     from rich.console import Console
 
@@ -33,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     needed = getattr(config, "layout", Layout()).world_size
     size = needed if options.nproc is None else options.nproc
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine speaks for its neighbours
-        subject = Subject(config, Start(device, int(os.environ.get("WORLD_SIZE", size))))
+        here = options.ray in (None, LOCAL)
+        subject = Subject(config, Start(device, int(os.environ.get("WORLD_SIZE", size)), here))
         found, console = preflight(chosen.checks(subject)), Console()
         if options.dry_run:
             console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
@@ -45,7 +53,12 @@ def run(options: argparse.Namespace) -> int:
                 keep()
     if options.dry_run:
         return DONE
-    ending = on_ranks(chosen.run, config, device, beginning, nproc=size, timeout=options.timeout, device=device)
+    if options.ray is None:
+        ending = on_ranks(chosen.run, config, device, beginning, nproc=size, timeout=options.timeout, device=device)
+    else:
+        from postlude.cluster.driving import Job, drive
+
+        ending = drive(Job(chosen, config, device, beginning, size, options.timeout), options.ray)
     if ending.sentence:
         complain(f"postlude {options.command}: {ending.sentence}")
     return ending.code

@@ -101,7 +101,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         if not held_out:
             self.run.sample(self.step + 1, shown(answers, self.tokenizer))
         self.answered = _batch([each.transcript for each in answers])
-        return summary(answers) | self.rollouts.engine.take_metrics()
+        return summary(answers) | self.rollouts.take_metrics()
 
 
 def _batch(sequences: Sequence[Encoded | Transcript]) -> Batch:

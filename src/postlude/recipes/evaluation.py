@@ -81,7 +81,7 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST, 
                 live.update(min(first + PAGE, count), rollouts.led(partial(page, first)))
         if answers:
             directory.sample(0, shown(answers, tokenizer))
-        found = rollouts.led(lambda: scores(answers, config.samples) | summary(answers) | engine.take_metrics())
+        found = rollouts.led(lambda: scores(answers, config.samples) | summary(answers) | rollouts.take_metrics())
         directory.log(0, found | clock.take(), phase=EVALUATED)
     ending = Ending("finished", 0)
     conclude(config.run, ending)

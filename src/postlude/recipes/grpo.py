@@ -149,7 +149,7 @@ class GRPOTrainer(Trainer):
         self.health.rewards(drawn, self.step + 1)
         learned = len({each.group for each in answered}) / self.config.prompts
         found = summary(drawn) | {"groups_learned": learned}
-        found |= self.supply.take_metrics() | self.rollouts.engine.take_metrics()
+        found |= self.supply.take_metrics() | self.rollouts.take_metrics()
         if (older := age(answered, self.engine.step)) is not None:
             found["token_age"] = older
         self.lesson = self._minibatches(answered)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 REWARD, LOSS, LENGTH = "reward_mean", "loss", "length_mean"
 SKIPPED, MEMORY, SPEED = "skipped", "gpu_memory_gib", "tokens_per_second"
 DRAFTS = "drafts_accepted"
+WORKERS_LOST = "workers/lost"
 REWARDS, LENGTHS = "rewards", "lengths"  # lists: one number an answer
 EVAL = "eval/"  # of what is held out
 PASS = f"{EVAL}pass@"
@@ -228,6 +229,13 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
             "share of answers whose judge, tool or environment took too long; beside it `raised`, `invalid` and `died`",
             "0 to 1",
             "near 0; else raise `environment.timeout`",
+        ),
+        WORKERS_LOST: Metric(
+            "Workers lost",
+            "workers that judge and were lost with their process or node in the step, on Ray: what they were at was "
+            "done again by others",
+            "≥ 0",
+            "0",
         ),
         f"{PARTS}no_room": Metric(
             "No room", "share of conversations that outgrew the budget", "0 to 1", "near 0; else raise `budget`"

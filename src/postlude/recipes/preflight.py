@@ -90,6 +90,8 @@ class Start:
 
     device: str = "cpu"
     ranks: int = 1
+    here: bool = True
+    """Whether on this machine, so that its devices and its memory are those of the ranks."""
 
 
 @dataclass
@@ -150,7 +152,7 @@ class Subject:
 
 def of_model(subject: Subject) -> Iterator[Check]:
     """What every recipe needs: a device, a place to write to, a model that can be read."""
-    yield Check("device", lambda: _device(subject.start.device))
+    yield Check("device", lambda: _device(subject.start))
     yield Check("run", lambda: _run(subject))
     yield Check("sinks", lambda: check_sinks(subject.config.sinks))
     yield Check("model", lambda: _model(subject))
@@ -264,7 +266,10 @@ def print_findings(subject: Subject, found: Mapping[str, str], console: Console)
     console.print(table)
 
 
-def _device(device: str) -> str:
+def _device(start: Start) -> str:
+    device = start.device
+    if not start.here:
+        return f"{device}, of the cluster"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device is cuda, but torch {torch.__version__} sees no GPU on this machine. Use --device cpu, or "
@@ -325,6 +330,8 @@ def _layout(subject: Subject) -> str:
 
 def _memory(subject: Subject) -> str:
     most = max(subject.memory, key=lambda each: each.lasting)
+    if not subject.start.here:
+        return f"about {in_bytes(max(each.total for each in subject.memory))} a rank"
     neighbours = min(subject.start.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", subject.start.ranks)))
     room = _room(subject.start.device, neighbours)
     if most.lasting > room:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from postlude.data.chat import ChatTokenizer, Encoder, TooLong
 from postlude.recipes.clock import Clock
 from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evaluation, Prompts
-from postlude.recipes.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS
+from postlude.recipes.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS, WORKERS_LOST
 from postlude.recipes.run.directory import Sample
 from postlude.rollout.conversations import Answered, Conversations, Group, seed_of
 from postlude.rollout.environments import Environment
@@ -45,6 +45,7 @@ class Rollouts:
         self.engine, self.environment, self.answers = engine, environment, answers
         self.budget, self.seed, self.timed = budget, seed, timed
         self.background = background
+        self._lost = 0  # workers, as was told
         self.encoder = encoder_of(environment, tokenizer, answers, budget)
         self.conversations = Conversations(
             engine,
@@ -104,6 +105,14 @@ class Rollouts:
         """Wait until something is so of groups that were begun."""
         with self.timed("rollout") if self.background else nullcontext():
             self.conversations.wait(done)
+
+    def take_metrics(self) -> dict[str, float]:
+        """How those fared who draw and who judge, since it was asked last."""
+        found, lost = self.engine.take_metrics(), self.environment.lost_workers
+        if lost is not None:
+            found[WORKERS_LOST] = float(lost - self._lost)
+            self._lost = lost
+        return found
 
     def close(self) -> None:
         """Give back what the engine and the environment hold."""

@@ -13,6 +13,11 @@ ASKING = (signal.SIGINT, signal.SIGTERM)
 SAME = 1.0  # seconds in which a second signal is the first one, come another way: a terminal's and a launcher's
 
 
+def asked(number: int) -> bytes:
+    """What is said when a signal asks a run to end."""
+    return f"\n{signal.Signals(number).name}: the run ends after this step; another ends it at once.\n".encode()
+
+
 class Signals:
     """While it is entered, `heard` is the first signal that asked this process to end, or 0.
 
@@ -44,8 +49,7 @@ class Signals:
         elif not self.heard:
             self.heard, self._at = number, now
             if self._speaks:
-                words = f"\n{signal.Signals(number).name}: the run ends after this step; another ends it at once.\n"
-                os.write(2, words.encode())  # what is interrupted may be in the middle of a print
+                os.write(2, asked(number))  # what is interrupted may be in the middle of a print
         elif now - self._at > SAME:
             self.__exit__()
             signal.raise_signal(number)

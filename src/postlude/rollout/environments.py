@@ -131,9 +131,9 @@ class Environment(ABC):
         return found
 
     @property
-    def lost_workers(self) -> int:
-        """How many workers that judge went with no fault of a judgement's, so that others did what they were at."""
-        return 0
+    def lost_workers(self) -> int | None:
+        """How many that judge went with no fault of a judgement's, so that others did it. None where none can."""
+        return None
 
     def release(self, episode: Episode) -> None:
         """Let go of an episode: it is over, or its caller ends it before."""
@@ -167,7 +167,7 @@ class Judged(Environment):
         self._waiting: dict[int, Episode] = {}
 
     @property
-    def lost_workers(self) -> int:
+    def lost_workers(self) -> int | None:
         """As the pool counts them."""
         return self.pool.lost
 

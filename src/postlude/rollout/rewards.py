@@ -135,8 +135,8 @@ class RewardPool(Tally):
             raise ValueError(f"{self._workers.name} {fault}") from fault
 
     @property
-    def lost(self) -> int:
-        """How many workers went with no fault of a call's, so that what they were at was done by others."""
+    def lost(self) -> int | None:
+        """How many workers went with no fault of a call's, so that others did what they were at. None: none can."""
         return self._workers.lost
 
     def close(self) -> None:

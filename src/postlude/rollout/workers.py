@@ -53,8 +53,8 @@ class Crew(ABC):
     Who makes the calls, and where, is a subclass's: it takes tickets from `waiting` and puts outcomes into `done`.
     """
 
-    lost: int = 0
-    """Workers that went with no fault of a call's, so that what they were at was done by others."""
+    lost: int | None = None
+    """How many workers went with no fault of a call's, so that others did what they were at. None: none can."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -124,7 +124,7 @@ class Hire(Protocol):
     """Finds workers for a function, which `start` tells them how to load; each call has `timeout` seconds."""
 
     def __call__(self, start: bytes, name: str, count: int, timeout: float) -> Crew:
-        """`count` workers, at least one of whom has loaded it; `name` is what it is called in sentences."""
+        """`count` workers. `name` is what the function is called in sentences."""
 
 
 class Workers:
@@ -164,9 +164,9 @@ class Workers:
         self._finalizer = weakref.finalize(self, self._crew.close)
 
     @property
-    def lost(self) -> int:
-        """How many workers went with no fault of a call's, so that what they were at was done by others."""
-        return 0 if self._crew is None else self._crew.lost
+    def lost(self) -> int | None:
+        """How many workers went with no fault of a call's, so that others did what they were at. None: none can."""
+        return None if self._crew is None else self._crew.lost
 
     def submit(self, arguments: tuple[Any, ...]) -> int:
         """Ask for a call, and go on. Returns the ticket by which its outcome will be known."""

@@ -425,6 +425,18 @@ def _known(sinks: tuple[str, ...]) -> tuple[str, ...]:
     return sinks
 
 
+class Cluster(Settings):
+    """What a run takes of a Ray cluster, where it is run on one (--ray)."""
+
+    cpus: PositiveInt | None = None
+    """CPUs of each rank, which are the threads it computes with; none takes 1, or of a local Ray without GPUs an equal
+    share of the machine's."""
+    worker_cpus: NonNegative = 1.0
+    """CPUs of each worker that judges."""
+    restarts: NonNegativeInt = 3
+    """How often in a row ranks are started again after one was lost, if no checkpoint was saved in between."""
+
+
 class Model(Settings):
     """What every recipe's config begins with."""
 
@@ -441,6 +453,8 @@ class Model(Settings):
     sinks: Annotated[tuple[str, ...], AfterValidator(_known)] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow or trackio. A project's name may follow a
     colon: wandb:sums."""
+    cluster: Cluster = Cluster()
+    """What the run takes of a Ray cluster."""
 
 
 class Limits(Settings):

@@ -22,6 +22,7 @@ MAY_CHANGE = (
     "data.answers.draft",
     "rollout",
     "data.rollout",
+    "cluster",
     # how long, and how fast
     "steps",
     "epochs",

@@ -69,6 +69,16 @@ class RunLock:
             return False
 
 
+def wait_for(directory: Path, patience: float) -> None:
+    """Wait for a process that is ending to let go of a directory. One that holds on is for `RunLock` to refuse."""
+    until = time.monotonic() + patience
+    while (directory / LOCK).exists() and time.monotonic() < until:
+        try:
+            RunLock(directory).release()
+        except RunLocked:
+            time.sleep(0.2)
+
+
 def _holder(file: FileIO) -> str:
     """Who holds a lock, by what it wrote there."""
     try:

@@ -1,0 +1,198 @@
+"""The driver: starts a run's ranks on a cluster, shows what they show, and starts them again when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from postlude.cluster.crews import Actors
+from postlude.cluster.gang import Answer, Gang, Lost, Verdict, verdict
+from postlude.cluster.joining import LOCAL, Needs, joined
+from postlude.cluster.relay import Audience, Relay, Relayed
+from postlude.recipes.commands import Recipe
+from postlude.recipes.config.settings import Cluster
+from postlude.recipes.run.beginning import Beginning
+from postlude.recipes.run.directory import RunDirectory
+from postlude.recipes.run.ending import Ending
+from postlude.recipes.run.lock import wait_for
+from postlude.recipes.signals import SAME, asked
+from postlude.recipes.where import Where
+from postlude.world.last_words import GRACE, RankError
+from postlude.world.launcher import SIGNALS
+
+LOG = logging.getLogger("postlude")
+LEAVING = 30.0  # seconds that ranks which were ended may still hold the run's directory
+PATIENCE = 300.0  # seconds that ranks have to end after a signal
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe that is to be run, on so many ranks."""
+
+    recipe: Recipe
+    config: Any
+    device: str
+    beginning: Beginning
+    ranks: int
+    timeout: float
+    """Seconds after which a silent rank, or a place for it, is given up."""
+
+    @property
+    def settings(self) -> Cluster:
+        """What it takes of a cluster."""
+        found: Cluster = self.config.cluster
+        return found
+
+    def needs(self, address: str) -> Needs:
+        """What that comes to."""
+        gpus = int(self.device == "cuda")
+        shared = (os.cpu_count() or 1) // self.ranks if address == LOCAL and not gpus else 1
+        environment = getattr(self.config, "environment", None)
+        environment = environment or getattr(getattr(self.config, "data", None), "environment", None)
+        workers = getattr(environment, "workers", 0) * self.settings.worker_cpus  # the first rank alone has any
+        return Needs(self.ranks, self.settings.cpus or max(1, shared), gpus, workers)
+
+
+class Interrupted(Exception):
+    """A signal ended the ranks before they could save."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def drive(job: Job, address: str = LOCAL) -> Ending:
+    """Run a job on a cluster, and return how it ended, as its first rank says."""
+    needs = job.needs(address)
+    try:
+        with joined(address, needs), Signalled() as signalled:
+            return _restarted(job, needs, signalled)
+    except Interrupted as ended:
+        signal.raise_signal(ended.number)  # now it means what it always means here
+        raise SystemExit(128 + ended.number) from None
+
+
+class Signalled:
+    """While it is entered, signals that would end this process are kept, for the ranks to hear of."""
+
+    def __init__(self) -> None:
+        self.first, self.at = 0, 0.0
+        self.over = False
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Go on, unless it is time to end."""
+        if self.over or (self.first and time.monotonic() - self.at > PATIENCE):
+            raise Interrupted(self.first)
+
+    def check_early(self) -> None:
+        """Go on, unless a signal came: nothing has begun that could be saved."""
+        if self.first:
+            raise Interrupted(self.first)
+
+    def _hear(self, number: int, _: Any) -> None:
+        if not self.first:
+            self.first, self.at = number, time.monotonic()
+            os.write(sys.stderr.fileno(), asked(number))
+        elif time.monotonic() - self.at > SAME:
+            self.over = True
+
+
+def _restarted(job: Job, needs: Needs, signalled: Signalled) -> Ending:
+    """Run until all ranks have a result, or there is no use in another start."""
+    audience, used, saved = Audience(), 0, _saved(job)
+    allowed = job.settings.restarts
+    restarted = False
+    while True:
+        beginning = replace(job.beginning, resume_from=None) if audience.began else job.beginning
+        answers, found = _started(replace(job, beginning=beginning), needs, signalled, audience, restarted)
+        if found is None:
+            ending: Ending = answers[0].value  # type: ignore[union-attr]
+            return ending
+        if signalled.first:
+            raise Interrupted(signalled.first)
+        if not found.again:
+            raise found.error
+        before, saved = saved, _saved(job)
+        used = 1 if saved != before else used + 1
+        if used > allowed:
+            raise RankError(
+                f"{str(found.error).rstrip('.')}. The ranks were started again {allowed} times without a new "
+                f"checkpoint (cluster.restarts); go on with: {job.beginning.command}"
+            )
+        LOG.warning(
+            "%s All ranks start again from %s (%d of %d).", found.error, saved or "the beginning", used, allowed
+        )
+        restarted = True
+
+
+def _started(
+    job: Job, needs: Needs, signalled: Signalled, audience: Audience, restarted: bool
+) -> tuple[dict[int, Answer | Lost], Verdict | None]:
+    """One start of all ranks: what each answered, and why they ended if not all have a value."""
+    import ray
+
+    relay = _relay(needs.ranks)
+    gang = Gang(needs, signalled.check_early, job.timeout, patient=restarted)
+    try:
+        where = Where(view=Relayed(relay), hire=Actors(job.settings.worker_cpus))
+        function = partial(_rank, job, where)
+        gang.start(function, relay, {"nproc": job.ranks, "timeout": job.timeout, "device": job.device})
+        told, failed = False, 0.0
+        while not gang.look() and not (failed and time.monotonic() - failed > 2 * GRACE):
+            audience.hear(ray.get(relay.take.remote(0.2)))
+            signalled.check()
+            if signalled.first and not told:
+                told = True
+                relay.ask.remote(signalled.first)
+            if gang.failed and not failed:
+                failed = time.monotonic()  # the others may know better why
+        audience.hear(ray.get(relay.take.remote(0.0)))
+    except ray.exceptions.RayActorError as error:
+        return gang.answers, Verdict(
+            RankError(f"the relay of the ranks' words was lost: {type(error).__name__}."), True
+        )
+    finally:
+        audience.leave()
+        gang.end()
+        ray.kill(relay)
+    return gang.answers, verdict(gang.answers, job.ranks) if gang.failed else None
+
+
+def _relay(ranks: int) -> Any:
+    """Beside the driver, so that it is lost with it alone."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(Relay).options(num_cpus=0, max_concurrency=2 * ranks + 64, scheduling_strategy=here).remote()
+
+
+def _rank(job: Job, where: Where) -> Ending:
+    """What each rank does."""
+    if os.environ["RANK"] == "0":
+        wait_for(job.config.run, LEAVING)
+    return job.recipe.run(job.config, job.device, job.beginning, where)
+
+
+def _saved(job: Job) -> str:
+    """The name of the newest checkpoint; empty where there is none."""
+    found = RunDirectory(Path(job.config.run)).checkpoints()
+    return found[-1].name if found else ""

@@ -1,0 +1,174 @@
+"""Between ranks, wherever they are, and the driver: what they print and show goes there, a signal comes from there."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from typing import Any, Self, TextIO
+
+from postlude.recipes.live import LiveView
+from postlude.recipes.run.directory import flatten, is_first_rank
+
+
+class Relay:
+    """An actor that keeps what ranks say until the driver asks, and a signal until ranks do."""
+
+    def __init__(self) -> None:
+        self.news: list[tuple[Any, ...]] = []
+        self.signal = 0
+        self.said, self.asked = asyncio.Event(), asyncio.Event()
+
+    async def tell(self, *news: Any) -> None:
+        """One thing that a rank says."""
+        self.news.append(news)
+        self.said.set()
+
+    async def take(self, patience: float) -> list[tuple[Any, ...]]:
+        """All that was said since; waits a while for the first."""
+        if not self.news:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.said.wait(), patience)
+        found, self.news = self.news, []
+        self.said.clear()
+        return found
+
+    async def ask(self, number: int) -> None:
+        """Ask all ranks to end, by a signal."""
+        self.signal = number
+        self.asked.set()
+
+    async def heard(self) -> int:
+        """The signal that asks to end, once there is one."""
+        await self.asked.wait()
+        return self.signal
+
+
+@dataclass(frozen=True)
+class Relayed:
+    """Makes views that the driver shows."""
+
+    relay: Any
+
+    def __call__(self, total: int, *, title: str = "postlude", start: int = 0, unit: str = "step") -> RelayedView:
+        """A view."""
+        return RelayedView(self.relay, {"total": total, "title": title, "start": start, "unit": unit})
+
+
+class RelayedView:
+    """A rank's view: what it is told, the driver's `LiveView` shows. On a rank that is not the first, nothing."""
+
+    def __init__(self, relay: Any, settings: dict[str, Any]) -> None:
+        self.relay, self.settings, self.silent = relay, settings, not is_first_rank()
+
+    def __enter__(self) -> Self:
+        self._tell("view", self.settings)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell("end of view")
+
+    def doing(self, phase: str) -> None:
+        """Say what is going on."""
+        self._tell("doing", phase)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a finished step."""
+        numbers = {name: value for name, value in flatten(metrics).items() if isinstance(value, int | float)}
+        self._tell("update", step, numbers)
+
+    def _tell(self, *news: Any) -> None:
+        if not self.silent:
+            self.relay.tell.remote(*news)
+
+
+class Audience:
+    """The driver's side: shows what ranks say."""
+
+    def __init__(self) -> None:
+        self.view: LiveView | None = None
+        self.began = False
+        """Whether a run has gone on from where it was to go on."""
+
+    def hear(self, news: list[tuple[Any, ...]]) -> None:
+        """Show what was said."""
+        for each in news:
+            match each:
+                case ("said", stream, text):
+                    print(text, end="", flush=True, file=sys.stderr if stream == "stderr" else sys.stdout)
+                case ("view", settings):
+                    self.leave()
+                    self.began = True
+                    self.view = LiveView(**settings, silent=False).__enter__()
+                case ("doing", phase) if self.view is not None:
+                    self.view.doing(phase)
+                case ("update", step, metrics) if self.view is not None:
+                    self.view.update(step, metrics)
+                case ("end of view",):
+                    self.leave()
+
+    def leave(self) -> None:
+        """Show no more steps, as those who did them are done or lost."""
+        if self.view is not None:
+            self.view.__exit__()
+            self.view = None
+
+
+class Voice(io.TextIOBase):
+    """A stream whose lines the driver prints."""
+
+    def __init__(self, relay: Any, stream: str) -> None:
+        self.relay, self.stream = relay, stream
+        self.begun = ""
+        self.lock = threading.Lock()
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Send whole lines, and keep the rest."""
+        with self.lock:
+            lines, newline, self.begun = (self.begun + text).rpartition("\n")
+            if newline:
+                self.relay.tell.remote("said", self.stream, lines + newline)
+        return len(text)
+
+    def end(self) -> None:
+        """Send what is left."""
+        if self.begun:
+            self.write("\n")
+
+
+@contextmanager
+def spoken(relay: Any) -> Iterator[None]:
+    """Have the driver print what is printed here."""
+    import ray
+
+    out, err = Voice(relay, "stdout"), Voice(relay, "stderr")
+    streams: tuple[TextIO, TextIO] = (out, err)  # type: ignore[assignment]
+    with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        try:
+            yield
+        finally:
+            out.end()
+            err.end()
+            with suppress(ray.exceptions.RayError):
+                ray.get(relay.tell.remote("all is said"))  # before the rank's own answer comes
+
+
+def heed(relay: Any) -> None:
+    """From now on, a signal that the driver hands on comes to this process as one of its own."""
+    import ray
+
+    def wait() -> None:
+        os.kill(os.getpid(), ray.get(relay.heard.remote()))
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own would end it by an exception that is none of the run's
+    threading.Thread(target=wait, name="signals of the driver", daemon=True).start()

@@ -1,0 +1,19 @@
+"""A local Ray for the tests of a file, with a folder of its own, gone when they are done."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+
+
+@pytest.fixture(scope="module")
+def local_ray(request: pytest.FixtureRequest) -> Iterator[None]:
+    ray = pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
+        ray.init("local", num_cpus=8, _temp_dir=place, **QUIET)
+        yield
+        ray.shutdown()

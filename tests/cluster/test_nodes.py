@@ -1,0 +1,46 @@
+"""A node that is killed: what was there is done elsewhere. The nodes are processes of this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from postlude.cluster.crews import Actors
+from postlude.rollout.workers import Outcome, Workers
+from tests.cluster.conftest import QUIET
+from tests.cluster.test_crews import busy, crew_of
+from tests.rollout import functions
+
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[Any]:
+    """A cluster of two nodes of two CPUs; `other` is the one that this process is not on."""
+    ray = pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
+        head = {"num_cpus": 2, "include_dashboard": False, "temp_dir": place}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.other = cluster.add_node(num_cpus=2, temp_dir=place)
+        ray.init(cluster.address, **{name: QUIET[name] for name in ("log_to_driver", "logging_level")})
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
+    with closing(Workers(functions.slow_length, count=4, timeout=30.0, hire=Actors())) as workers:
+        tickets = [workers.submit(("", "x" * size, {})) for size in range(60)]
+        busy(crew_of(workers), 4)
+        two_nodes.remove_node(two_nodes.other, allow_graceful=False)
+        found: dict[int, Outcome] = {}
+        while len(found) < len(tickets):
+            found |= workers.poll(None)
+        assert [found[ticket].value for ticket in tickets] == list(range(60))
+        assert workers.lost == 2, "half of them were there"
