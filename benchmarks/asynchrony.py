@@ -1,0 +1,138 @@
+"""What a trainer gains that does not wait for the longest answer, by how stale answers may be.
+
+    PYTHONPATH=src python benchmarks/asynchrony.py --json benchmarks/results/asynchrony_cpu.json
+    PYTHONPATH=src python benchmarks/asynchrony.py --device cuda --model MODEL --prompts 16 --tokens 256
+    PYTHONPATH=src python benchmarks/asynchrony.py --smoke          # tiny, on any machine
+
+GRPO on one rank with one generator of its own process. After its tokens are drawn an answer takes as long as a tool
+would: a time from a log-normal distribution of median `--median` seconds and shape `--tail`, the same in every case.
+A case is so many steps with one `max_staleness`; "idle" is the share of its time in which the trainer waited for
+answers. The first steps, in which processes warm up and nothing is under way yet, are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import yaml
+from workloads import Results
+
+from postlude.cli import main as postlude
+from postlude.recipes.run.directory import read_metrics
+from postlude.rollout.environments import Said
+
+UNCOUNTED = 3  # steps at the beginning
+PHASES = ("rollout", "reward", "weights", "score", "train")
+
+
+class Waiting:
+    """An episode of one turn, whose judge takes its time."""
+
+    def __init__(self, example: Mapping[str, Any], median: float, tail: float) -> None:
+        self.example, self.median, self.tail = example, median, tail
+
+    async def step(self, said: Said) -> float:
+        noise = random.Random(str((self.example["prompt"], list(said.tokens))))
+        await asyncio.sleep(self.median * noise.lognormvariate(0.0, self.tail))
+        return len(set(said.tokens)) / max(1, len(said.tokens))
+
+
+def config(arguments: argparse.Namespace, directory: Path, staleness: int) -> dict[str, Any]:
+    """A run with one `max_staleness`."""
+    rows = directory / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": f"Say {number}."}) for number in range(4096)))
+    waits = {"median": arguments.median, "tail": arguments.tail}
+    return {
+        "model": arguments.model,
+        "run": str(directory / f"run-{staleness}"),
+        "budget": arguments.budget,
+        "environment": {
+            "kind": "episodes",
+            "path": str(rows),
+            "episode": f"{Path(__file__).resolve()}:Waiting",
+            "settings": waits,
+            "max_turns": 1,
+            "timeout": 600.0,
+        },
+        "rollout": {"kind": "generators", "device": arguments.device},
+        "asynchrony": {"max_staleness": staleness},
+        "steps": arguments.steps + UNCOUNTED,
+        "prompts": arguments.prompts,
+        "samples": 8,
+        "answers": {"max_new_tokens": arguments.tokens},
+        "evaluation": {"every": 0},
+        "optimizer": {"lr": 1e-6},
+        "save_every": 0,
+        "export": False,
+    }
+
+
+def case(arguments: argparse.Namespace, directory: Path, staleness: int) -> dict[str, Any]:
+    """Run it, and read what its metrics say."""
+    file = directory / f"{staleness}.yaml"
+    file.write_text(yaml.safe_dump(config(arguments, directory, staleness)))
+    if postlude(["grpo", str(file), "--device", arguments.device]):
+        raise SystemExit(f"the run with max_staleness {staleness} failed")
+    rows = read_metrics(directory / f"run-{staleness}")[UNCOUNTED:]
+    phases = {
+        name: mean(row.get(f"time/{name}", 0.0) for row in rows) for name in ("rollout", "reward", "weights", "train")
+    }
+    step = sum(phases.values())
+    waited = phases["rollout"] + phases["reward"]
+    return {
+        "max_staleness": staleness,
+        "steps": len(rows),
+        "seconds_a_step": round(step, 4),
+        "answers_a_second": round(arguments.prompts * 8 / step, 2),
+        "idle": round(waited / step, 4),
+        "phases": {name: round(seconds, 4) for name, seconds in phases.items()},
+        "staleness_mean": round(mean(row.get("staleness_mean", 0.0) for row in rows), 3),
+        "staleness_max": max(row.get("staleness_max", 0.0) for row in rows),
+        "settings": {name: getattr(arguments, name) for name in ("model", "prompts", "tokens", "median", "tail")},
+    }
+
+
+def options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-dense")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=12, help="that are counted")
+    parser.add_argument("--prompts", type=int, default=16, help="a step, with 8 answers each")
+    parser.add_argument("--tokens", type=int, default=16, help="of an answer, at most")
+    parser.add_argument("--budget", type=int, default=4096)
+    parser.add_argument("--median", type=float, default=0.4, help="seconds that an answer takes besides its tokens")
+    parser.add_argument("--tail", type=float, default=0.8, help="the shape of these: 0 has none")
+    parser.add_argument("--json", type=Path, help="written after each case")
+    parser.add_argument("--smoke", action="store_true", help="two steps of almost nothing")
+    found = parser.parse_args(words)
+    if found.smoke:
+        found.staleness, found.steps, found.prompts, found.tokens, found.median = [0, 1], 2, 2, 2, 0.01
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Measure each staleness; returns the cases."""
+    arguments = options(words)
+    results = Results(" ".join(sys.argv), arguments.device, arguments.json)
+    with tempfile.TemporaryDirectory() as directory:
+        for staleness in arguments.staleness:
+            found = case(arguments, Path(directory), staleness)
+            first = (results.cases or [found])[0]
+            found["gain"] = round(first["seconds_a_step"] / found["seconds_a_step"], 3)
+            results.add(found)
+            print(json.dumps(found), flush=True)
+    return results.cases
+
+
+if __name__ == "__main__":
+    main()
