@@ -56,7 +56,7 @@ def test_help_and_mistakes_need_no_torch(arguments: str, code: int, said: str) -
     found, told, modules = started(*arguments.split())
     assert found == code
     assert said in told
-    assert not modules & {"torch", "transformers", "tokenizers", "numpy"}
+    assert not modules & {"torch", "transformers", "tokenizers", "numpy", "asyncio"}
 
 
 @pytest.mark.slow

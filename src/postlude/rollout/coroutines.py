@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from postlude.rollout.workers import Outcome
 from postlude.user_code import describe
+
+if TYPE_CHECKING:
+    import asyncio
 
 GRACE = 1.0  # seconds in which a loop that was to cancel something must show that it is alive
 
@@ -37,6 +39,8 @@ class Coroutines:
 
     def submit(self, ticket: int, coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
         """Begin a coroutine, and go on."""
+        import asyncio  # noqa: PLC0415 - a config that is wrong is told so without it
+
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name=f"loop of {self.name}", daemon=True).start()

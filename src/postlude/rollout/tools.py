@@ -7,11 +7,10 @@ A completion without a call is the answer.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
 
@@ -59,13 +58,19 @@ class ToolReply:
             return f"error: there is no tool {name!r}; there are {', '.join(self._loaded)}"
         try:
             found = self._loaded[name](**arguments)
-            found = asyncio.run(found) if inspect.iscoroutine(found) else found
+            found = _awaited(found) if inspect.iscoroutine(found) else found
         except Exception as error:  # what a model asks for is often impossible, and it may learn from being told
             return f"error: {type(error).__name__}: {error}"
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"tools": tuple(self.tools), "reward": self.reward, "_loaded": {}}
+
+
+def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    import asyncio  # noqa: PLC0415 - a config that is wrong is told so without it
+
+    return asyncio.run(coroutine)
 
 
 def by_name(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:

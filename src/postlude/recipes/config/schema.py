@@ -100,13 +100,7 @@ def _contents(cls: type, value: Any) -> Any:
 
 
 class _JsonSchema(GenerateJsonSchema):
-    """Defaults as a config would have them, `none` wherever nothing may be given, and the help of every field."""
-
-    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
-        return _with_help(super().model_schema(schema), schema["cls"])
-
-    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
-        return _with_help(super().dataclass_schema(schema), schema["cls"])
+    """Defaults as a config would have them, and `none` wherever nothing may be given."""
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         found = super().default_schema(schema)
@@ -127,6 +121,16 @@ class _JsonSchema(GenerateJsonSchema):
 
     def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
         return value  # as written
+
+
+class _Helpful(_JsonSchema):
+    """The same with the help of every field, for which the files of their classes are read."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        return _with_help(super().model_schema(schema), schema["cls"])
+
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
+        return _with_help(super().dataclass_schema(schema), schema["cls"])
 
 
 def _with_help(found: JsonSchemaValue, cls: type) -> JsonSchemaValue:
@@ -185,9 +189,9 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def json_schema(config: type) -> Node:
-    """The JSON Schema of a config's file, for editors."""
-    whole = TypeAdapter(config).json_schema(schema_generator=_JsonSchema)
+def json_schema(config: type, *, helpful: bool = True) -> Node:
+    """The JSON Schema of a config's file, for editors; without help sooner."""
+    whole = TypeAdapter(config).json_schema(schema_generator=_Helpful if helpful else _JsonSchema)
     for node in list(_nodes(whole)):
         if node.get(NAME):
             section = whole["$defs"][node["$ref"].rpartition("/")[2]]
@@ -203,9 +207,9 @@ def _nodes(node: Any) -> Iterator[Node]:
 
 
 @functools.cache
-def structure(config: type) -> Node:
+def structure(config: type, *, helpful: bool = False) -> Node:
     """The same without references: every section in its place."""
-    whole = json_schema(config)
+    whole = json_schema(config, helpful=helpful)
     definitions = whole.pop("$defs", {})
 
     def inlined(node: Any) -> Any:
@@ -256,7 +260,7 @@ class Option:
 
 def options(config: type) -> Iterator[Option]:
     """Every field, those of nested sections after the one that holds them."""
-    return options_of(structure(config))
+    return options_of(structure(config, helpful=True))
 
 
 def options_of(section: Node, path: str = "", default: Any = None, kind: str = "") -> Iterator[Option]:
