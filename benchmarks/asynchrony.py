@@ -1,10 +1,12 @@
 """What a trainer gains that does not wait for the longest answer, by how stale answers may be.
 
     PYTHONPATH=src python benchmarks/asynchrony.py --json benchmarks/results/asynchrony_cpu.json
-    PYTHONPATH=src python benchmarks/asynchrony.py --device cuda --model MODEL --prompts 16 --tokens 256
+    PYTHONPATH=src python benchmarks/asynchrony.py --device cuda --shape 0.6b --prompts 32 --tokens 512 --median 0 \
+        --json benchmarks/results/asynchrony_h200.json
     PYTHONPATH=src python benchmarks/asynchrony.py --smoke          # tiny, on any machine
 
-GRPO on one rank with one generator of its own process. After its tokens are drawn an answer takes as long as a tool
+GRPO on one rank with one generator of its own process, on the same device: random weights of a published model's
+`--shape`, or the built-in tiny one. After its tokens are drawn an answer takes as long as a tool
 would: a time from a log-normal distribution of median `--median` seconds and shape `--tail`, the same in every case.
 A case is so many steps with one `max_staleness`; "idle" is the share of its time in which the trainer waited for
 answers. The first steps, in which processes warm up and nothing is under way yet, are not counted.
@@ -23,10 +25,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
 import yaml
-from workloads import Results
+from transformers import AutoModelForCausalLM
+from workloads import SHAPES, Results
 
 from postlude.cli import main as postlude
+from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.run.directory import read_metrics
 from postlude.rollout.environments import Said
 
@@ -52,7 +57,7 @@ def config(arguments: argparse.Namespace, directory: Path, staleness: int) -> di
     rows.write_text("\n".join(json.dumps({"prompt": f"Say {number}."}) for number in range(4096)))
     waits = {"median": arguments.median, "tail": arguments.tail}
     return {
-        "model": arguments.model,
+        "model": model_of(arguments, directory),
         "run": str(directory / f"run-{staleness}"),
         "budget": arguments.budget,
         "environment": {
@@ -76,6 +81,20 @@ def config(arguments: argparse.Namespace, directory: Path, staleness: int) -> di
     }
 
 
+def model_of(arguments: argparse.Namespace, directory: Path) -> str:
+    """The model's name, or where one of its shape was written."""
+    if arguments.shape is None:
+        return "tiny-dense"
+    path = directory / arguments.shape
+    if not path.exists():
+        torch.manual_seed(0)
+        with torch.device(arguments.device):
+            model = AutoModelForCausalLM.from_config(SHAPES[arguments.shape](), dtype=torch.bfloat16)
+        model.save_pretrained(path)
+        byte_tokenizer().save_pretrained(path)
+    return str(path)
+
+
 def case(arguments: argparse.Namespace, directory: Path, staleness: int) -> dict[str, Any]:
     """Run it, and read what its metrics say."""
     file = directory / f"{staleness}.yaml"
@@ -97,13 +116,13 @@ def case(arguments: argparse.Namespace, directory: Path, staleness: int) -> dict
         "phases": {name: round(seconds, 4) for name, seconds in phases.items()},
         "staleness_mean": round(mean(row.get("staleness_mean", 0.0) for row in rows), 3),
         "staleness_max": max(row.get("staleness_max", 0.0) for row in rows),
-        "settings": {name: getattr(arguments, name) for name in ("model", "prompts", "tokens", "median", "tail")},
+        "settings": {name: getattr(arguments, name) for name in ("shape", "prompts", "tokens", "median", "tail")},
     }
 
 
 def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny-dense")
+    parser.add_argument("--shape", choices=list(SHAPES), help="of the model (default: the built-in tiny-dense)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=12, help="that are counted")
