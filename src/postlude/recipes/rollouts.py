@@ -14,13 +14,13 @@ from postlude.data.chat import ChatTokenizer, Encoder, TooLong
 from postlude.recipes.clock import Clock
 from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evaluation, Prompts
 from postlude.recipes.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS, WORKERS_LOST
-from postlude.recipes.run.directory import Sample
+from postlude.recipes.run.directory import Sample, is_first_rank
 from postlude.rollout.conversations import Answered, Conversations, Group, seed_of
 from postlude.rollout.environments import Environment
 from postlude.rollout.gathered import RankedEngine
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Chosen, Task
-from postlude.rollout.workers import Hire
+from postlude.rollout.workers import Hire, Nobody
 
 SHOWN = 8  # answers of a step kept to be looked at
 TRAINED, HELD_OUT = 0, 1  # what answers are for: the same task gets other answers in either
@@ -147,8 +147,11 @@ def environment_of(
     budget: int,
     hire: Hire | None = None,
 ) -> Environment:
-    """The environment, without the prompts that are to be dropped because no answer would fit after them."""
-    environment = settings.build(seed, hire)
+    """The environment, without the prompts that are to be dropped because no answer would fit after them.
+
+    The first rank has answers judged, so that it alone hires.
+    """
+    environment = settings.build(seed, hire if is_first_rank() else Nobody)
     if isinstance(settings, Prompts) and settings.overlong == "drop":
         tasks, encoder = environment.tasks, encoder_of(environment, tokenizer, answers, budget)
         kept = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]

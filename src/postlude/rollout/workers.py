@@ -127,6 +127,19 @@ class Hire(Protocol):
         """`count` workers. `name` is what the function is called in sentences."""
 
 
+class Nobody(Crew):
+    """No workers, for a rank that has nothing judged."""
+
+    def __init__(self, start: bytes, name: str, count: int, timeout: float) -> None:
+        super().__init__(name)
+
+    def close(self) -> None:
+        """There is nobody to end."""
+
+    def _wake(self) -> None:
+        raise WorkerError(f"this rank has no workers for {self.name}: the first one has answers judged.")
+
+
 class Workers:
     """`count` processes that call `function`, or with 0 this one, where nothing can be timed out.
 
