@@ -4,10 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all test-fast test-gpu test-serving lint format clean
+.PHONY: help demo demo-async test test-all test-fast test-gpu test-serving lint format clean
 
 help:
 	@echo "make demo       a small policy learns from rewards; its report is written at the end"
+	@echo "make demo-async the same on a local Ray, answers drawn while the policy learns"
 	@echo "make test       everything CI runs: lint, types and tests"
 	@echo "make test-all   the same in more layouts"
 	@echo "make test-fast  the tests that matter while editing"
@@ -31,6 +32,15 @@ LAYOUT ?=
 
 demo: $(READY)
 	$(BIN)/postlude grpo recipes/demo.yaml --run $(RUN) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(NPROC),--nproc $(NPROC))
+
+# The same on a local Ray, answers drawn while the trainer learns from earlier ones: by native generators, or by
+# ROLLOUT=vllm where VLLM_PYTHON is an interpreter that has it (`make $(SERVING)/.ready` makes one for the CPU).
+ROLLOUT   ?= generators
+STALENESS ?= 1
+
+demo-async: $(READY)
+	$(BIN)/postlude grpo recipes/demo.yaml --ray --run $(RUN)-async --seed $(SEED) --asynchrony.max_staleness $(STALENESS) \
+		--rollout $(ROLLOUT) $(if $(VLLM_PYTHON),--rollout.python $(VLLM_PYTHON) --rollout.gpus 0)
 
 # A worker runs whole files, those with slow tests first, for which the order of tests/conftest.py is kept.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
