@@ -199,6 +199,7 @@ ELSEWHERE = {
     "data.kind": "test_supervised.py: test_a_teacher_corrects_the_students_own_answers",
     "data.path": "every test has rows of its own",
     "data.overlong": "test_supervised.py: test_long_rows_may_be_left_out_or_cut",
+    "asynchrony.max_staleness": "test_asynchrony.py",
     "answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
     "data.answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
     **{
@@ -217,6 +218,7 @@ ELSEWHERE = {
             "backoff",
             "sync",
             "sync_timeout",
+            "check_every",
         )
     },
     **{

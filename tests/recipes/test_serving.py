@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from postlude.checks import MISTAKES
+from postlude.hf import export
 from postlude.hf.load import load_model, load_tokenizer, read_config
 from postlude.recipes.config.reading import ConfigError
 from postlude.recipes.grpo import run
@@ -160,6 +162,35 @@ def test_the_one_server_that_is_started_anew_is_sent_weights_in_the_middle_of_a_
     assert sum(row["servers/failed"] for row in rows) >= 1
     if not staleness:
         assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows), "it has the weights that learn"
+
+
+def filled(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
+    """As `lost`, on a disk that is full when the third model is to be written."""
+    left, written = iter(range(2)), export.save_file
+
+    def save(*arguments: Any, **options: Any) -> None:
+        if next(left, None) is None:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        written(*arguments, **options)
+
+    export.save_file = save
+    try:
+        return lost(group, directory, *overrides)
+    finally:
+        export.save_file = written
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_a_run_with_a_sentence_and_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    with closing(TinyVLLM()) as server:
+        ((outcome, sentence),) = ranks(1, filled, str(tmp_path), *SHORT, f"--rollout={server.url}")
+        assert outcome == "failed"
+        assert sentence.startswith(f"weights for servers could not be written below {tmp_path}/run/weights: ")
+        assert "No space left on device (os error 28). There has to be room for them twice." in sentence
+        assert "step-000002 is whole" in sentence
+        assert not list((tmp_path / "run").rglob("*.partial"))
+        (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={server.url}")
+    assert [row["step"] for row in rows] == [1, 2, 3]
 
 
 @pytest.mark.thorough

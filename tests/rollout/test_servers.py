@@ -55,6 +55,7 @@ def after(count: int, act: Callable[[], bytes | None]) -> Callable[[], bytes | N
 def test_requests_of_a_killed_server_go_to_another(two, engines) -> None:
     doomed, other = two
     engine = engines(*two)
+    engine.meet()  # both, so that both are asked
     doomed.before = after(5, doomed.kill)
     check(engine)
     assert doomed.answered == 5
@@ -176,3 +177,21 @@ def test_answers_of_weights_that_were_never_sent_are_asked_for_again(two, engine
     for (one,) in engine.generate(PROMPTS, THREE):
         assert one.versions == (Span("start.1", 0, 3),)
     assert engine.take_counts().retried >= 1
+
+
+def test_a_directory_is_kept_while_a_server_that_came_late_reads_it(engines) -> None:
+    with closing(FakeVLLM()) as one, closing(FakeVLLM()) as late:
+        engine = engines(one)
+        engine.update("/weights/1", "start.1")
+        reading, release = threading.Event(), threading.Event()
+        late.read = lambda directory: (reading.set(), release.wait(10))
+        engine.join(late.url)
+        assert reading.wait(10)
+        engine.update("/weights/2", "start.2")
+        assert engine.directories() == {"/weights/1", "/weights/2"}
+        release.set()
+        deadline = time.monotonic() + 10
+        while engine.fleet.up() < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (late.directory, late.version, engine.fleet.up()) == ("/weights/2", "start.2", 2)
+        assert engine.directories() == {"/weights/2"}

@@ -144,8 +144,8 @@ def _comes_late(group: Any, urls: list[str]) -> None:
         closing(Transfer(engine, send_bytes=SEND_BYTES)) as transfer,
     ):
         assert transfer.send(servers, Weights(None, "start.1")).servers == 1
-        late = HTTPEngine(urls[1:], dialect="vllm").fleet.servers[0]
-        servers.fleet.servers.append(late)
+        servers.join(urls[1])
+        late = servers.fleet.servers[1]
         servers.generate([[1]] * 8, Sampling(max_new_tokens=1))
         while late.state == "coming":
             time.sleep(0.01)

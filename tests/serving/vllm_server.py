@@ -28,8 +28,11 @@ STARTED_WITHIN = 420.0
 
 
 @contextlib.contextmanager
-def vllm(directory: Path, home: Path, *options: str) -> Iterator[str]:
-    """The address of a server of the model in `directory`, which ends with the block, and all its processes with it."""
+def vllm(directory: Path, home: Path, *options: str, path: Path | None = None) -> Iterator[str]:
+    """The address of a server of the model in `directory`, which ends with the block, and all its processes with it.
+
+    `path` is where it finds modules besides its own.
+    """
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}; `make test-serving` makes it")
     with socket.socket() as free:
@@ -40,6 +43,7 @@ def vllm(directory: Path, home: Path, *options: str) -> Iterator[str]:
     environment = os.environ | ENVIRONMENT | {"HF_HOME": str(home), "VLLM_CACHE_ROOT": str(home)}
     environment |= {"VLLM_RPC_BASE_PATH": str(home)}
     environment.pop("PYTHONPATH", None)
+    environment |= {} if path is None else {"PYTHONPATH": str(path)}
     log = home / "vllm.log"
     with log.open("w") as written:
         process = subprocess.Popen(

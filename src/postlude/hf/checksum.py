@@ -30,7 +30,7 @@ class Summed:
     def take(self, name: str) -> Tensor:
         """One tensor."""
         tensor = self.source.take(name)
-        self._sums[name] = f"{tensor.dtype} {tuple(tensor.shape)} {_sum(tensor)}"
+        self._sums[name] = f"{tensor.dtype} {tuple(tensor.shape)} {int(word_sum(tensor))}"
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -55,10 +55,10 @@ def _named(sums: Mapping[str, str]) -> str:
     return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def _sum(tensor: Tensor) -> int:
-    """Of a tensor's bytes as words, so that each counts, and where it is to within a line: modulo 2 ** 64."""
+def word_sum(tensor: Tensor) -> Tensor:
+    """Of a tensor's bytes as words, so that each counts, and where it is to within a line: [] int64, modulo 2 ** 64."""
     data = tensor.contiguous().flatten().view(torch.uint8)
     words = (F.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data).view(torch.int64)
     whole = len(words) // LINE * LINE
     lines = torch.cat((words[:whole].view(-1, LINE).sum(1), words[whole:]))
-    return int((lines * (2 * torch.arange(len(lines)) + 1)).sum())
+    return (lines * (2 * torch.arange(len(lines), device=lines.device) + 1)).sum()

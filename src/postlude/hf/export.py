@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -255,7 +256,10 @@ def _write_tensors(
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in numbers]
     for name, shard in zip(names, shards, strict=True):
         content = {theirs: tensor.detach().cpu().contiguous() for theirs, tensor in islice(tensors, len(shard))}
-        save_file(content, directory / name, metadata={"format": "pt"})
+        try:
+            save_file(content, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # the system's own words are at its end
+            raise OSError(f"{directory / name} could not be written: {str(error).rpartition(': ')[2]}.") from error
     if len(shards) > 1:
         weight_map = {theirs: name for name, shard in zip(names, shards, strict=True) for theirs in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

@@ -156,6 +156,9 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
         "servers/send_seconds": Metric(
             "Weights sent, seconds", "ranks streaming weights and sending them, servers taking them", "≥ 0", ""
         ),
+        "servers/check_seconds": Metric(
+            "Weights compared, seconds", "servers hashing their weights, each `check_every`th time", "≥ 0", ""
+        ),
         "servers/sync_bytes": Metric("Weights to a server, bytes", "how much each server was given", "≥ 0", ""),
     },
     "Multi-token prediction": {

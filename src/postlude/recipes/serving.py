@@ -54,7 +54,9 @@ def engine_of(
     """What samples with the weights of an engine that is trained. Servers are started on `machine`, or on this one."""
     if isinstance(rollout, Native):
         return GatheredGenerator(engine, tokenizer, draft=answers.draft, routing=routing)
-    way: dict[str, Any] = {"sync": rollout.sync, "seconds": rollout.sync_timeout} if isinstance(rollout, Sync) else {}
+    way: dict[str, Any] = {}
+    if isinstance(rollout, Sync):
+        way = {"sync": rollout.sync, "seconds": rollout.sync_timeout, "check_every": rollout.check_every}
     if isinstance(rollout, Servers):
         return ServedAnswers(partial(connect, rollout, tokenizer), engine=engine, directory=run, **way)
 

@@ -251,10 +251,14 @@ class Trainer(ABC):
 
     def strand(self, lost: ServerError) -> Ending:
         """End a run that has nobody left to ask for answers. What is done is saved, without the step it was in."""
-        if self.position is not None:  # else a step's own evaluation had nobody to ask: that step is done again
-            self.save()
-        self.engine.finish_saving()
-        return self._end(Ending("failed", self.step, f"{lost} {first_rank_says(self._what_is_left)}", FAILED))
+        said = str(lost)
+        try:
+            if self.position is not None:  # else a step's own evaluation had nobody to ask: that step is done again
+                self.save()
+            self.engine.finish_saving()
+        except OSError as error:  # as where a disk is full
+            said = f"{said} What was done since the last checkpoint could not be saved: {error}."
+        return self._end(Ending("failed", self.step, f"{said} {first_rank_says(self._what_is_left)}", FAILED))
 
     def _what_is_left(self) -> str:
         found = self.run.checkpoints()

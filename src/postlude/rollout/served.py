@@ -21,8 +21,8 @@ class ServedAnswers:
 
     Given an `engine`, they get its weights before they are asked; else they keep theirs. Weights go by `sync`: below
     `directory`, which servers must see under the same path, or over the network, where a server may take `seconds` for
-    a part of them. They have the name START.STEP, START being new with each start of the run: a step that is done again
-    may have made others.
+    a part of them; `check_every` is `Sync`'s. They have the name START.STEP, START being new with each start of the
+    run: a step that is done again may have made others.
     """
 
     together = False
@@ -35,6 +35,7 @@ class ServedAnswers:
         directory: Path | None = None,
         sync: Way = "disk",
         seconds: float = 60.0,
+        check_every: int = 0,
     ) -> None:
         self.engine = engine
         self.servers = connect() if dist.get_rank() == 0 else None
@@ -42,7 +43,9 @@ class ServedAnswers:
         self.start: str = first_rank_says(lambda: secrets.token_hex(4))
         self.sync: Sync | None = None
         if engine is not None:
-            self.sync = sync_of(sync, engine, self.servers, directory=directory, seconds=seconds)
+            self.sync = sync_of(
+                sync, engine, self.servers, directory=directory, seconds=seconds, check_every=check_every
+            )
 
     def refresh(self) -> None:
         """Have servers use the engine's weights, where a step was made since the last time or one came that lacks them.

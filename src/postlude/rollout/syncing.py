@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from postlude.engine import Engine
+from postlude.hf.checksum import checksum
 from postlude.rollout.servers.engine import HTTPEngine
+from postlude.rollout.servers.errors import ServerError
 from postlude.rollout.servers.server import Weights
 from postlude.rollout.transfer import Transfer
 from postlude.world.agreement import first_rank_says
@@ -22,12 +24,14 @@ Way = Literal["disk", "network"]
 
 
 class Sync(ABC):
-    """One way. `costs` are those of the last time, as metrics, on the first rank."""
+    """One way. Every `check_every`th time, from the first on, servers are compared by their checksums; 0 for never."""
 
-    def __init__(self, engine: Engine, servers: HTTPEngine | None) -> None:
-        self.engine, self._servers = engine, servers
+    def __init__(self, engine: Engine, servers: HTTPEngine | None, *, check_every: int = 0) -> None:
+        self.engine, self._servers, self.check_every = engine, servers, check_every
         self.given: str | None = None
         self.costs: dict[str, float] = {}
+        """Of the last time, as metrics, on the first rank."""
+        self._times = 0
 
     @property
     def servers(self) -> HTTPEngine:
@@ -41,7 +45,9 @@ class Sync(ABC):
             return
         began = time.perf_counter()
         size = self._bring(version)
-        self.given = version
+        if self.given != version:  # else one that came late was brought what others have
+            self.given = version
+            self._check()
         self.costs |= {"servers/sync_seconds": time.perf_counter() - began, "servers/sync_bytes": float(size)}
 
     def is_stuck(self) -> bool:
@@ -60,16 +66,31 @@ class Sync(ABC):
     def _wanted(self, version: str) -> bool:
         return self.given != version
 
+    def _check(self) -> None:
+        self._times += 1
+        if self.check_every and (self._times - 1) % self.check_every == 0:
+            began = time.perf_counter()
+            first_rank_says(self._compare)
+            self.costs["servers/check_seconds"] = time.perf_counter() - began
+
+    def _compare(self) -> None:
+        if self.servers.compares():
+            self.servers.compare(self._checksum())
+
     @abstractmethod
     def _bring(self, version: str) -> int:
         """How many bytes the weights have."""
+
+    @abstractmethod
+    def _checksum(self) -> str:
+        """Of what was brought last. The first rank asks."""
 
 
 class ByDisk(Sync):
     """All ranks stream the weights, the first writes safetensors below `directory`, and servers read them there."""
 
-    def __init__(self, engine: Engine, servers: HTTPEngine | None, directory: Path) -> None:
-        super().__init__(engine, servers)
+    def __init__(self, engine: Engine, servers: HTTPEngine | None, directory: Path, *, check_every: int = 0) -> None:
+        super().__init__(engine, servers, check_every=check_every)
         self.room = directory.expanduser().absolute() / WEIGHTS
 
     def close(self) -> None:
@@ -80,7 +101,13 @@ class ByDisk(Sync):
     def _bring(self, version: str) -> int:
         began = time.perf_counter()
         path = self.room / version
-        self.engine.export_hf(path)
+        try:
+            self.engine.export_hf(path)
+        except OSError as error:
+            raise ServerError(
+                f"weights for servers could not be written below {self.room}: {error} "
+                "There has to be room for them twice."
+            ) from error
         self.costs["servers/write_seconds"] = time.perf_counter() - began
         return first_rank_says(lambda: self._tell(path))
 
@@ -92,6 +119,10 @@ class ByDisk(Sync):
                 shutil.rmtree(other, ignore_errors=True)
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
+    def _checksum(self) -> str:
+        assert self.given is not None
+        return checksum(self.room / self.given)
+
 
 class ByNetwork(Sync):
     """All ranks stream the weights, and send them to servers. Nothing is written.
@@ -99,9 +130,10 @@ class ByNetwork(Sync):
     A server that comes late waits until all ranks are here the next time.
     """
 
-    def __init__(self, engine: Engine, servers: HTTPEngine | None, seconds: float) -> None:
-        super().__init__(engine, servers)
+    def __init__(self, engine: Engine, servers: HTTPEngine | None, *, seconds: float, check_every: int = 0) -> None:
+        super().__init__(engine, servers, check_every=check_every)
         self.transfer = Transfer(engine, seconds=seconds)
+        self._sent = ""
 
     def close(self) -> None:
         """Let go of the channels."""
@@ -124,14 +156,24 @@ class ByNetwork(Sync):
             sent = self.transfer.send(self._servers, weights)
             if first_rank_says(lambda: self.servers.fleet.up() > 0):
                 self.costs["servers/send_seconds"] = sent.seconds
+                self._sent = sent.checksum
                 return sent.bytes
+
+    def _checksum(self) -> str:
+        return self._sent
 
 
 def sync_of(
-    way: Way, engine: Engine, servers: HTTPEngine | None, *, directory: Path | None, seconds: float = 60.0
+    way: Way,
+    engine: Engine,
+    servers: HTTPEngine | None,
+    *,
+    directory: Path | None,
+    seconds: float = 60.0,
+    check_every: int = 0,
 ) -> Sync:
     """The way that a config names."""
     if way == "network":
-        return ByNetwork(engine, servers, seconds)
+        return ByNetwork(engine, servers, seconds=seconds, check_every=check_every)
     assert directory is not None
-    return ByDisk(engine, servers, directory)
+    return ByDisk(engine, servers, directory, check_every=check_every)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.engine import Engine
+from postlude.hf.checksum import word_sum
 from postlude.rollout.servers.channel import Channel, Offer, close, open_all, send
 from postlude.rollout.servers.dialect import Tensors
 from postlude.rollout.servers.engine import HTTPEngine
@@ -40,6 +41,8 @@ class Sent:
     bytes: int
     """To each of them."""
     seconds: float
+    checksum: str
+    """Of all that was sent, in the order it was."""
 
 
 class Transfer:
@@ -63,7 +66,7 @@ class Transfer:
         hand = None if http is None else http.handover(weights)
         takers: list[Taker] = first_rank_says(lambda: _own(hand).takers())
         ready = self._connect(hand, takers)
-        sent, broken = 0, dict[str, str]()
+        sent, broken, sums = 0, dict[str, str](), list[Tensor]()
         if ready:
             for tensors, data in self._packed():
                 ready = self._told(hand, tensors, broken)
@@ -72,8 +75,10 @@ class Transfer:
                 mine = {url: self.channels[url] for url in ready if url in self.channels}
                 broken = self._forget(send(mine, data, self.seconds))
                 sent += data.numel()
+                sums.append(word_sum(data))
             ready = _agreed(lambda: broken, lambda found: _own(hand).finish(merged(found)))
-        return Sent(len(ready), sent, time.perf_counter() - began)
+        checksum = " ".join(map(str, torch.stack(sums).tolist())) if sums else ""
+        return Sent(len(ready), sent, time.perf_counter() - began, checksum)
 
     def close(self) -> None:
         """Let go of the channels."""

@@ -330,6 +330,9 @@ class Sync(Settings):
     (vLLM, over NCCL, where the trainer and they have GPUs)."""
     sync_timeout: Positive = 60.0
     """Seconds that a server may take to join, or to take one gibibyte of what is sent; then it counts as failed."""
+    check_every: NonNegativeInt = 20
+    """How many times servers get new weights from one comparison of their checksums to the next, beginning with the
+    first; 0 compares none. vLLM hashes every weight for it, about a second a gigabyte."""
 
 
 class Servers(Connections, Sync):

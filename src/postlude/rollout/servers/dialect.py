@@ -39,6 +39,8 @@ class Dialect(ABC):
     """Whether it can be given new weights while it runs."""
     sums: bool = False
     """Whether it tells the checksum of weights that it has read."""
+    hashes: bool = False
+    """Whether it tells what its weights hash to as it holds them."""
     receives: bool = False
     """Whether they can be sent straight into its memory, with no disk between."""
 
@@ -64,6 +66,10 @@ class Dialect(ABC):
 
     async def checksum(self, ask: Ask) -> str | None:
         """Of the weights it has, as `hf.checksum` counts; None where it does not say."""
+        return None
+
+    async def digests(self, ask: Ask) -> Mapping[str, str] | None:
+        """What its weights hash to, by names of its own, to be compared with those of its like; None if it is mute."""
         return None
 
     async def drawback(self, ask: Ask, *, tied_head: bool, sent: bool) -> str:

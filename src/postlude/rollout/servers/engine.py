@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from postlude.rollout.protocol import Completion, Finished, Request
 from postlude.rollout.sampling import Sampling, one_each
+from postlude.rollout.servers.comparing import Comparison
 from postlude.rollout.servers.dialect import Dialect
 from postlude.rollout.servers.errors import Garbled, Refused, ServerError, Unreachable
 from postlude.rollout.servers.fleet import Counts, Fleet
@@ -86,6 +87,7 @@ class HTTPEngine:
 
         self._server = server
         self.fleet = Fleet([server(url) for url in urls], retries=retries, backoff=backoff, concurrency=concurrency)
+        self.comparison = Comparison(self.fleet)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="postlude servers", daemon=True)
         self._thread.start()
@@ -135,6 +137,14 @@ class HTTPEngine:
     def update(self, directory: str, version: str) -> None:
         """Have every server read new weights from a directory. Answers in flight go on with them."""
         self._run(self.fleet.update(Weights(directory, version)))
+
+    def compares(self) -> bool:
+        """Whether there is a server that may tell what its weights hash to."""
+        return any(server.state == "up" and server.dialect.hashes for server in self.fleet.servers)
+
+    def compare(self, given: str) -> int:
+        """See that servers have the same weights, whose checksum the trainer says. Returns how many told of theirs."""
+        return self._run(self.comparison.compare(given))
 
     def directories(self) -> set[str]:
         """Those that a server may read from: the newest weights', and of others what is being read just now."""

@@ -15,6 +15,7 @@ from postlude.rollout.servers.errors import Garbled, Refused
 from postlude.rollout.servers.openai import OpenAI, only_choice, sampling_words
 
 GENERATE = "/inference/v1/generate"
+OTHER_WAYS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n")  # of vLLM's, for trainers that know them
 SEND_BYTES = 1 << 30
 """The most that one broadcast of new weights carries, unless one tensor alone is more."""
 
@@ -25,6 +26,7 @@ class VLLM(OpenAI):
     name = "vllm"
     reloads = True
     receives = True
+    hashes = True
 
     def __init__(self, extra: Mapping[str, Any] | None = None) -> None:
         super().__init__(extra)
@@ -56,6 +58,12 @@ class VLLM(OpenAI):
                 "does not say which weights it has at /weight_info; start vLLM 0.32 or newer with "
                 "VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from error
+
+    async def digests(self, ask: Ask) -> Mapping[str, str] | None:
+        """SHA-256 of every parameter of every worker, as they are held: fused, cut, padded."""
+        found = await ask("POST", "/weight_checker", {"action": "checksum"})
+        sums = found.get("checksums") if isinstance(found, dict) else None
+        return {str(name): str(digest) for name, digest in sums.items()} if isinstance(sums, dict) else None
 
     async def drawback(self, ask: Ask, *, tied_head: bool, sent: bool) -> str:
         """On a CPU it packs the head's weights once: one that is tied to the embedding is not packed anew (0.32)."""
@@ -132,7 +140,7 @@ def _unready(told: Any) -> str:
         backend = (config["weight_transfer_config"] or {}).get("backend")
     except (KeyError, TypeError, AttributeError):
         return ""  # it is newer or older, and says it in other words
-    if backend == "nccl":
+    if backend is not None and backend not in OTHER_WAYS:
         return ""
     return (
         f"was started with {backend or 'nothing'} for weights over the network. Start vLLM on GPUs with "

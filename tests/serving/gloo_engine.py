@@ -1,0 +1,48 @@
+"""vLLM's own NCCL engine with gloo under it, for a server on a CPU: loaded by the server, as `--worker-extension-cls`.
+
+All else is vLLM's: how the words of a trainer are read, when an update begins and ends, how tensors become its weights.
+"""
+
+import math
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+
+class GlooEngine(NCCLWeightTransferEngine):
+    """Takes what is packed as the original does, cut where more bytes have come than a buffer has."""
+
+    def init_transfer_engine(self, init_info):
+        assert init_info.packed
+        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
+        store = dist.TCPStore(init_info.master_address, init_info.master_port, is_master=False)
+        rank = self.parallel_config.rank + init_info.rank_offset
+        self.group = dist.ProcessGroupGloo(store, rank, init_info.world_size, timedelta(seconds=60))
+
+    def update_weights(self, update_info):
+        told = self.parse_update_info(update_info)
+        waiting = list(zip(told.names, told.dtype_names, told.shapes, strict=True))
+        while waiting:
+            some, size = [], 0
+            while waiting and size <= self.packed_buffer_size_bytes:
+                name, dtype, shape = waiting.pop(0)
+                some.append((name, getattr(torch, dtype), shape))
+                size += math.prod(shape) * some[-1][1].itemsize
+            data = torch.empty(size, dtype=torch.uint8)
+            self.group.broadcast(data, 0).wait()
+            parts = data.split([math.prod(shape) * dtype.itemsize for _, dtype, shape in some])
+            tensors = zip(some, parts, strict=True)
+            self.model.load_weights([(name, part.view(dtype).view(shape)) for (name, dtype, shape), part in tensors])
+
+    def shutdown(self):
+        self.group = None
+
+
+class Extension:
+    """Registers the engine where workers are made."""
+
+
+WeightTransferEngineFactory.register_engine("gloo", GlooEngine)
