@@ -14,7 +14,8 @@ import pytest
 
 from postlude.checks import MISTAKES
 from postlude.cli import main
-from postlude.cluster.gang import Answer, Lost, verdict, why
+from postlude.cluster.gang import Answer, Lost, verdict
+from postlude.cluster.joining import why
 from postlude.recipes.run.directory import read_record
 from postlude.world.last_words import RankError, Word
 from tests.conftest import PATIENCE
@@ -96,6 +97,8 @@ def test_rays_reasons_are_told_without_its_advice() -> None:
     made = (
         "The actor died because of an error raised in its creation task, ray::Seat\nRuntimeError: node a has no /b (no)"
     )
+    lost = "The actor 3cac is unavailable: The actor is temporarily unavailable: RpcError: Socket closed. The task may"
+    assert why(RuntimeError(lost)) == "its node does not answer any more."
     assert why(RuntimeError(made)) == "node a has no /b (no)."
 
 

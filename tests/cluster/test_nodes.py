@@ -5,15 +5,21 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from postlude.cluster.crews import Actors
+from postlude.cluster.nodes import Nodes
+from postlude.rollout.protocol import Request
+from postlude.rollout.servers.starting import Started, StartedEngine
 from postlude.rollout.workers import Outcome, Workers
 from tests.cluster.conftest import QUIET
-from tests.cluster.test_crews import busy, crew_of
+from tests.cluster.test_actors import FAKE, answered, busy, crew_of
 from tests.rollout import functions
+from tests.rollout.test_servers import PROMPTS, THREE, check
+from tests.rollout.test_starting import QUICK, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
@@ -44,3 +50,14 @@ def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
             found |= workers.poll(None)
         assert [found[ticket].value for ticket in tickets] == list(range(60))
         assert workers.lost == 2, "half of them were there"
+
+
+def test_a_server_on_a_lost_node_is_started_on_another(two_nodes: Any, tmp_path: Path) -> None:
+    with closing(StartedEngine(Started(FAKE, 2, Nodes(tmp_path)), **QUICK)) as engine:
+        engine.meet()
+        engine.update("/weights/1", "start.1")
+        tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
+        two_nodes.remove_node(two_nodes.other, allow_graceful=False)
+        answered(engine, tickets)
+        until(lambda: engine.started.restarted and engine.fleet.up() == 2, 120.0)  # one was on each
+        check(engine)

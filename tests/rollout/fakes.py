@@ -35,7 +35,7 @@ class Refusal(Exception):
 class FakeVLLM:
     """`calls` are the paths it was asked for, in order; `before` runs before an answer and may spoil it."""
 
-    def __init__(self, answer: Answer = foretold, port: int = 0) -> None:
+    def __init__(self, answer: Answer = foretold, port: int = 0, host: str = "127.0.0.1") -> None:
         self.answer, self.version, self.directory = answer, OLD, ""
         self.before: Callable[[], bytes | None] = lambda: None
         self.read: Callable[[str], None] = lambda directory: None
@@ -72,9 +72,9 @@ class FakeVLLM:
             def handle_error(self, *arguments: object) -> None:
                 pass  # connections that were cut are the point
 
-        self.server = Listener(("127.0.0.1", port), Handler)
+        self.server = Listener((host, port), Handler)
         self.port = self.server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def heard(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
@@ -143,6 +143,6 @@ def slowly(seconds: float) -> Callable[[], None]:
     return lambda: time.sleep(seconds)
 
 
-if __name__ == "__main__":  # python -m tests.rollout.fakes PORT: a process of its own
-    FakeVLLM(port=int(sys.argv[1]))
+if __name__ == "__main__":  # python -m tests.rollout.fakes PORT [HOST]: a process of its own
+    FakeVLLM(port=int(sys.argv[1]), host=(*sys.argv, "127.0.0.1")[2])
     threading.Event().wait()

@@ -16,6 +16,7 @@ from typing import Any, Self
 from postlude.cluster.crews import Actors
 from postlude.cluster.gang import Answer, Gang, Lost, Verdict, verdict
 from postlude.cluster.joining import LOCAL, Needs, joined
+from postlude.cluster.nodes import Nodes
 from postlude.cluster.relay import Audience, Relay, Relayed
 from postlude.recipes.commands import Recipe
 from postlude.recipes.config.settings import Cluster
@@ -23,6 +24,7 @@ from postlude.recipes.run.beginning import Beginning
 from postlude.recipes.run.directory import RunDirectory
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.run.lock import wait_for
+from postlude.recipes.serving import SERVERS
 from postlude.recipes.signals import SAME, asked
 from postlude.recipes.where import Where
 from postlude.world.last_words import GRACE, RankError
@@ -55,10 +57,13 @@ class Job:
         """What that comes to."""
         gpus = int(self.device == "cuda")
         shared = (os.cpu_count() or 1) // self.ranks if address == LOCAL and not gpus else 1
-        environment = getattr(self.config, "environment", None)
-        environment = environment or getattr(getattr(self.config, "data", None), "environment", None)
-        workers = getattr(environment, "workers", 0) * self.settings.worker_cpus  # the first rank alone has any
-        return Needs(self.ranks, self.settings.cpus or max(1, shared), gpus, workers)
+        # The first rank alone has those who judge and servers; which of them there are, a recipe's config may not say.
+        asks = self.config if hasattr(self.config, "environment") else getattr(self.config, "data", None)
+        environment, rollout = getattr(asks, "environment", None), getattr(asks, "rollout", None)
+        count = getattr(rollout, "count", 0)
+        cpus = getattr(environment, "workers", 0) * self.settings.worker_cpus + count * getattr(rollout, "cpus", 0.0)
+        own = self.settings.cpus or max(1, shared)
+        return Needs(self.ranks, own, gpus, cpus, float(count * getattr(rollout, "gpus", 0)))
 
 
 class Interrupted(Exception):
@@ -152,7 +157,8 @@ def _started(
     relay = _relay(needs.ranks)
     gang = Gang(needs, signalled.check_early, job.timeout, patient=restarted)
     try:
-        where = Where(view=Relayed(relay), hire=Actors(job.settings.worker_cpus))
+        servers = Nodes(Path(job.config.run).expanduser().absolute() / SERVERS)
+        where = Where(view=Relayed(relay), hire=Actors(job.settings.worker_cpus), machine=servers)
         function = partial(_rank, job, where)
         gang.start(function, relay, {"nproc": job.ranks, "timeout": job.timeout, "device": job.device})
         told, failed = False, 0.0

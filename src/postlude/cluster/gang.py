@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from postlude.cluster.joining import Needs, check_room
+from postlude.cluster.joining import Needs, check_room, why
 from postlude.cluster.relay import heed, spoken
 from postlude.world.last_words import RankError, Word
 from postlude.world.launcher import SIGNALS, on_ranks
@@ -206,15 +205,6 @@ def verdict(answers: dict[int, Answer | Lost], size: int) -> Verdict:
     if stopped:
         return Verdict(RankError(*stopped[0][1:]), True)
     return Verdict(RankError(f"rank {min(words)} of {size} ended without a result."), False)
-
-
-def why(error: BaseException) -> str:
-    """Ray's reason for the end of an actor, without its advice."""
-    text = str(error)
-    if found := re.search(r"RuntimeError: (.*)", text):  # what it raised as it was made
-        return found[1].rstrip(".") + "."
-    found = re.search(r"because (.*?)(?:\. |\.?\n|\.?$)", text)
-    return f"{found[1] if found else text.splitlines()[0].rstrip('.')}."
 
 
 def _sendable(error: BaseException) -> BaseException | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +32,10 @@ class Needs:
     """Of a rank."""
     gpus: int
     """Of a rank."""
-    workers: float = 0.0
-    """CPUs of all workers together."""
+    other_cpus: float = 0.0
+    """Of all workers and servers together."""
+    other_gpus: float = 0.0
+    """Of all servers together."""
 
     def __str__(self) -> str:
         each = f"{self.cpus:g} CPU(s)" + (f" and {self.gpus} GPU(s)" if self.gpus else "")
@@ -54,7 +57,7 @@ def joined(address: str, needs: Needs) -> Iterator[None]:
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
-        cpus = max(os.cpu_count() or 1, int(needs.ranks * needs.cpus + needs.workers + 0.99))
+        cpus = max(os.cpu_count() or 1, int(needs.ranks * needs.cpus + needs.other_cpus + 0.99))
         short = None if len(tempfile.gettempdir()) <= LONGEST else "/tmp"
         with tempfile.TemporaryDirectory(prefix="ray-", dir=short, ignore_cleanup_errors=True) as place:
             ray.init(LOCAL, num_cpus=cpus, include_dashboard=False, _temp_dir=place, **quiet)
@@ -87,6 +90,12 @@ def check_room(needs: Needs) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     places = sum(_places(node, needs) for node in nodes)
     have = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+    wanted = needs.ranks * needs.gpus + needs.other_gpus
+    if places >= needs.ranks and wanted > have["GPU"]:
+        raise ValueError(
+            f"{needs} and servers of {needs.other_gpus:g} GPU(s) are asked for, but the cluster has {have['GPU']:g} "
+            f"GPU(s) on {len(nodes)} node(s). Add nodes, or lower the layout, rollout.count or rollout.gpus."
+        )
     if places >= needs.ranks:
         return
     raise ValueError(
@@ -100,3 +109,14 @@ def _places(node: dict[str, float], needs: Needs) -> int:
     """How many ranks a node has room for."""
     by_cpu = node.get("CPU", 0.0) // needs.cpus
     return int(min(by_cpu, node.get("GPU", 0.0) // needs.gpus) if needs.gpus else by_cpu)
+
+
+def why(error: BaseException) -> str:
+    """Ray's reason for the end of an actor, without its advice."""
+    text = str(error)
+    if found := re.search(r"RuntimeError: (.*)", text):  # what it raised as it was made
+        return found[1].rstrip(".") + "."
+    if "is unavailable" in text:
+        return "its node does not answer any more."
+    found = re.search(r"because (.*?)(?:\. |\.?\n|\.?$)", text)
+    return f"{found[1] if found else text.splitlines()[0].rstrip('.')}."

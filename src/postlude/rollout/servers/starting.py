@@ -74,11 +74,12 @@ class Machine(Protocol):
 class Here:
     """This machine. Each server is a process that ends with this one, whatever ends it, and writes to `logs`/N.log.
 
-    `devices` are the GPUs to give out, as CUDA_VISIBLE_DEVICES names them.
+    `devices` are the GPUs to give out, as CUDA_VISIBLE_DEVICES names them. `host` is this machine's address for those
+    who ask; by itself it is reached from this machine alone.
     """
 
-    def __init__(self, logs: Path, devices: Sequence[str] = ()) -> None:
-        self.logs, self.devices = logs, list(devices)
+    def __init__(self, logs: Path, devices: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+        self.logs, self.devices, self.host = logs, list(devices), host
         self._started = 0
         self._running: list[_Process] = []
 
@@ -97,8 +98,8 @@ class Here:
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{self._started}.log"
         self._started += 1
-        port = _free_port()
-        command = [sys.executable, "-I", str(KEEPER), str(os.getpid()), *program.words("127.0.0.1", port)]
+        port = _free_port(self.host)
+        command = [sys.executable, "-I", str(KEEPER), str(os.getpid()), *program.words(self.host, port)]
         with log.open("w") as written:
             process = subprocess.Popen(
                 command,
@@ -108,7 +109,7 @@ class Here:
                 env={**os.environ, **program.environment, **given},
                 start_new_session=True,
             )
-        self._running.append(_Process(f"http://127.0.0.1:{port}", process, log, free[:count]))
+        self._running.append(_Process(f"http://{self.host}:{port}", process, log, free[:count]))
         return self._running[-1]
 
 
@@ -287,8 +288,8 @@ def _answers(url: str, body: Any = None) -> bool:
         return False
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((host, 0))
         found: int = free.getsockname()[1]
         return found

@@ -1,20 +1,30 @@
-"""Workers that are actors: the outcomes of processes here, and calls whose worker is lost are made by another."""
+"""Workers and servers that are actors are those of this machine, and what a lost one was at is done by another."""
 
 from __future__ import annotations
 
 import time
+import urllib.request
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from postlude.cluster.crews import TRIES, ActorCrew, Actors
+from postlude.cluster.nodes import Nodes
+from postlude.rollout.protocol import Request, Span
 from postlude.rollout.rewards import RewardPool
+from postlude.rollout.servers.starting import Started, StartedEngine
 from postlude.rollout.workers import Hire, Outcome, WorkerError, Workers
 from tests.rollout import functions
+from tests.rollout.test_servers import PROMPTS, THREE, check
+from tests.rollout.test_starting import FAKE as HERES
+from tests.rollout.test_starting import QUICK, until
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 1.0
+FAKE = replace(HERES, command=(*HERES.command, "{host}"))
 
 
 def crew_of(workers: Workers) -> ActorCrew:
@@ -75,3 +85,43 @@ def test_a_call_over_which_workers_are_lost_again_and_again_is_given_up(local_ra
         assert (good.value, other.value) == ("stay", "stay")
         assert (bad.failure, bad.error) == ("died", f"end_parent was lost with its worker {TRIES} times.")
         assert workers.lost == TRIES
+
+
+def answered(engine: StartedEngine, tickets: set[int]) -> None:
+    """Every answer comes, by the weights that were given out."""
+    while tickets:
+        for done in engine.poll(None):
+            assert done.answer is not None, done.error
+            assert done.answer.versions == (Span("start.1", 0, 3),)
+            tickets.remove(done.ticket)
+
+
+@pytest.mark.thorough
+def test_a_server_whose_actor_is_killed_is_started_again(
+    local_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of its answers is lost, and its process ends with the actor."""
+    import ray
+
+    with closing(StartedEngine(Started(FAKE, 2, Nodes(tmp_path)), **QUICK)) as engine:
+        engine.meet()
+        engine.update("/weights/1", "start.1")
+        tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
+        running: Any = engine.started._places[0].running
+        ray.kill(running.actor)
+        answered(engine, tickets)
+        check(engine)
+        until(lambda: engine.fleet.up() == 2)
+        until(lambda: not reached(running.url))
+        assert engine.started.restarted == 1
+        assert f"{running.url} was lost with the actor beside it: it was killed by `ray.kill`. Another" in caplog.text
+        urls = [server.url for server in engine.fleet.servers]
+    assert not any(reached(url) for url in urls), "they end with the engine"
+
+
+def reached(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=1.0)
+    except OSError:
+        return False
+    return True

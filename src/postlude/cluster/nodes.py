@@ -1,0 +1,107 @@
+"""The cluster's nodes as a machine to start servers on: beside each server an actor, which is lost with its node."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from postlude.cluster.joining import why
+from postlude.rollout.servers.errors import ServerError
+from postlude.rollout.servers.starting import LOOKED, STOPPED_WITHIN, Here, Program, Running
+
+PLACED_WITHIN = 120.0  # seconds in which the cluster finds room for a server
+
+
+class Nodes:
+    """Wherever the cluster has the CPUs and GPUs that a server wants. The N-th writes to `logs`/N."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self._started = 0
+
+    def start(self, program: Program) -> Running:
+        """Start one, once a node has room for it."""
+        import ray
+
+        made = ray.remote(Host).options(
+            num_cpus=program.cpus,
+            num_gpus=program.gpus,
+            max_restarts=0,
+            max_concurrency=4,
+            scheduling_strategy="SPREAD",
+        )
+        actor, logs = made.remote(), self.logs / str(self._started)
+        self._started += 1
+        try:
+            url = ray.get(actor.start.remote(program, str(logs), os.getcwd()), timeout=PLACED_WITHIN)
+        except ray.exceptions.GetTimeoutError:
+            ray.kill(actor)
+            raise ServerError(
+                f"the cluster found no room for a server of {program.cpus:g} CPU(s) and {program.gpus:g} GPU(s) within "
+                f"{PLACED_WITHIN:g} s. Add nodes, or lower rollout.count, cpus or gpus."
+            ) from None
+        except ray.exceptions.RayError as error:
+            ray.kill(actor)
+            raise ServerError(f"a server could not be started: {why(error)}") from error
+        return _Hosted(url, actor)
+
+
+class Host:
+    """An actor that starts a server on its node and waits for it."""
+
+    def __init__(self) -> None:
+        self.running: Running | None = None
+
+    def start(self, program: Program, logs: str, directory: str) -> str:
+        """Start it; returns its address."""
+        import ray
+
+        os.chdir(directory)
+        machine = Here(Path(logs), host=ray.util.get_node_ip_address())
+        self.running = machine.start(replace(program, gpus=0.0))  # which GPUs it sees, Ray has said already
+        return self.running.url
+
+    def wait(self) -> str:
+        """How it ended, when it has."""
+        assert self.running is not None
+        while (how := self.running.ended()) is None:
+            time.sleep(LOOKED)
+        return how
+
+    def stop(self) -> None:
+        """End it."""
+        if self.running is not None:
+            self.running.stop()
+
+
+class _Hosted:
+    """A server, by the actor beside it."""
+
+    def __init__(self, url: str, actor: Any) -> None:
+        self.url, self.actor = url, actor
+        self._end = actor.wait.remote()
+        self._how: str | None = None
+
+    def ended(self) -> str | None:
+        """As the actor says, or as Ray says of the actor."""
+        import ray
+
+        if self._how is None and ray.wait([self._end], timeout=0)[0]:
+            try:
+                self._how = ray.get(self._end)
+            except ray.exceptions.RayError as error:
+                self._how = f"was lost with the actor beside it: {why(error).rstrip('.')}"
+        return self._how
+
+    def stop(self) -> None:
+        """End it, and give its room back."""
+        import ray
+
+        if self.ended() is None:
+            with suppress(ray.exceptions.RayError):
+                ray.get(self.actor.stop.remote(), timeout=STOPPED_WITHIN + 5.0)
+        ray.kill(self.actor)
