@@ -235,7 +235,7 @@ def killing(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
     """The same answers as of the generator here, and the same again where a server was killed on the way."""
     here, there, broken = tmp_path / "here", tmp_path / "there", tmp_path / "broken"

@@ -75,7 +75,7 @@ def test_answers_over_http_are_those_of_generate() -> None:
     model, requests, tokenizer = sharp(), asked(6), load_tokenizer("tiny-dense")
     here = Generator(model, tokenizer)
     prompts = [request.prompt for request in requests]
-    samplings = [replace(request.sampling, stop=("e",) if request.n == 2 else ()) for request in requests]
+    samplings = [replace(request.sampling, stop=("e",) if request.seed % 2 else ()) for request in requests]
     with serving(Generator(sharp(), tokenizer, max_sequences=4)) as (_, url), closing(HTTPEngine(url)) as engine:
         assert_alike(engine.generate(prompts, samplings, n=3), here.generate(prompts, samplings, n=3))
         ((one,),) = engine.generate(prompts[:1], samplings[:1])
@@ -92,7 +92,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with serving(Generator(model)) as (served, url), closing(HTTPEngine(url)) as engine:
         engine.update(str(tmp_path / "old"), "start.1")
-        prompt, long = [1, 2, 3], Sampling(max_new_tokens=400, seed=3, ignore_eos=True)
+        prompt, long = [1, 2, 3], Sampling(max_new_tokens=250, seed=3, ignore_eos=True)
         engine.submit(Request(tuple(prompt), long))
         while not any(each.tokens[2:] for each in list(served._session._under_way.values())):
             time.sleep(0.001)
@@ -105,7 +105,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
         one = done.answer
         assert one is not None
         before, after = one.versions
-        assert (before.version, after.version, after.end) == ("start.1", "start.2", 400)
+        assert (before.version, after.version, after.end) == ("start.1", "start.2", 250)
         told, cut = torch.tensor(one.logprobs), after.start
         (by_old,), (by_new,) = (teacher_forced(each, [prompt], [[one]]) for each in (old, new))
         torch.testing.assert_close(told[:cut], by_old[:cut], rtol=0, atol=1e-4)
@@ -173,7 +173,7 @@ def test_when_generating_fails_whoever_waits_is_told_and_it_ends() -> None:
         assert isinstance(served._failure, FloatingPointError)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_tells_its_address_and_ends_by_a_signal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "postlude", "serve", "tiny-dense", "--threads", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -29,14 +29,22 @@ def sharp(seed: int = 0) -> LanguageModel:
     return model
 
 
+N = 2  # answers a request
+
+
 def asked(count: int) -> list[Request]:
+    """Requests of uneven lengths, each prompt twice."""
     source = random.Random(1)
-    prompts = [tuple(source.randrange(256) for _ in range(source.randrange(1, 20))) for _ in range(count // 2)] * 2
-    lengths = [source.randrange(1, 14) for _ in prompts]
+    prompts = [tuple(source.randrange(256) for _ in range(source.randrange(1, 16))) for _ in range(count // 2)] * 2
     return [
-        Request(prompt, Sampling(max_new_tokens=length, seed=place, temperature=0.8), n=1 + place % 3)
-        for place, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        Request(prompt, Sampling(max_new_tokens=source.randrange(1, 14), seed=place, temperature=0.8), n=N)
+        for place, prompt in enumerate(prompts)
     ]
+
+
+def generated(generator: Generator, requests: list[Request]) -> list[list[Completion]]:
+    """The same by one call."""
+    return generator.generate([each.prompt for each in requests], [each.sampling for each in requests], n=N)
 
 
 def finished(session: Session, requests: list[Request], seed: int = 2) -> list[list[Completion]]:
@@ -60,7 +68,7 @@ def done(session: Session) -> dict[tuple[int, int], Completion]:
 @WAYS
 def test_answers_are_those_of_one_call_whenever_requests_join(way: type[Generator]) -> None:
     model, requests = sharp(), asked(6)
-    expected = [way(model).generate([request.prompt], [request.sampling], n=request.n)[0] for request in requests]
+    expected = generated(way(model), requests)
     assert_alike(finished(Session(way(model, max_sequences=4, max_batch_tokens=256)), requests), expected)
     assert_alike(finished(Session(way(model, max_batch_tokens=50)), requests, seed=3), expected)
 
@@ -68,8 +76,7 @@ def test_answers_are_those_of_one_call_whenever_requests_join(way: type[Generato
 def test_one_alone_has_the_log_probs_of_generate_to_the_bit() -> None:
     model, session = sharp(), Session(Generator(sharp()))
     for request in asked(4):
-        (alone,) = Generator(model).generate([request.prompt], [request.sampling], n=request.n)
-        assert finished(session, [request]) == [alone]
+        assert finished(session, [request]) == generated(Generator(model), [request])
 
 
 def test_an_answer_by_its_number_is_that_of_all() -> None:
@@ -121,7 +128,7 @@ def test_new_weights_are_used_from_where_they_came_on(way: type[Generator]) -> N
 @WAYS
 def test_answers_that_are_withdrawn_leave_the_others_as_they_were(way: type[Generator]) -> None:
     model, requests = sharp(), asked(6)
-    expected = [way(model).generate([each.prompt], [each.sampling], n=each.n)[0] for each in requests]
+    expected = generated(way(model), requests)
     session = Session(way(model, max_sequences=4, max_batch_tokens=256))
     tickets = [session.add(each) for each in requests]
     found = done(session)

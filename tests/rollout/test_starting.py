@@ -82,7 +82,7 @@ def test_one_that_ends_too_often_is_given_up_in_a_sentence(tmp_path: Path) -> No
             engine.generate([[1]], THREE)
 
 
-@pytest.mark.slow  # it is given time to end by itself
+@pytest.mark.thorough  # it is given time to end by itself
 def test_one_that_hangs_is_started_again(tmp_path: Path) -> None:
     settings = QUICK | {"timeout": 0.5, "retries": 0}
     with closing(StartedEngine(Started(FAKE, 1, Here(tmp_path)), **settings)) as engine:
@@ -119,7 +119,7 @@ def test_gpus_are_given_out_and_given_back(tmp_path: Path) -> None:
     here.start(show).stop()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_servers_end_with_who_started_them_however_it_ends(tmp_path: Path) -> None:
     """Killed outright, with a server that hears no request to end, and one of its own children."""
     stubborn = """
