@@ -256,12 +256,16 @@ def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None
     assert "serving" in (there / "run" / "servers" / "0.log").read_text()
 
 
-def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path) -> None:
+def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path, monkeypatch) -> None:
     assert told(tmp_path, "--rollout=generators", "--rollout.count=2") == "2 of postlude serve, to be started"
-    assert "cannot be run as a Python interpreter" in told(
-        tmp_path, "--rollout=vllm", "--rollout.python=/nowhere/python"
+    vllm = (tmp_path, "--rollout=vllm", "--rollout.gpus=0")
+    assert "cannot be run as a Python interpreter" in told(*vllm, "--rollout.python=/nowhere/python")
+    assert "has no vLLM. Install it there" in told(*vllm)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert told(tmp_path, "--rollout=generators", "--rollout.count=2", "--rollout.gpus=1").startswith("2 of")
+    assert "wants 2 servers with 2 GPUs each, but the trainer leaves 2 of this machine's" in told(
+        tmp_path, "--rollout=vllm", "--rollout.count=2", "--rollout.gpus=2"
     )
-    assert "has no vLLM. Install it there" in told(tmp_path, "--rollout=vllm")
 
 
 def told(tmp_path: Path, *overrides: str) -> str:

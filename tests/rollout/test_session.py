@@ -16,12 +16,16 @@ from postlude.rollout.session import Session
 from tests.rollout.test_generator import teacher_forced
 from tests.rollout.test_paged_run import Recorded, Stepped, assert_alike
 
-WAYS = pytest.mark.parametrize("way", [Stepped, Recorded])
+WAYS = pytest.mark.parametrize(
+    ("way", "device"),
+    [(Stepped, "cpu"), (Recorded, "cpu"), pytest.param(Generator, "cuda", marks=pytest.mark.gpu)],
+    ids=["stepped", "recorded", "gpu"],
+)
 
 
-def sharp(seed: int = 0) -> LanguageModel:
+def sharp(seed: int = 0, device: str = "cpu") -> LanguageModel:
     """Weights large enough that the next token depends on every one before it."""
-    model = load_model("tiny-dense", seed=seed)
+    model = load_model("tiny-dense", seed=seed, device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -66,8 +70,8 @@ def done(session: Session) -> dict[tuple[int, int], Completion]:
 
 
 @WAYS
-def test_answers_are_those_of_one_call_whenever_requests_join(way: type[Generator]) -> None:
-    model, requests = sharp(), asked(6)
+def test_answers_are_those_of_one_call_whenever_requests_join(way: type[Generator], device: str) -> None:
+    model, requests = sharp(device=device), asked(6)
     expected = generated(way(model), requests)
     assert_alike(finished(Session(way(model, max_sequences=4, max_batch_tokens=256)), requests), expected)
     assert_alike(finished(Session(way(model, max_batch_tokens=50)), requests, seed=3), expected)
@@ -87,8 +91,8 @@ def test_an_answer_by_its_number_is_that_of_all() -> None:
 
 
 @WAYS
-def test_a_prompt_of_several_requests_passes_the_model_once(way: type[Generator]) -> None:
-    model, seen = sharp(), []
+def test_a_prompt_of_several_requests_passes_the_model_once(way: type[Generator], device: str) -> None:
+    model, seen = sharp(device=device), []
     hook = model.register_forward_pre_hook(lambda module, arguments: seen.append(len(arguments[0].tokens)))
     session = Session(way(model, max_batch_tokens=128))
     for number in range(3):
@@ -100,8 +104,8 @@ def test_a_prompt_of_several_requests_passes_the_model_once(way: type[Generator]
 
 
 @WAYS
-def test_new_weights_are_used_from_where_they_came_on(way: type[Generator]) -> None:
-    old, new, model = sharp(), sharp(seed=1), sharp()
+def test_new_weights_are_used_from_where_they_came_on(way: type[Generator], device: str) -> None:
+    old, new, model = (sharp(seed, device) for seed in (0, 1, 0))
     session = Session(way(model, max_batch_tokens=128), "a.1")
     requests = [Request((place, 7), Sampling(max_new_tokens=12, seed=place)) for place in range(3)]
     tickets = [session.add(each) for each in requests[:2]]
@@ -119,15 +123,15 @@ def test_new_weights_are_used_from_where_they_came_on(way: type[Generator]) -> N
         assert (before.version, after.version, before.start, after.end) == ("a.1", "a.2", 0, 12)
         assert 0 < before.end == after.start < 12
         told, cut = torch.tensor(one.logprobs), after.start
-        (by_old,), (by_new,) = (teacher_forced(each, [list(prompt)], [[one]]) for each in (old, new))
+        by_old, by_new = (teacher_forced(each, [list(prompt)], [[one]])[0].cpu() for each in (old, new))
         torch.testing.assert_close(told[:cut], by_old[:cut], rtol=0, atol=1e-4)
         torch.testing.assert_close(told[cut:], by_new[cut:], rtol=0, atol=1e-4)
         assert (told - by_old)[cut:].abs().max() > 0.1, "the two differ"
 
 
 @WAYS
-def test_answers_that_are_withdrawn_leave_the_others_as_they_were(way: type[Generator]) -> None:
-    model, requests = sharp(), asked(6)
+def test_answers_that_are_withdrawn_leave_the_others_as_they_were(way: type[Generator], device: str) -> None:
+    model, requests = sharp(device=device), asked(6)
     expected = generated(way(model), requests)
     session = Session(way(model, max_sequences=4, max_batch_tokens=256))
     tickets = [session.add(each) for each in requests]

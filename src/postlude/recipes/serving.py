@@ -26,7 +26,7 @@ from postlude.recipes.config.settings import (
     Sync,
 )
 from postlude.recipes.preflight import Check, Subject
-from postlude.recipes.started import MODEL, check_program, describe_model, here, program_of
+from postlude.recipes.started import MODEL, check_program, describe_model, devices_left, here, program_of
 from postlude.rollout.gathered import GatheredGenerator, RankedEngine
 from postlude.rollout.protocol import Completion, Request
 from postlude.rollout.sampling import Sampling
@@ -136,8 +136,15 @@ def of_servers(
                 "written as. Use rollout: native."
             )
         if not isinstance(rollout, Servers):
-            tied = subject.model[1].tied_head
-            return check_program(rollout, answers, tied_head=tied, trained=trained, compared=compared)
+            start = subject.start
+            return check_program(
+                rollout,
+                answers,
+                devices=devices_left(start.ranks if trained and start.device == "cuda" else 0) if start.here else None,
+                tied_head=subject.model[1].tied_head,
+                trained=trained,
+                compared=compared,
+            )
         with closing(connect(rollout, subject.tokenizer, retries=1)) as engine:
             servers = engine.meet()
             for server in servers:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +74,36 @@ def describe_model(engine: Engine, tokenizer: Any, directory: Path) -> str:
 
 def here(logs: Path, *, training_on: str) -> Here:
     """This machine, with the GPUs that the trainer's ranks leave."""
-    return Here(logs, devices_left(training_on))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Here(logs, devices_left(ranks if training_on == "cuda" else 0))
 
 
-def devices_left(training_on: str) -> list[str]:
-    """The GPUs of this machine that ranks do not compute on: they take the first ones."""
+def devices_left(taken: int) -> list[str]:
+    """The GPUs of this machine that so many ranks do not compute on: they take the first ones."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(each) for each in range(torch.cuda.device_count())] if visible is None else visible.split(",")
-    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if training_on == "cuda" else 0
     return [name for name in names if name][taken:]
 
 
 def check_program(
-    rollout: Generators | StartedVLLM, answers: Answers, *, tied_head: bool, trained: bool, compared: bool
+    rollout: Generators | StartedVLLM,
+    answers: Answers,
+    *,
+    devices: Sequence[str] | None,
+    tied_head: bool,
+    trained: bool,
+    compared: bool,
 ) -> str:
-    """Refuse what could not be started, or would not do; what there is to say of it otherwise."""
+    """Refuse what could not be started, or would not do; what there is to say of it otherwise.
+
+    `devices` are the GPUs there are for servers; None where they are others' to give.
+    """
+    wanted = rollout.count * rollout.gpus
+    if devices is not None and wanted > len(devices):
+        raise ValueError(
+            f"rollout wants {rollout.count} servers with {rollout.gpus} GPUs each, but the trainer leaves "
+            f"{len(devices)} of this machine's. Give fewer by rollout.count or rollout.gpus (0 for a CPU)."
+        )
     if isinstance(rollout, Generators):
         return f"{rollout.count} of postlude serve, to be started"
     (package, version), *_ = _vllm(rollout).items()
