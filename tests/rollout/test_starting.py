@@ -107,13 +107,15 @@ def test_one_that_does_not_get_ready_is_a_sentence_with_the_end_of_its_log(
         StartedEngine(Started(program, 1, Here(tmp_path)))
 
 
-def test_gpus_are_given_out_and_given_back(tmp_path: Path) -> None:
+def test_gpus_are_given_out_and_given_back_and_no_server_is_a_rank(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
     here = Here(tmp_path, ["4", "5", "6"])
-    show = saying("import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)", gpus=2.0)
+    shown = "os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('LOCAL_RANK')"
+    show = saying(f"import os, time; print({shown}, flush=True); time.sleep(60)", gpus=2.0)
     one = here.start(show)
     with pytest.raises(ValueError, match=r"wants 2 GPUs, but 1 are free here of those that the trainer leaves \(4, 5"):
         here.start(show)
-    until(lambda: (tmp_path / "0.log").read_text() == "4,5\n")
+    until(lambda: (tmp_path / "0.log").read_text() == "4,5 None\n")
     one.stop()
     assert one.ended() is not None
     here.start(show).stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ LOOKED = 0.2  # seconds between two looks at all servers
 ANSWERED_WITHIN = 5.0
 NOTICED_WITHIN = 10.0  # seconds after which it is known that a server ended, on a busy machine
 TAIL = 6  # lines of a log that a sentence shows
+A_RANKS = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 LOG = logging.getLogger("postlude")
 
 
@@ -106,7 +108,7 @@ class Here:
                 stdin=subprocess.DEVNULL,
                 stdout=written,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **program.environment, **given},
+                env={**_surroundings(), **program.environment, **given},
                 start_new_session=True,
             )
         self._running.append(_Process(f"http://{self.host}:{port}", process, log, free[:count]))
@@ -286,6 +288,11 @@ def _answers(url: str, body: Any = None) -> bool:
             return bool(reply.status == 200)
     except OSError:
         return False
+
+
+def _surroundings() -> dict[str, str]:
+    """The environment of this process, but for what makes it a rank: a server is none."""
+    return {name: value for name, value in os.environ.items() if not A_RANKS.fullmatch(name)}
 
 
 def _free_port(host: str) -> int:
