@@ -365,6 +365,19 @@ def test_an_evaluation_by_a_server_is_the_native_one(ranks: Ranks, server: TinyV
     assert served == native
 
 
+@pytest.mark.thorough
+def test_an_evaluation_by_generators_that_it_starts_is_the_native_one(ranks: Ranks, tmp_path: Path) -> None:
+    """Several answers a task, drawn: their seeds and numbers mean the same there."""
+    common = ("--environment.size=16", "--tasks=6", "--answers.max_new_tokens=5", "--budget=512")
+    drawn = ("--samples=2", "--answers.temperature=1")
+    native, *_ = ranks(2, evaluated, str(tmp_path / "native"), *common, *drawn)
+    served, *_ = ranks(2, evaluated, str(tmp_path / "served"), *common, *drawn, "--rollout=generators")
+    assert served == native
+    shown = [(tmp_path / name / "samples.jsonl").read_text() for name in ("native", "served")]
+    completions = [[json.loads(line)["completion"] for line in each.splitlines()] for each in shown]
+    assert completions[0] == completions[1]
+
+
 def distilled(group: Any, directory: str, *overrides: str) -> list[float]:
     from postlude.recipes.config.configs import DistillConfig
     from postlude.recipes.config.reading import load
@@ -386,7 +399,12 @@ def test_a_student_that_is_served_learns_what_it_learns_here(ranks: Ranks, serve
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2"])
-def test_grpo_by_a_server_in_other_layouts(ranks: Ranks, server: TinyVLLM, tmp_path: Path, layout: str) -> None:
-    rows, *_ = ranks(2, trained, str(tmp_path), *SHORT, f"--rollout={server.url}", f"--layout={layout}")
+@pytest.mark.parametrize(
+    ("layout", "rollout"), [("tp=2", None), ("pp=2", None), ("dp_shard=2", None), ("pp=2", "generators")]
+)
+def test_grpo_by_a_server_in_other_layouts(
+    ranks: Ranks, server: TinyVLLM, tmp_path: Path, layout: str, rollout: str | None
+) -> None:
+    who = rollout or server.url
+    rows, *_ = ranks(2, trained, str(tmp_path), *SHORT, f"--rollout={who}", f"--layout={layout}")
     assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows)
