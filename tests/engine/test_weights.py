@@ -239,3 +239,21 @@ def test_an_export_gives_the_engines_logprobs_in_transformers_and_reloads(
             assert_equal(found[1:], logprobs, "log-probs")
         assert reloaded
         assert off == 0.0
+
+
+def export_untied(group: Any, layout: str, directory: str) -> None:
+    engine = build(layout, TIED)
+    train(engine, [1])
+    engine.export_hf(f"{directory}/tied")
+    engine.export_hf(f"{directory}/untied", untied=True)
+
+
+@pytest.mark.parametrize("layout", ["", "pp=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.thorough)])
+def test_a_tied_head_can_be_written_as_one_of_its_own(ranks: Any, tmp_path: Path, layout: str) -> None:
+    ranks(Layout.parse(layout).world_size, export_untied, layout, str(tmp_path))
+    tied, untied = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("tied", "untied"))
+    assert (tied.config.tie_word_embeddings, untied.config.tie_word_embeddings) == (True, False)
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        assert torch.equal(tied(tokens).logits, untied(tokens).logits)

@@ -394,14 +394,19 @@ class Engine:
         dtype: torch.dtype | None = None,
         card: ModelCard | None = None,
         overwrite: bool = False,
+        untied: bool = False,
     ) -> Path:
         """Write a directory that transformers loads, in `dtype` or the compute dtype. The first rank writes.
 
         It gets a model `card`, and the source's generation_config.json. A directory that holds a model is only written
         to if `overwrite` says so. Where the first rank cannot write, every rank hears of it before the next bucket.
+        `untied` writes a head that is tied to the embedding once more, as one of its own.
         """
-        describe(self.config, dtype or self.compute_dtype, self.families)  # or a sentence
-        return self.export_model(directory, tokenizer=tokenizer, dtype=dtype, card=card, overwrite=overwrite)
+        self.condition.check()
+        written = dtype or self.compute_dtype
+        model = exporting.Untied(self) if untied else self
+        describe(model.config, written, self.families)  # or a sentence
+        return exporting.export(model, directory, tokenizer, written, card=card or ModelCard(), overwrite=overwrite)
 
     def export_model(
         self,

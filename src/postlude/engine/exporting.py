@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from postlude.engine.streaming import Interruptible, plan_buckets, plan_pieces
 from postlude.hf.card import ModelCard
-from postlude.hf.export import Description, describe_any, write_hf
+from postlude.hf.export import Description, describe_any, untied, write_hf
 from postlude.hf.family import Family
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
@@ -23,6 +23,7 @@ from postlude.world.agreement import RankFailure, agreed
 from postlude.world.mesh import Mesh
 
 BUCKET_BYTES = 1 << 30
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
 
 class Exported(Protocol):
@@ -43,6 +44,21 @@ class Exported(Protocol):
     def shared(self) -> Collection[str]:
         """The names of what both ends of a pipeline hold."""
         ...
+
+
+class Untied:
+    """A model as one with a head of its own, the embedding again: for readers that lose sight of a tied one."""
+
+    def __init__(self, model: Exported) -> None:
+        self.config = untied(model.config)
+        self.families, self.block_types = model.families, model.block_types
+        self.generation, self.mesh = model.generation, model.mesh
+        self.tensors = model.tensors
+        self.shared = model.shared
+        if model.config.tied_head:
+            self.shared = {*model.shared, HEAD}
+            if EMBEDDING in model.tensors:  # else it is another stage's
+                self.tensors = {**model.tensors, HEAD: model.tensors[EMBEDDING]}
 
 
 def description(model: Exported, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None) -> Description:

