@@ -94,12 +94,8 @@ def test_rays_reasons_are_told_without_its_advice() -> None:
     long = "The actor died.\n\tpid: 7\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM"
     assert why(RuntimeError(long)) == "its worker process has died."
     assert why(RuntimeError("The actor is dead because its node has died.\nmore")) == "its node has died."
-    made = (
-        "The actor died because of an error raised in its creation task, ray::Seat\nRuntimeError: node a has no /b (no)"
-    )
     lost = "The actor 3cac is unavailable: The actor is temporarily unavailable: RpcError: Socket closed. The task may"
     assert why(RuntimeError(lost)) == "its node does not answer any more."
-    assert why(RuntimeError(made)) == "node a has no /b (no)."
 
 
 MISTAKEN = """

@@ -48,16 +48,17 @@ class Lost:
 class Seat:
     """An actor that becomes a rank. Its methods run in the first thread, where Python hears signals."""
 
-    def __init__(self, directory: str) -> None:
+    def where(self, directory: str) -> tuple[str, str, int]:
+        """Go to the driver's directory. Returns this rank's node, its address, and a port that is free there."""
+        import ray
+
         try:
             os.chdir(directory)
         except OSError as error:
-            raise RuntimeError(f"node {socket.gethostname()} has no {directory} ({error.strerror})") from None
-
-    def where(self) -> tuple[str, str, int]:
-        """This rank's node, its address, and a port that is free there."""
-        import ray
-
+            raise FileNotFoundError(
+                f"{directory}, where the command was given, cannot be used on node {socket.gethostname()} "
+                f"({error.strerror}). Nodes must see the same files by the same paths: give it in a shared directory."
+            ) from None
         with socket.socket() as found:
             found.bind(("", 0))
             port = found.getsockname()[1]
@@ -102,7 +103,7 @@ class Gang:
                 seat = ray.remote(Seat).options(
                     num_cpus=needs.cpus, num_gpus=needs.gpus, max_restarts=0, scheduling_strategy=place
                 )
-                self.seats.append(seat.remote(os.getcwd()))
+                self.seats.append(seat.remote())
         except BaseException:
             self.end()
             raise
@@ -126,7 +127,8 @@ class Gang:
         """Have every rank run the function."""
         import ray
 
-        where = [self._asked(index, seat.where.remote()) for index, seat in enumerate(self.seats)]
+        asked = [seat.where.remote(os.getcwd()) for seat in self.seats]
+        where = [self._asked(index, question) for index, question in enumerate(asked)]
         if any(isinstance(each, Lost) for each in where):
             return
         nodes = [node for node, _, _ in where]
@@ -151,6 +153,8 @@ class Gang:
 
         try:
             return ray.get(question)
+        except ray.exceptions.RayTaskError as error:  # what it could not even begin to do, another cannot either
+            raise (error.cause or error) from None
         except ray.exceptions.RayError as error:
             self.answers[index] = Lost(why(error))
             return self.answers[index]

@@ -114,8 +114,6 @@ def _places(node: dict[str, float], needs: Needs) -> int:
 def why(error: BaseException) -> str:
     """Ray's reason for the end of an actor, without its advice."""
     text = str(error)
-    if found := re.search(r"RuntimeError: (.*)", text):  # what it raised as it was made
-        return found[1].rstrip(".") + "."
     if "is unavailable" in text:
         return "its node does not answer any more."
     found = re.search(r"because (.*?)(?:\. |\.?\n|\.?$)", text)
