@@ -151,15 +151,26 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
             "small beside `time/rollout`",
         ),
         "servers/write_seconds": Metric(
-            "Weights written, seconds", "ranks streaming weights and the first one writing them", "≥ 0", ""
+            "Weights written, seconds",
+            "ranks streaming weights and the first one writing them",
+            "≥ 0",
+            "as fast as the disk; with `rollout.sync: network` there is none",
         ),
         "servers/send_seconds": Metric(
-            "Weights sent, seconds", "ranks streaming weights and sending them, servers taking them", "≥ 0", ""
+            "Weights sent, seconds",
+            "ranks streaming weights and sending them, servers taking them",
+            "≥ 0",
+            "steady; one that rises has a slow server",
         ),
         "servers/check_seconds": Metric(
-            "Weights compared, seconds", "servers hashing their weights, each `check_every`th time", "≥ 0", ""
+            "Weights compared, seconds",
+            "servers hashing their weights, each `check_every`th time",
+            "≥ 0",
+            "small beside what `check_every` steps take",
         ),
-        "servers/sync_bytes": Metric("Weights to a server, bytes", "how much each server was given", "≥ 0", ""),
+        "servers/sync_bytes": Metric(
+            "Weights to a server, bytes", "how much each was given", "≥ 0", "the model's size"
+        ),
     },
     "Multi-token prediction": {
         "mtp_D/nll": Metric(
