@@ -56,6 +56,8 @@ class Elsewhere:
 
     def refresh(self) -> None: ...
 
+    def tend(self) -> None: ...
+
     def take_metrics(self) -> dict[str, float]:
         return {}
 

@@ -148,6 +148,27 @@ def test_weights_are_read_while_requests_are_kept_and_the_version_is_seen_to(two
     check(engine)
 
 
+def test_weights_are_read_beside_the_caller_and_before_what_it_asks_next(two, engines) -> None:
+    engine = engines(*two)
+    engine.meet()
+    for server, seconds in zip(two, (0.2, 0.6), strict=True):
+        server.read = lambda directory, seconds=seconds: time.sleep(seconds)
+    began = time.monotonic()
+    engine.update("/weights/2", "start.2", wait=False)
+    assert time.monotonic() - began < 0.15
+    assert engine.directories() == {"/weights/2"}
+    engine.update("/weights/3", "start.3", wait=False)  # before any has the last ones
+    found = engine.generate([[1, 2], [3]] * 4, Sampling(max_new_tokens=3, ignore_eos=True))
+    assert {span.version for each in found for one in each for span in one.versions} == {"start.3"}
+    engine.renewed()
+    assert [server.version for server in two] == ["start.3"] * 2
+    two[0].kill()
+    two[1].kill()
+    engine.update("/weights/4", "start.4", wait=False)
+    with pytest.raises(ServerError, match="none of the 2 servers answers any more"):
+        engine.renewed()
+
+
 def test_a_server_that_comes_late_or_anew_gets_the_newest_weights_first(engines) -> None:
     with closing(FakeVLLM()) as old, closing(FakeVLLM()) as other:
         engine = engines(old, other, retries=0)

@@ -72,6 +72,7 @@ class GRPOTrainer(Trainer):
                 config.answers,
                 routing=config.replay_routing,
                 machine=where.machine,
+                beside=config.asynchrony.max_staleness > 0,
             ),
             self.environment,
             self.tokenizer,

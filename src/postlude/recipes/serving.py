@@ -58,15 +58,19 @@ def engine_of(
     *,
     routing: bool = False,
     machine: Machine | None = None,
+    beside: bool = False,
 ) -> RankedEngine:
-    """What samples with the weights of an engine that is trained. Servers are started on `machine`, or on this one."""
+    """What samples with the weights of an engine that is trained. Servers are started on `machine`, or on this one.
+
+    `beside`: the trainer goes on meanwhile.
+    """
     if isinstance(rollout, Native):
         return GatheredGenerator(engine, tokenizer, draft=answers.draft, routing=routing)
     way: dict[str, Any] = {}
     if isinstance(rollout, Sync):
         way = {"sync": rollout.sync, "seconds": rollout.sync_timeout, "check_every": rollout.check_every}
     if isinstance(rollout, Servers):
-        return ServedAnswers(partial(connect, rollout, tokenizer), engine=engine, directory=run, **way)
+        return ServedAnswers(partial(connect, rollout, tokenizer), engine=engine, directory=run, wait=not beside, **way)
 
     untied = wants_untied(rollout)
 
@@ -76,7 +80,7 @@ def engine_of(
         program = program_of(rollout, model, engine.compute_dtype, device, empty=True)
         return start(rollout, program, tokenizer, machine or here(home, training_on=device))
 
-    return ServedAnswers(begin, engine=engine, directory=run, untied=untied, **way)
+    return ServedAnswers(begin, engine=engine, directory=run, untied=untied, wait=not beside, **way)
 
 
 def served(

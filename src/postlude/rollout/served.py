@@ -21,8 +21,9 @@ class ServedAnswers:
 
     Given an `engine`, they get its weights before they are asked; else they keep theirs. Weights go by `sync`: below
     `directory`, which servers must see under the same path, or over the network, where a server may take `seconds` for
-    a part of them; `check_every` is `Sync`'s, and `untied` writes a tied head as one of its own. They have the name
-    START.STEP, START being new with each start of the run: a step that is done again may have made others.
+    a part of them; `check_every` is `Sync`'s, and `untied` writes a tied head as one of its own. Without `wait`
+    ranks go on while servers read what is on disk. They have the name START.STEP, START being new with each start of
+    the run: a step that is done again may have made others.
     """
 
     together = False
@@ -37,6 +38,7 @@ class ServedAnswers:
         seconds: float = 60.0,
         check_every: int = 0,
         untied: bool = False,
+        wait: bool = True,
     ) -> None:
         self.engine = engine
         self.servers = connect() if dist.get_rank() == 0 else None
@@ -52,6 +54,7 @@ class ServedAnswers:
                 seconds=seconds,
                 check_every=check_every,
                 untied=untied,
+                wait=wait,
             )
 
     def refresh(self) -> None:

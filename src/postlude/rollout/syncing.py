@@ -74,6 +74,7 @@ class Sync(ABC):
             self.costs["servers/check_seconds"] = time.perf_counter() - began
 
     def _compare(self) -> None:
+        self.servers.renewed()
         if self.servers.compares():
             self.servers.compare(self._checksum())
 
@@ -97,9 +98,10 @@ class ByDisk(Sync):
         *,
         check_every: int = 0,
         untied: bool = False,
+        wait: bool = True,
     ) -> None:
         super().__init__(engine, servers, check_every=check_every)
-        self.untied = untied
+        self.untied, self.wait = untied, wait
         self.room = directory.expanduser().absolute() / WEIGHTS
 
     def close(self) -> None:
@@ -121,7 +123,7 @@ class ByDisk(Sync):
         return first_rank_says(lambda: self._tell(path))
 
     def _tell(self, path: Path) -> int:
-        self.servers.update(str(path), path.name)
+        self.servers.update(str(path), path.name, wait=self.wait)
         kept = self.servers.directories()
         for other in path.parent.iterdir():
             if str(other) not in kept:
@@ -181,9 +183,10 @@ def sync_of(
     seconds: float = 60.0,
     check_every: int = 0,
     untied: bool = False,
+    wait: bool = True,
 ) -> Sync:
-    """The way that a config names."""
+    """The way that a config names. Without `wait` ranks go on while servers read."""
     if way == "network":
         return ByNetwork(engine, servers, seconds=seconds, check_every=check_every)
     assert directory is not None
-    return ByDisk(engine, servers, directory, check_every=check_every, untied=untied)
+    return ByDisk(engine, servers, directory, check_every=check_every, untied=untied, wait=wait)

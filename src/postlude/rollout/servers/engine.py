@@ -134,9 +134,18 @@ class HTTPEngine:
         except queue.Empty:
             return found
 
-    def update(self, directory: str, version: str) -> None:
-        """Have every server read new weights from a directory. Answers in flight go on with them."""
+    def update(self, directory: str, version: str, *, wait: bool = True) -> None:
+        """Have every server read new weights from a directory. Answers in flight go on with them.
+
+        Without `wait` that goes on beside the caller: what it submits is answered by servers that have them.
+        """
         self._run(self.fleet.update(Weights(directory, version)))
+        if wait:
+            self.renewed()
+
+    def renewed(self) -> None:
+        """Wait until servers have the weights that they were last told of."""
+        self._run(self.fleet.renewed())
 
     def compares(self) -> bool:
         """Whether there is a server that may tell what its weights hash to."""

@@ -47,6 +47,7 @@ class Fleet:
         """What became of those that will not, each a clause that begins with its address."""
         self.counts = Counts()
         self._coming: dict[Server, asyncio.Task[None]] = {}
+        self._renewing: dict[Server, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
         self._turn = 0
 
@@ -82,22 +83,31 @@ class Fleet:
         raise ServerError(f"a request was not answered in {attempts + 1} attempts, lastly as {last}.")
 
     async def update(self, weights: Weights) -> None:
-        """Give every server new weights. Returns when those that are up have them; others get them as they come."""
+        """Give every server new weights. None that is up is asked before it has them; others get them as they come."""
         self.weights = weights
-        up = [server for server in self.servers if server.state == "up"]
         for server in self.servers:
             if server.state == "gone":
                 self._begin(server)
+            elif server.state == "up":
+                server.renewing += 1
+                self._renewing[server] = asyncio.create_task(self._renew(server, weights, self._renewing.get(server)))
 
-        async def reload(server: Server) -> None:
-            try:
-                await server.reload(weights)
-            except (Unreachable, Garbled) as error:
-                self.failed(server, error)
-
-        await asyncio.gather(*(reload(server) for server in up))
-        await self._tell()
+    async def renewed(self) -> None:
+        """Wait until servers have the newest weights. Raises a sentence when none is left."""
+        await asyncio.gather(*self._renewing.values())
         await self.present()
+
+    async def _renew(self, server: Server, weights: Weights, before: asyncio.Task[None] | None) -> None:
+        try:
+            if before is not None:
+                await before
+            if weights is self.weights:  # else newer ones come next
+                await server.reload(weights)
+        except (Unreachable, Garbled) as error:
+            self.failed(server, error)
+        finally:
+            server.renewing -= 1
+            await self._tell()
 
     async def takers(self, weights: Weights) -> list[Server]:
         """Those that are there and lack weights, which are to be sent to them. Others wait for the next sending.
@@ -171,8 +181,10 @@ class Fleet:
 
     async def close(self) -> None:
         """Let go of everything."""
-        for task in self._coming.values():
+        tasks = [*self._coming.values(), *self._renewing.values()]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for server in self.servers:
             server.wire.close()
 
@@ -211,7 +223,7 @@ class Fleet:
 
     def _has_room(self, server: Server) -> bool:
         """One that has just failed shows with a single request that it is well again."""
-        return server.outstanding < (1 if server.failures else self.concurrency)
+        return not server.renewing and server.outstanding < (1 if server.failures else self.concurrency)
 
     def _check(self, found: Completion) -> None:
         """Refuse answers by weights that were never sent: the server was started anew since it was met."""

@@ -73,6 +73,8 @@ class Server:
         self.reload_seconds = 0.0
         self.reading: str | None = None
         """The directory that it was told to read weights from, until it says that it has."""
+        self.renewing = 0
+        """Weights that it is to read before it is asked again."""
         self.meetings = 0
         """Times that it came. What was agreed on with it before the last one holds no more."""
 
