@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,40 @@ from postlude.rollout.servers.starting import Started, StartedEngine
 from postlude.rollout.workers import Outcome, Workers
 from tests.cluster.conftest import QUIET
 from tests.cluster.test_actors import FAKE, answered, busy, crew_of
+from tests.cluster.test_gang import grpo
+from tests.recipes.test_killed import place, told
 from tests.rollout import functions
 from tests.rollout.test_servers import PROMPTS, THREE, check
 from tests.rollout.test_starting import QUICK, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+__all__ = ["place"]  # a fixture
 
 
 @pytest.fixture
 def two_nodes() -> Iterator[Any]:
     """A cluster of two nodes of two CPUs; `other` is the one that this process is not on."""
+    with nodes(2, 2) as cluster:
+        yield cluster
+
+
+@contextmanager
+def nodes(*cpus: int) -> Iterator[Any]:
+    """A cluster of nodes of so many CPUs; `other` is the last. This process is on the first."""
     ray = pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
-        head = {"num_cpus": 2, "include_dashboard": False, "temp_dir": place}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        cluster.other = cluster.add_node(num_cpus=2, temp_dir=place)
+        first, *others = ({"num_cpus": count, "temp_dir": place} for count in cpus)
+        cluster = Cluster(initialize_head=True, head_node_args=first | {"include_dashboard": False})
+        for each in others:
+            cluster.other = cluster.add_node(**each)
         ray.init(cluster.address, **{name: QUIET[name] for name in ("log_to_driver", "logging_level")})
-        yield cluster
-        ray.shutdown()
-        cluster.shutdown()
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
@@ -61,3 +75,29 @@ def test_a_server_on_a_lost_node_is_started_on_another(two_nodes: Any, tmp_path:
         answered(engine, tickets)
         until(lambda: engine.started.restarted and engine.fleet.up() == 2, 120.0)  # one was on each
         check(engine)
+
+
+def has_a_rank(node: Any) -> bool:
+    raylet = node.all_processes["raylet"][0].process.pid
+    workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
+    return any(b"Seat" in Path(f"/proc/{worker}/cmdline").read_bytes() for worker in workers)
+
+
+def test_a_gang_that_loses_a_node_goes_on_with_another(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = ("--steps=16", "--layout=dp_shard=2", "--timeout=120")
+    assert grpo(place, "whole", *words) == 0
+    with nodes(0, 1, 1, 1) as cluster:
+
+        def lose() -> None:
+            until(lambda: len(told(place / "parts")["metrics"]) >= 6, 100.0)
+            cluster.remove_node(next(filter(has_a_rank, cluster.worker_nodes)), allow_graceful=False)
+
+        thread = threading.Thread(target=lose)
+        thread.start()
+        assert grpo(place, "parts", "--ray", "--cluster.cpus=1", "--cluster.worker_cpus=0", *words) == 0
+        thread.join()
+    found = told(place / "parts")
+    for row in found["metrics"]:
+        row.pop("workers/lost", None)
+    assert found == told(place / "whole")
+    assert caplog.text.count("All ranks start again from step-") == 1

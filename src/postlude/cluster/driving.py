@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -115,7 +114,7 @@ class Signalled:
     def _hear(self, number: int, _: Any) -> None:
         if not self.first:
             self.first, self.at = number, time.monotonic()
-            os.write(sys.stderr.fileno(), asked(number))
+            os.write(2, asked(number))
         elif time.monotonic() - self.at > SAME:
             self.over = True
 

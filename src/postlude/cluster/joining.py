@@ -74,8 +74,9 @@ def joined(address: str, needs: Needs) -> Iterator[None]:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConnectionError(
-            f"no Ray cluster was joined at {address!r}: {' '.join(str(error).split())} Start one with `ray start "
-            "--head`, or leave the address out for a local one."
+            f"no Ray cluster was joined at {address!r}: {' '.join(str(error).split()).rstrip('.')}. Start one with "
+            "`ray start --head`, or leave the address out for a local one. A cluster that wants a token, as Ray's do "
+            "by default, wants RAY_AUTH_MODE=token here."
         ) from error
     try:
         yield

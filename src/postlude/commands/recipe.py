@@ -28,6 +28,8 @@ def run(options: argparse.Namespace) -> int:
     beginning = Beginning(None if options.resume_from is None else step_named(options.resume_from), options.again)
     if options.ray is not None:
         check_ray()
+        if "RANK" in os.environ:
+            raise ValueError("--ray starts ranks by itself, but this process is a rank already. Leave out torchrun.")
         wait_for(config.run, LEAVING)  # ranks of a driver that was killed end when Ray has noticed
     # Slow ones, torch above all: a mistake in the config is named before them.
     from rich.console import Console
