@@ -19,6 +19,8 @@ class Alone(Submitted):
 
     def refresh(self) -> None: ...
 
+    def tend(self) -> None: ...
+
     def take_metrics(self) -> dict[str, float]:
         return {}
 
