@@ -30,7 +30,7 @@ def read(paths: Iterable[Path]) -> dict[str, list[Case]]:
         if kind not in TABLES:
             continue  # of another benchmark
         for case in result["cases"]:
-            told = tuple(case.get(name) for name in ("shape", "mix", "case", "axis", "pass", "budget"))
+            told = tuple(case.get(name) for name in ("shape", "mix", "case", "axis", "pass", "budget", "max_staleness"))
             key = (*told, *(case.get(name, usual) for name, usual in USUAL.items()))
             found.setdefault(kind, {})[key] = case
     return {kind: list(cases.values()) for kind, cases in found.items()}
@@ -122,6 +122,17 @@ def weight_sync(cases: Sequence[Case]) -> list[str]:
     return lines
 
 
+def asynchrony(cases: Sequence[Case]) -> list[str]:
+    lines = heading("max_staleness", "seconds a step", "waiting for answers", "weights", "training", "idle", "gain")
+    for case in cases:
+        phases = case["phases"]
+        waiting = phases["rollout"] + phases["reward"]
+        seconds = (case["seconds_a_step"], waiting, phases["weights"], phases["train"])
+        told = (f"{each:.2f}" for each in seconds)
+        lines.append(row(str(case["max_staleness"]), *told, f"{case['idle']:.0%}", f"{case['gain']:.2f}×"))
+    return lines
+
+
 def chart(cases: Sequence[Case]) -> str:
     """Tokens a second of every case that ran, as bars, a group a shape and mix."""
     ran = [case for case in cases if "failed" not in case and case["case"] not in ("logprobs", "trl-logprobs")]
@@ -146,7 +157,13 @@ def chart(cases: Sequence[Case]) -> str:
     return "\n".join([head, f'<rect {size} fill="#ffffff"/>', *lines, "</svg>", ""])
 
 
-TABLES = {"train_step": train_step, "rl_iteration": rl_iteration, "growth": growth, "weight_sync": weight_sync}
+TABLES = {
+    "train_step": train_step,
+    "rl_iteration": rl_iteration,
+    "growth": growth,
+    "weight_sync": weight_sync,
+    "asynchrony": asynchrony,
+}
 
 
 def placed(page: str, kind: str, table: str) -> str:

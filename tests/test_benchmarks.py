@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import one as the script that it is: with its own folder on the path, and gone again afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("workloads", "peers", "train_step", "rl_iteration", "growth", "weight_sync", "report")
+    names = ("workloads", "peers", "train_step", "rl_iteration", "growth", "weight_sync", "asynchrony", "report")
 
     def imported(name: str) -> ModuleType:
         return __import__(name)
@@ -113,6 +113,7 @@ SMOKES = {
     "rl_iteration": [],
     "growth": ["--axes", "length", "experts"],
     "weight_sync": [],
+    "asynchrony": [],
 }
 
 
