@@ -212,7 +212,7 @@ def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_pa
 
 def killing(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
     """As `trained`, but a server of the run is killed as soon as its first step is logged."""
-    from postlude.rollout.servers.starting import Here
+    from postlude.rollout.servers.machine import Here
 
     begun: list[Any] = []
 

@@ -17,7 +17,8 @@ import pytest
 
 from postlude.rollout.protocol import Request, Span
 from postlude.rollout.servers.errors import ServerError
-from postlude.rollout.servers.starting import Here, Program, Started, StartedEngine
+from postlude.rollout.servers.machine import Here, Program
+from postlude.rollout.servers.starting import Started, StartedEngine
 from tests.rollout.test_servers import PROMPTS, THREE, check
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +135,7 @@ def test_servers_end_with_who_started_them_however_it_ends(tmp_path: Path) -> No
     starts = f"""
         import time
         from pathlib import Path
-        from postlude.rollout.servers.starting import Here, Program
+        from postlude.rollout.servers.machine import Here, Program
         command = ({sys.executable!r}, "-c", {textwrap.dedent(stubborn)!r})
         running = Here(Path({str(tmp_path)!r})).start(Program(command))
         time.sleep(60)

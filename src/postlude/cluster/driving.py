@@ -16,7 +16,8 @@ from postlude.cluster.crews import Actors
 from postlude.cluster.gang import Answer, Gang, Lost, Verdict, verdict
 from postlude.cluster.joining import LOCAL, Needs, joined
 from postlude.cluster.nodes import Nodes
-from postlude.cluster.relay import Audience, Relay, Relayed
+from postlude.cluster.relay import Relay
+from postlude.cluster.views import Audience, Relayed
 from postlude.recipes.commands import Recipe
 from postlude.recipes.config.settings import Cluster
 from postlude.recipes.run.beginning import Beginning

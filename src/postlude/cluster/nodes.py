@@ -11,8 +11,9 @@ from typing import Any
 
 from postlude.cluster.joining import why
 from postlude.rollout.servers.errors import ServerError
-from postlude.rollout.servers.starting import LOOKED, STOPPED_WITHIN, Here, Program, Running
+from postlude.rollout.servers.machine import STOPPED_WITHIN, Here, Program, Running
 
+LOOKED = 0.2  # seconds between two looks at a server
 PLACED_WITHIN = 120.0  # seconds in which the cluster finds room for a server
 
 

@@ -40,8 +40,9 @@ from postlude.rollout.protocol import Completion, Request
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.served import ServedAnswers
 from postlude.rollout.servers.engine import HTTPEngine
+from postlude.rollout.servers.machine import Machine, Program
 from postlude.rollout.servers.server import Server
-from postlude.rollout.servers.starting import Machine, Program, Started, StartedEngine
+from postlude.rollout.servers.starting import Started, StartedEngine
 
 SERVERS = "servers"  # in the run's directory: logs of those that are started
 QUESTION = "The capital of France is Paris, and the capital of Italy is"

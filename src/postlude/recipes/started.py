@@ -15,7 +15,7 @@ import torch
 from postlude.engine import Engine
 from postlude.hf.export import Description, describe, untied
 from postlude.recipes.config.settings import Answers, Generators, StartedVLLM
-from postlude.rollout.servers.starting import Here, Program
+from postlude.rollout.servers.machine import Here, Program
 
 MODEL = "model"  # beside the logs: what a server is told of the model, which gets its weights later
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # since `vllm serve` asks for a package of the name vllm

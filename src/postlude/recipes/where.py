@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from postlude.recipes.live import LiveView, Viewed
-from postlude.rollout.servers.starting import Machine
+from postlude.rollout.servers.machine import Machine
 from postlude.rollout.workers import Hire
 
 

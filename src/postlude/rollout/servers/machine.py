@@ -1,0 +1,151 @@
+"""Where servers are started (`Machine`): this machine (`Here`), or others. What is started is a `Program`.
+
+It needs the standard library alone, as it may have to be at hand on other machines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+KEEPER = Path(__file__).with_name("keeper.py")
+STOPPED_WITHIN = 10.0  # seconds
+TAIL = 6  # lines of a log that a sentence shows
+A_RANKS = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A server to start: how, and what it needs. It can be sent to another machine."""
+
+    command: tuple[str, ...]
+    """In which {host} and {port} stand for where it is to listen."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Beside what the machine has already."""
+    cpus: float = 1.0
+    gpus: float = 0.0
+    """Those that it has for itself; with none it sees what whoever starts it sees."""
+    ready_within: float = 600.0
+    """Seconds in which it answers at /health, or never will."""
+    told: tuple[tuple[str, Any], ...] = ()
+    """What it is told when it is ready: paths, and what is posted there."""
+
+    def words(self, host: str, port: int) -> list[str]:
+        """The command for one address."""
+        return [word.replace("{host}", host).replace("{port}", str(port)) for word in self.command]
+
+
+class Running(Protocol):
+    """A server that was started."""
+
+    url: str
+
+    def ended(self) -> str | None:
+        """Why it does not run any more, as a clause that follows its address; None while it does."""
+        ...
+
+    def stop(self) -> None:
+        """End it, if it has not ended. What it had can then be given to another."""
+        ...
+
+
+class Machine(Protocol):
+    """Somewhere to start servers."""
+
+    def start(self, program: Program) -> Running:
+        """Start one, without waiting until it is ready."""
+        ...
+
+
+class Here:
+    """This machine. Each server is a process that ends with this one, whatever ends it, and writes to `logs`/N.log.
+
+    `devices` are the GPUs to give out, as CUDA_VISIBLE_DEVICES names them. `host` is this machine's address for those
+    who ask; by itself it is reached from this machine alone.
+    """
+
+    def __init__(self, logs: Path, devices: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+        self.logs, self.devices, self.host = logs, list(devices), host
+        self._started = 0
+        self._running: list[_Process] = []
+
+    def start(self, program: Program) -> Running:
+        """Start one at a port that is free."""
+        self._running = [each for each in self._running if not each.stopped]
+        taken = {device for each in self._running for device in each.devices}
+        free = [device for device in self.devices if device not in taken]
+        count = int(program.gpus)
+        if count != program.gpus or count > len(free):
+            raise ValueError(
+                f"a server wants {program.gpus:g} GPUs, but {len(free)} are free here of those that the trainer leaves "
+                f"({', '.join(self.devices) or 'none'}). Give rollout.gpus a whole number, or start fewer."
+            )
+        given = {"CUDA_VISIBLE_DEVICES": ",".join(free[:count])} if count else {}
+        self.logs.mkdir(parents=True, exist_ok=True)
+        log = self.logs / f"{self._started}.log"
+        self._started += 1
+        port = _free_port(self.host)
+        command = [sys.executable, "-I", str(KEEPER), str(os.getpid()), *program.words(self.host, port)]
+        with log.open("w") as written:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                env={**_surroundings(), **program.environment, **given},
+                start_new_session=True,
+            )
+        self._running.append(_Process(f"http://{self.host}:{port}", process, log, free[:count]))
+        return self._running[-1]
+
+
+class _Process:
+    """A server of this machine, by the process that keeps it."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path, devices: Sequence[str]) -> None:
+        self.url, self.process, self.log, self.devices = url, process, log, devices
+        self.stopped = False
+
+    def ended(self) -> str | None:
+        """By its exit code, and the last lines of its log."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        how = f"was ended by signal {code - 128}" if code > 128 else f"ended with code {code}"
+        return f"{how}; {tail(self.log)}"
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOPPED_WITHIN)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.stopped = True
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log, as a clause."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = " | ".join(line[:200] for line in lines[-TAIL:])
+    return f"the last lines of {log}: {said}" if said else f"{log} is empty"
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as free:
+        free.bind((host, 0))
+        found: int = free.getsockname()[1]
+        return found
+
+
+def _surroundings() -> dict[str, str]:
+    """The environment of this process, but for what makes it a rank: a server is none."""
+    return {name: value for name, value in os.environ.items() if not A_RANKS.fullmatch(name)}
