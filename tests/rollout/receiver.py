@@ -64,7 +64,7 @@ class Receiver(FakeVLLM):
                     raise Refusal(500, "NCCL weight transfer not initialized")
                 self.each(self.take, body["update_info"])
             case "/finish_weight_update":
-                self.active, self.version = False, body["weight_version"]
+                self.active, self.version = False, (body or {}).get("weight_version", self.version)
             case "/received":
                 return {"taken": self.taken, "calls": self.calls, "version": self.version}
             case _:
@@ -116,11 +116,11 @@ class Dies:
 
 
 class Refuses:
-    def __init__(self, path: str, status: int = 400) -> None:
-        self.path, self.status = path, status
+    def __init__(self, path: str, status: int = 400, times: int = 1000) -> None:
+        self.path, self.status, self.times = path, status, times
 
     def __call__(self, receiver: Receiver, path: str, before: int) -> None:
-        if path == self.path:
+        if path == self.path and before < self.times:
             raise Refusal(self.status, "no")
 
 

@@ -15,6 +15,7 @@ from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.engine import HTTPEngine
 from postlude.rollout.servers.errors import ServerError
 from postlude.rollout.servers.server import Weights
+from postlude.rollout.syncing import ByNetwork
 from postlude.rollout.transfer import Transfer, aligned
 from tests.engine.test_weights import ODD
 from tests.engine.training import batch, build, config, policy
@@ -169,6 +170,26 @@ def _fails(group: Any, url: str) -> str:
         with pytest.raises(ServerError) as raised:
             transfer.send(servers, Weights(None, "start.1"))
         return str(raised.value)
+
+
+def test_one_that_was_left_in_the_middle_is_sent_all_again(ranks) -> None:
+    with Remote(spoil=Refuses("/update_weights", 500, times=1)) as remote:
+        (expected,) = ranks(1, _left_in_the_middle, remote.url)
+        arrived(remote, expected, "start.1")
+        calls = remote.received()["calls"]
+        assert calls.count("/start_weight_update") == calls.count("/finish_weight_update") == 2
+        assert calls.count("/resume") == 1, "what is half new is not used"
+
+
+def _left_in_the_middle(group: Any, url: str) -> list[Any]:
+    engine = build("pp=1", ODD, compute_dtype=torch.bfloat16)
+    with closing(HTTPEngine([url], dialect="vllm", backoff=0.01)) as servers:
+        sync = ByNetwork(engine, servers, seconds=2.0)
+        with closing(sync):
+            sync.bring("start.1")
+            assert servers.fleet.servers[0].state == "up"
+            assert sync.take_costs()["servers/sync_bytes"] > 0
+    return [described(name, tensor) for name, tensor in engine.stream_weights()]
 
 
 def test_tensors_of_a_send_begin_where_their_dtype_may() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+import subprocess
 import urllib.request
 from contextlib import closing
 from pathlib import Path
@@ -15,11 +18,13 @@ from postlude import Engine, load_model
 from postlude.rollout.generator import Generator
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.engine import HTTPEngine
+from postlude.rollout.servers.nccl import UniqueId
 from postlude.rollout.servers.server import Weights
+from postlude.rollout.servers.vllm import VLLM
 from postlude.rollout.transfer import Transfer
 from tests.conftest import Ranks
 from tests.serving.test_vllm import PROMPTS, trained, written
-from tests.serving.vllm_server import vllm
+from tests.serving.vllm_server import PYTHON, vllm
 
 pytestmark = pytest.mark.serving
 
@@ -64,8 +69,28 @@ def test_what_is_sent_is_what_vllm_has(ranks: Ranks, tmp_path: Path) -> None:
         assert held == read, "tensor by tensor what it reads from a disk"
         settings = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts=2")
         more = (f"--model={new}", "--rollout.kind=server", f"--rollout.urls=[{url}]", "--rollout.sync=network")
-        (rows,) = ranks(1, trained, str(tmp_path), *settings, *more, "--optimizer.lr=1e-2")
+        moved = ("--optimizer.lr=1e-2", "--optimizer.weight_decay=5")  # by a twentieth a step, whatever the rewards
+        (rows,) = ranks(1, trained, str(tmp_path), *settings, *more, *moved)
         print(
             [{name: row[name] for name in row if name.startswith("servers/") or name == "rollout_kl"} for row in rows]
         )
         assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
+
+
+def test_the_words_by_which_workers_join_nccl_are_vllms() -> None:
+    """Read by vLLM's own class, which refuses what it does not know and ids of another length."""
+    said: list[Any] = []
+
+    async def ask(method: str, path: str, body: Any = None) -> None:
+        said.append(body)
+
+    info = {"nccl_unique_id_b64": base64.b64encode(bytes(UniqueId())).decode()}  # as NCCLOffer gives it
+    asyncio.run(VLLM().join(ask, info, 4))
+    read = (
+        "import json, sys\n"
+        "from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo as Info\n"
+        "info = Info(**json.load(sys.stdin)); print(info.world_size, info.rank_offset, info.packed)"
+    )
+    told = json.dumps(said[-1]["init_info"])
+    done = subprocess.run([PYTHON, "-c", read], input=told, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-3:] == ["5", "1", "True"]

@@ -63,8 +63,9 @@ class Transfer:
         A server that fails on the way is left to its fleet, and the others go on.
         """
         began = time.perf_counter()
-        hand = None if http is None else http.handover(weights)
-        takers: list[Taker] = first_rank_says(lambda: _own(hand).takers())
+        hand = None if http is None else http.handover(weights, self.seconds)
+        takers, known = first_rank_says(lambda: _own(hand).takers())
+        self._forget([url for url in self.channels if url not in known])
         ready = self._connect(hand, takers)
         sent, broken, sums = 0, dict[str, str](), list[Tensor]()
         if ready:
@@ -87,7 +88,7 @@ class Transfer:
 
     def _connect(self, hand: Handover | None, takers: Sequence[Taker]) -> list[str]:
         """Open channels to servers that have come since the last time. Returns who is ready for weights."""
-        self.owners = owners([taker.url for taker in takers], self.owners, dist.get_world_size())
+        self.owners |= owners([taker.url for taker in takers], self.owners, dist.get_world_size())
         mine = [taker for taker in takers if self.owners[taker.url] == dist.get_rank()]
         strange = [taker for taker in mine if self.meetings.get(taker.url) != taker.meeting]
         self._forget([taker.url for taker in strange])

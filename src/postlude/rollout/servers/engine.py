@@ -160,9 +160,9 @@ class HTTPEngine:
         newest = self.fleet.weights
         return {each for each in (newest and newest.directory, *(s.reading for s in self.fleet.servers)) if each}
 
-    def handover(self, weights: Weights) -> Handover:
+    def handover(self, weights: Weights, seconds: float | None = None) -> Handover:
         """The words that go with weights which are sent to servers, to those that lack them."""
-        return Handover(self.fleet, weights, self._start)
+        return Handover(self.fleet, weights, self._start, seconds)
 
     def meet(self) -> list[Server]:
         """Meet every server, as `Server.state` then tells; at least one is up, or a sentence is raised."""

@@ -30,19 +30,27 @@ class Handover:
     """One handover. A server that fails is left to its fleet; the others go on.
 
     What is said is said to all at the same time, and goes on until the next thing is said: weights are sent meanwhile.
+    No request waits longer than `seconds`, since all ranks wait with it.
     """
 
     def __init__(
-        self, fleet: Fleet, weights: Weights, start: Callable[[Coroutine[Any, Any, Any]], Future[Any]]
+        self,
+        fleet: Fleet,
+        weights: Weights,
+        start: Callable[[Coroutine[Any, Any, Any]], Future[Any]],
+        seconds: float | None = None,
     ) -> None:
-        self.fleet, self.weights, self._start = fleet, weights, start
+        self.fleet, self.weights, self._start, self.seconds = fleet, weights, start, seconds
         self._began = time.perf_counter()
         self._taking: dict[str, Server] = {}
         self._workers: dict[str, int] = {}
         self._said: dict[str, Future[bool]] = {}
 
-    def takers(self) -> list[Taker]:
-        """Who takes part: those that are there and lack the weights. Raises a sentence when nobody is left at all."""
+    def takers(self) -> tuple[list[Taker], set[str]]:
+        """Who takes part: those that are there and lack the weights; and the addresses of all there are.
+
+        Raises a sentence when nobody is left at all.
+        """
         self._taking = {server.url: server for server in self._start(self.fleet.takers(self.weights)).result()}
 
         def count(url: str) -> Said:
@@ -55,7 +63,8 @@ class Handover:
 
         self._say({url: count(url) for url in self._taking})
         taking = self._heard()
-        return [Taker(url, self._taking[url].meetings, self._workers[url]) for url in taking]
+        known = {server.url for server in self.fleet.servers}
+        return [Taker(url, self._taking[url].meetings, self._workers[url]) for url in taking], known
 
     def join(self, places: Mapping[str, Mapping[str, Any]]) -> None:
         """Have the workers of servers join channels, each at its place."""
@@ -87,7 +96,7 @@ class Handover:
     def _say(self, what: Mapping[str, Said]) -> None:
         for url, said in what.items():
             server = self._taking[url]
-            self._said[url] = self._start(self._attempt(server, server.say(said)))
+            self._said[url] = self._start(self._attempt(server, server.say(said, seconds=self.seconds)))
 
     def _heard(self, broken: Mapping[str, str] | None = None) -> list[str]:
         """Wait for all that was said. Returns who still takes part; `broken` are those to which a channel broke."""
@@ -135,7 +144,7 @@ def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def owners(urls: Sequence[str], before: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Which rank sends to which server: as before where it did, else the one with the fewest."""
+    """Which rank sends to which server: as before where it did, else the one with the fewest of these."""
     found = {url: before[url] for url in urls if url in before}
     for url in urls:
         if url not in found:

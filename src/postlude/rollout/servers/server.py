@@ -98,9 +98,13 @@ class Server:
             if self.version != weights.version and weights.directory is not None:
                 await self.reload(weights)
 
-    async def say(self, what: Callable[[Dialect, Ask], Awaitable[Result]]) -> Result:
-        """What is said to it in its own words, and waited for as an answer is."""
-        return await what(self.dialect, self._ask)
+    async def say(self, what: Callable[[Dialect, Ask], Awaitable[Result]], *, seconds: float | None = None) -> Result:
+        """What is said to it in its own words. Each request waits as an answer does, or `seconds`."""
+
+        async def ask(method: str, path: str, body: Any = None) -> Any:
+            return _told(await self.wire.ask(method, path, body, timeout=seconds or self.timeout))
+
+        return await what(self.dialect, ask)
 
     async def reload(self, weights: Weights) -> None:
         """Have it read new weights, and see that it has them."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from postlude.rollout.protocol import Completion, Request, Span
 from postlude.rollout.servers.dialect import Ask, Tensors, completion
-from postlude.rollout.servers.errors import Garbled, Refused
+from postlude.rollout.servers.errors import Garbled, Refused, Unreachable
 from postlude.rollout.servers.openai import OpenAI, only_choice, sampling_words
 
 GENERATE = "/inference/v1/generate"
@@ -102,8 +102,15 @@ class VLLM(OpenAI):
             raise Garbled("does not say at /get_world_size how many workers it has") from error
 
     async def join(self, ask: Ask, info: Mapping[str, Any], workers: int) -> None:
-        """As ranks 1 and on. A channel that it may still have, of a trainer that is no more, is let go first."""
-        await ask("POST", "/shutdown_weight_transfer_engine")
+        """As ranks 1 and on. A channel that it may still have is let go first, and an update that was left open ended.
+
+        What that leaves half new is never used: it is paused, and all weights follow.
+        """
+        try:
+            await ask("POST", "/shutdown_weight_transfer_engine")
+        except Unreachable:
+            await ask("POST", "/finish_weight_update")
+            await ask("POST", "/shutdown_weight_transfer_engine")
         packed = {"packed": True, "packed_buffer_size_bytes": SEND_BYTES, "packed_num_buffers": 2}
         joined = {**info, "rank_offset": 1, "world_size": workers + 1, **packed}
         await ask("POST", "/init_weight_transfer_engine", {"init_info": joined})
