@@ -26,6 +26,7 @@ from postlude.recipes.supply import Supply, age
 from postlude.recipes.trainer import train
 from postlude.rollout.conversations import Answered, seed_of
 from postlude.rollout.environments import SingleTurn, Transcript
+from postlude.rollout.episodes import Episodes
 from postlude.rollout.generator import Generator
 from postlude.rollout.protocol import Completion, Finished, Request, Span
 from postlude.rollout.rewards import RewardPool
@@ -187,6 +188,45 @@ def test_what_ends_all_conversations_is_told_to_who_waits() -> None:
         run.rollouts.conversations.begin(run.rollouts.group(run.tasks[0], 0, SAMPLES, step=9))
         with pytest.raises(ValueError, match="no server is left"):
             run.rollouts.wait(lambda: False)
+
+
+class Held:
+    """An episode that holds something from its first turn on, and never comes to an end."""
+
+    open = 0
+
+    def __init__(self, example: Any) -> None:
+        Held.open += 1
+
+    async def step(self, said: Any) -> str:
+        return "go on"
+
+    async def close(self) -> None:
+        Held.open -= 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_who_leaves_in_the_middle_closes_what_episodes_hold(background: bool) -> None:
+    """While an engine answers, an episode is in nobody's hands but the conversations'."""
+    tasks = [Task("a task:", {}, "the task")]
+    environment = Episodes(tasks, Held, name="Held", max_turns=9)
+    engine = Elsewhere(lambda: 600.0 if engine.asked > 1 else 0.0)  # a second turn takes its time
+    rollouts = Rollouts(
+        engine,
+        environment,
+        byte_tokenizer(),
+        Answers(max_new_tokens=2),
+        budget=64,
+        seed=3,
+        timed=Clock(),
+        background=background,
+    )
+    with closing(rollouts):
+        group = rollouts.group(tasks[0], 0, SAMPLES, step=0)
+        rollouts.conversations.begin(group)
+        rollouts.wait(lambda: engine.asked == 1 + SAMPLES)
+        assert Held.open == SAMPLES
+    assert Held.open == 0
 
 
 def test_tokens_are_as_old_as_their_weights() -> None:

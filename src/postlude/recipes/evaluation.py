@@ -68,6 +68,7 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST, 
             seed=config.seed,
             timed=clock,
         )
+        held.enter_context(closing(rollouts.conversations))
         count = min(config.tasks, len(environment.tasks))
         tasks = [environment.tasks[index] for index in range(len(environment.tasks) - count, len(environment.tasks))]
         answers: list[Answered] = []  # on the first rank

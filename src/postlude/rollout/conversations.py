@@ -120,7 +120,7 @@ class Conversations:
         self._new: deque[Group] = deque()
         self._asked: dict[int, dict[int, _Talk]] = {}  # by the tickets of their requests and their numbers there
         self._judged: dict[int, _Talk] = {}  # by their episodes, whose turn is not known yet
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -156,6 +156,10 @@ class Conversations:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        for talks in self._asked.values():  # those that wait for the environment are its own to end
+            for talk in talks.values():
+                self.environment.release(talk.episode)
+        self._asked.clear()
 
     def _go_on(self) -> None:
         try:
@@ -165,7 +169,7 @@ class Conversations:
                 if self._closed:
                     return
                 self._advance()
-        except Exception as error:
+        except BaseException as error:  # whatever it is, nobody is to wait for ever
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
