@@ -43,7 +43,7 @@ class ServedAnswers:
         self.engine = engine
         self.servers = connect() if dist.get_rank() == 0 else None
         self.lead: Lead[None, None] = Lead(lambda _: self.refresh())
-        self.start: str = first_rank_says(lambda: secrets.token_hex(4))
+        self.start: str = first_rank_says(lambda: secrets.token_hex(4), self.lead.group)
         self.sync: Sync | None = None
         if engine is not None:
             self.sync = sync_of(
@@ -51,6 +51,7 @@ class ServedAnswers:
                 engine,
                 self.servers,
                 directory=directory,
+                group=self.lead.group,
                 seconds=seconds,
                 check_every=check_every,
                 untied=untied,

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Literal
 
+import torch.distributed as dist
+
 from postlude.engine import Engine
 from postlude.hf.checksum import checksum
 from postlude.rollout.servers.engine import HTTPEngine
@@ -24,10 +26,20 @@ Way = Literal["disk", "network"]
 
 
 class Sync(ABC):
-    """One way. Every `check_every`th time, from the first on, servers are compared by their checksums; 0 for never."""
+    """One way. Every `check_every`th time, from the first on, servers are compared by their checksums; 0 for never.
 
-    def __init__(self, engine: Engine, servers: HTTPEngine | None, *, check_every: int = 0) -> None:
-        self.engine, self._servers, self.check_every = engine, servers, check_every
+    `group` is of all ranks, and has the patience to wait for servers; None takes the ranks' own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: HTTPEngine | None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        check_every: int = 0,
+    ) -> None:
+        self.engine, self._servers, self.group, self.check_every = engine, servers, group, check_every
         self.given: str | None = None
         self.costs: dict[str, float] = {}
         """Of the last time, as metrics, on the first rank."""
@@ -70,7 +82,7 @@ class Sync(ABC):
         self._times += 1
         if self.check_every and (self._times - 1) % self.check_every == 0:
             began = time.perf_counter()
-            first_rank_says(self._compare)
+            first_rank_says(self._compare, self.group)
             self.costs["servers/check_seconds"] = time.perf_counter() - began
 
     def _compare(self) -> None:
@@ -96,11 +108,12 @@ class ByDisk(Sync):
         servers: HTTPEngine | None,
         directory: Path,
         *,
+        group: dist.ProcessGroup | None = None,
         check_every: int = 0,
         untied: bool = False,
         wait: bool = True,
     ) -> None:
-        super().__init__(engine, servers, check_every=check_every)
+        super().__init__(engine, servers, group=group, check_every=check_every)
         self.untied, self.wait = untied, wait
         self.room = directory.expanduser().absolute() / WEIGHTS
 
@@ -120,7 +133,7 @@ class ByDisk(Sync):
                 "There has to be room for them twice."
             ) from error
         self.costs["servers/write_seconds"] = time.perf_counter() - began
-        return first_rank_says(lambda: self._tell(path))
+        return first_rank_says(lambda: self._tell(path), self.group)
 
     def _tell(self, path: Path) -> int:
         self.servers.update(str(path), path.name, wait=self.wait)
@@ -141,9 +154,17 @@ class ByNetwork(Sync):
     A server that comes late waits until all ranks are here the next time.
     """
 
-    def __init__(self, engine: Engine, servers: HTTPEngine | None, *, seconds: float, check_every: int = 0) -> None:
-        super().__init__(engine, servers, check_every=check_every)
-        self.transfer = Transfer(engine, seconds=seconds)
+    def __init__(
+        self,
+        engine: Engine,
+        servers: HTTPEngine | None,
+        *,
+        seconds: float,
+        group: dist.ProcessGroup | None = None,
+        check_every: int = 0,
+    ) -> None:
+        super().__init__(engine, servers, group=group, check_every=check_every)
+        self.transfer = Transfer(engine, seconds=seconds, group=group)
         self._sent = ""
 
     def close(self) -> None:
@@ -151,7 +172,7 @@ class ByNetwork(Sync):
         self.transfer.close()
 
     def _wanted(self, version: str) -> bool:
-        return super()._wanted(version) or first_rank_says(self._any_waits)
+        return super()._wanted(version) or first_rank_says(self._any_waits, self.group)
 
     def is_stuck(self) -> bool:
         """Whether all servers that are there came after the last time."""
@@ -165,7 +186,7 @@ class ByNetwork(Sync):
         weights = Weights(None, version)
         while True:
             sent = self.transfer.send(self._servers, weights)
-            if first_rank_says(lambda: self.servers.fleet.up() > 0):
+            if first_rank_says(lambda: self.servers.fleet.up() > 0, self.group):
                 self.costs["servers/send_seconds"] = sent.seconds
                 self._sent = sent.checksum
                 return sent.bytes
@@ -180,6 +201,7 @@ def sync_of(
     servers: HTTPEngine | None,
     *,
     directory: Path | None,
+    group: dist.ProcessGroup | None = None,
     seconds: float = 60.0,
     check_every: int = 0,
     untied: bool = False,
@@ -187,6 +209,6 @@ def sync_of(
 ) -> Sync:
     """The way that a config names. Without `wait` ranks go on while servers read."""
     if way == "network":
-        return ByNetwork(engine, servers, seconds=seconds, check_every=check_every)
+        return ByNetwork(engine, servers, seconds=seconds, group=group, check_every=check_every)
     assert directory is not None
-    return ByDisk(engine, servers, directory, check_every=check_every, untied=untied, wait=wait)
+    return ByDisk(engine, servers, directory, group=group, check_every=check_every, untied=untied, wait=wait)

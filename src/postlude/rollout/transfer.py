@@ -48,11 +48,19 @@ class Sent:
 class Transfer:
     """Channels to servers, which are kept from one transfer to the next. Every rank makes the same calls.
 
-    `seconds`: how long a server may take to join a channel, or to take what one broadcast carries.
+    `seconds`: how long a server may take to join a channel, or to take what one broadcast carries. `group` is of all
+    ranks, and has the patience to wait for servers; None takes the ranks' own.
     """
 
-    def __init__(self, engine: Engine, *, seconds: float = 60.0, send_bytes: int = SEND_BYTES) -> None:
-        self.engine, self.seconds, self.send_bytes = engine, seconds, send_bytes
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        seconds: float = 60.0,
+        send_bytes: int = SEND_BYTES,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.engine, self.seconds, self.send_bytes, self.group = engine, seconds, send_bytes, group
         self.channels: dict[str, Channel] = {}
         self.meetings: dict[str, int] = {}
         self.owners: dict[str, int] = {}
@@ -64,7 +72,7 @@ class Transfer:
         """
         began = time.perf_counter()
         hand = None if http is None else http.handover(weights, self.seconds)
-        takers, known = first_rank_says(lambda: _own(hand).takers())
+        takers, known = first_rank_says(lambda: _own(hand).takers(), self.group)
         self._forget([url for url in self.channels if url not in known])
         ready = self._connect(hand, takers)
         sent, broken, sums = 0, dict[str, str](), list[Tensor]()
@@ -77,7 +85,7 @@ class Transfer:
                 broken = self._forget(send(mine, data, self.seconds))
                 sent += data.numel()
                 sums.append(word_sum(data))
-            ready = _agreed(lambda: broken, lambda found: _own(hand).finish(merged(found)))
+            ready = self._agreed(lambda: broken, lambda found: _own(hand).finish(merged(found)))
         checksum = " ".join(map(str, torch.stack(sums).tolist())) if sums else ""
         return Sent(len(ready), sent, time.perf_counter() - began, checksum)
 
@@ -93,14 +101,14 @@ class Transfer:
         strange = [taker for taker in mine if self.meetings.get(taker.url) != taker.meeting]
         self._forget([taker.url for taker in strange])
         offers = {taker.url: self._offer(taker) for taker in strange}
-        _agreed(
+        self._agreed(
             lambda: {url: offered.info for url, offered in offers.items()},
             lambda found: _own(hand).join(merged(found)),
         )
         opened, broken = open_all(offers, self.seconds)
         self.channels |= opened
         self.meetings |= {taker.url: taker.meeting for taker in strange if taker.url in opened}
-        return _agreed(lambda: broken, lambda found: _own(hand).begin(merged(found)))
+        return self._agreed(lambda: broken, lambda found: _own(hand).begin(merged(found)))
 
     def _offer(self, taker: Taker) -> Offer:
         """A channel of this rank and all workers of a server."""
@@ -110,7 +118,13 @@ class Transfer:
 
     def _told(self, hand: Handover | None, tensors: Tensors, broken: Mapping[str, str]) -> list[str]:
         """Have servers take what is sent next, but for those to which a channel broke. Returns who they are."""
-        return _agreed(lambda: broken, lambda found: _own(hand).take(tensors, merged(found)))
+        return self._agreed(lambda: broken, lambda found: _own(hand).take(tensors, merged(found)))
+
+    def _agreed(self, work: Callable[[], Part], decide: Callable[[list[Part]], Result]) -> Result:
+        try:
+            return agreed(work, decide, self.group)
+        except RankFailure as failure:
+            raise failure.cause from None
 
     def _forget(self, urls: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
         for url in urls:
@@ -146,10 +160,3 @@ def aligned(bucket: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Te
 def _own(hand: Handover | None) -> Handover:
     assert hand is not None, "the first rank alone talks to servers"
     return hand
-
-
-def _agreed(work: Callable[[], Part], decide: Callable[[list[Part]], Result]) -> Result:
-    try:
-        return agreed(work, decide)
-    except RankFailure as failure:
-        raise failure.cause from None
