@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from postlude.rollout.protocol import Span
+from postlude.rollout.protocol import Request, Span
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.engine import HTTPEngine
 from postlude.rollout.servers.errors import ServerError
@@ -84,6 +85,11 @@ def test_one_that_hangs_is_timed_out(two, engines) -> None:
         (b"<html>", "answered with something that is not JSON"),
         (b'{"choices": []}', "gave 0 choices where one was asked for"),
         (b'{"choices": [{"token_ids": [1], "finish_reason": "stop"}]}', "without token ids or log-probs"),
+        (b'{"choices": [{"token_ids": [], "logprobs": {"content": []}, "finish_reason": {}}]}', "cannot be read"),
+        (
+            b'{"choices": [{"token_ids": [1], "logprobs": {"content": [{"logprob": NaN}]}, "finish_reason": "stop"}]}',
+            "log-probs that are not finite",
+        ),
     ],
 )
 def test_one_that_answers_garbage_is_named_and_left_out(two, engines, caplog, garbage: bytes, sentence: str) -> None:
@@ -98,6 +104,38 @@ def test_one_that_answers_garbage_is_named_and_left_out(two, engines, caplog, ga
     assert "It is left out from now on." in caplog.text
     check(engine)
     assert spoiled.calls.count("/inference/v1/generate") == asked, "it was not asked again"
+
+
+def test_what_one_answers_after_it_was_left_out_is_asked_of_another(two, engines) -> None:
+    spoiled, other = two
+    engine = engines(*two)
+    engine.meet()
+    came, release = threading.Event(), threading.Event()
+    spoiled.before = other.before = lambda: came.set() or (release.wait(10) and None)
+    asked = engine.submit(Request((1, 2), THREE))
+    assert came.wait(10)
+    (own,) = [server for server in engine.fleet.servers if server.outstanding]
+    own.state, own.problem = "out", "has other weights than most"
+    release.set()
+    (found,) = engine.poll(10.0)
+    assert (found.ticket, found.answer is not None) == (asked, True)
+    assert [spoiled.answered, other.answered] == [1, 1], "by the other, as whoever is left out may have other weights"
+    assert engine.take_counts().retried == 1
+
+
+def test_who_is_closed_lets_go_of_what_is_under_way(caplog) -> None:
+    with closing(FakeVLLM()) as server:
+        came, release = threading.Event(), threading.Event()
+        server.before = lambda: came.set() or (release.wait(10) and None)
+        engine = HTTPEngine([server.url])
+        engine.submit(Request((1, 2), THREE, n=3))
+        assert came.wait(10)
+        engine.close()
+        assert engine._thread.is_alive() is False
+        del engine
+        gc.collect()
+        release.set()
+    assert caplog.text == "", "nothing is left to be destroyed while it waits"
 
 
 def test_a_slow_one_gets_less(two, engines) -> None:

@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_pat
         assert (new.version, engine.fleet.expected, engine.started.restarted) == ("start.1", 0, 1)
         assert "was ended by signal 9" in caplog.text
         assert "Another is started." in caplog.text
+
+
+def test_a_proxy_is_not_asked_for_servers_of_our_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with closing(StartedEngine(Started(replace(FAKE, ready_within=15.0), 1, Here(tmp_path)), **QUICK)) as engine:
+        check(engine)
 
 
 def test_one_alone_that_is_killed_is_waited_for(tmp_path: Path) -> None:

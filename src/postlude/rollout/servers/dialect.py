@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,8 @@ def completion(
         ids, values = [int(token) for token in tokens], [float(value) for value in logprobs]
     except (TypeError, ValueError) as error:
         raise Garbled(f"gave token ids or log-probs that are no numbers: {error}") from error
+    if not all(map(math.isfinite, values)):
+        raise Garbled("gave log-probs that are not finite")
     if len(ids) != len(values):
         raise Garbled(f"gave {len(ids)} tokens but {len(values)} log-probs")
     return Completion(ids, values, list(values), finish[reason], text_or_none(text))

@@ -212,12 +212,19 @@ class HTTPEngine:
         return counts
 
     def close(self) -> None:
-        """Let go of the connections, and of the thread."""
+        """Let go of what is under way, of the connections, and of the thread."""
         if self._thread.is_alive():
-            self._run(self.fleet.close())
+            self._run(self._end())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    async def _end(self) -> None:
+        await self.fleet.close()
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)  # their connections end, so that servers hear of it
 
     async def _answers(self, request: Request) -> list[Completion]:
         return [self._told(found) for found in await _all(self.fleet.answer(one) for one in _each(request))]

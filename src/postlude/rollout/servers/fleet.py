@@ -69,7 +69,7 @@ class Fleet:
             self.counts.retried += attempt > 0
             try:
                 found = await server.answer(request)
-                self._check(found)
+                self._check(server, found)
                 server.failures = 0
                 return found
             except Refused as error:
@@ -225,8 +225,10 @@ class Fleet:
         """One that has just failed shows with a single request that it is well again."""
         return not server.renewing and server.outstanding < (1 if server.failures else self.concurrency)
 
-    def _check(self, found: Completion) -> None:
-        """Refuse answers by weights that were never sent: the server was started anew since it was met."""
+    def _check(self, server: Server, found: Completion) -> None:
+        """Refuse answers of a server that was left out meanwhile, or was started anew: by weights never sent to it."""
+        if server.state == "out":
+            raise Unreachable(f"was left out while it answered, as it {server.problem}")
         if self.weights is None:
             return
         start = self.weights.version.rpartition(".")[0]  # older ones of the same trainer may be those of a first part

@@ -114,7 +114,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str],
     if "transfer-encoding" in headers:
         raise Problem(411, "the request comes in chunks; send it whole, with its Content-Length.")
     stated = headers.get("content-length", "0")
-    if not stated.isdigit():
+    if not stated.isdecimal():
         raise Problem(400, f"Content-Length is {stated[:40]!r}: give the number of the body's bytes.")
     if int(stated) > MOST_BODY:
         raise Problem(413, f"the request has {stated} bytes; the most is {MOST_BODY}.")

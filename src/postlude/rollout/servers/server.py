@@ -72,7 +72,7 @@ class Server:
         """Of the weights it has, as far as is known here."""
         self.reload_seconds = 0.0
         self.reading: str | None = None
-        """The directory that it was told to read weights from, until it says that it has."""
+        """The directory that it was told to read weights from, until it is seen that it has."""
         self.renewing = 0
         """Weights that it is to read before it is asked again."""
         self.meetings = 0
@@ -114,15 +114,15 @@ class Server:
         self.reading = weights.directory
         try:
             await self.dialect.reload(self._ask, weights.directory, weights.version)
+            await self.seen_to_have(weights)
+            if expected is not None and (found := await self.dialect.checksum(self._ask_soon)) != await expected:
+                raise Garbled(
+                    f"read weights of checksum {found} from {weights.directory}, where there are {await expected}"
+                )
         except Refused as error:
             raise Garbled(f"could not read new weights from {weights.directory}: {error}") from error
         finally:
             self.reading = None
-        await self.seen_to_have(weights)
-        if expected is not None and (found := await self.dialect.checksum(self._ask_soon)) != await expected:
-            raise Garbled(
-                f"read weights of checksum {found} from {weights.directory}, where there are {await expected}"
-            )
         self.reload_seconds = time.perf_counter() - began
 
     async def seen_to_have(self, weights: Weights) -> None:
@@ -135,7 +135,10 @@ class Server:
         """One answer, with the weights it was sampled with, where that is known."""
         assert self.model is not None
         before = self.version
-        found = await self.dialect.answer(self._ask, self.model, request)
+        try:
+            found = await self.dialect.answer(self._ask, self.model, request)
+        except (AttributeError, KeyError, TypeError) as error:  # JSON, but of another shape
+            raise Garbled(f"gave an answer that cannot be read: {error!r}") from error
         if found.versions or before is None or before != self.version:  # where new ones came in between, nobody knows
             return found
         return replace(found, versions=(Span(before, 0, len(found.tokens)),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import threading
@@ -17,6 +18,7 @@ from postlude.rollout.servers.machine import Machine, Program, Running
 LOOKED = 0.2  # seconds between two looks at all servers
 ANSWERED_WITHIN = 5.0
 NOTICED_WITHIN = 10.0  # seconds after which it is known that a server ended, on a busy machine
+STRAIGHT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know our own addresses
 LOG = logging.getLogger("postlude")
 
 
@@ -156,7 +158,7 @@ def _answers(url: str, body: Any = None) -> bool:
     data = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(asked, timeout=ANSWERED_WITHIN) as reply:
+        with STRAIGHT.open(asked, timeout=ANSWERED_WITHIN) as reply:
             return bool(reply.status == 200)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
