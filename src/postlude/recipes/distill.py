@@ -98,9 +98,10 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         assert self.rollouts is not None
         assert isinstance(self.config.data, OwnAnswers)
         answers = self.rollouts.answer(tasks, self.config.data.samples, step=self.step)
-        if not held_out:
-            self.run.sample(self.step + 1, shown(answers, self.tokenizer))
         self.answered = _batch([each.transcript for each in answers])
+        if held_out:
+            return {}
+        self.run.sample(self.step + 1, shown(answers, self.tokenizer))
         return summary(answers) | self.rollouts.take_metrics()
 
 

@@ -67,9 +67,9 @@ class Supply:
 
     def take_metrics(self) -> dict[str, float]:
         """How old the weights were that answers were begun with, in steps, and what was drawn again."""
-        if not self.ahead or not self._stale:
-            return {}
         stale, self._stale = self._stale, []
+        if not self.ahead or not stale:
+            return {}
         redrawn, self._redrawn = self._redrawn, 0
         return {
             "staleness_mean": sum(stale) / len(stale),
