@@ -238,6 +238,22 @@ def test_answers_of_weights_that_were_never_sent_are_asked_for_again(two, engine
     assert engine.take_counts().retried >= 1
 
 
+def test_weights_that_cannot_be_compared_with_their_files_are_given_again_and_newer_ones_too(engines) -> None:
+    with closing(FakeVLLM()) as server:
+        engine = engines(server)
+        (met,) = engine.meet()
+        met.dialect.sums = True
+        engine.update("/nowhere", "start.1", wait=False)
+        deadline = time.monotonic() + 10
+        while met.state == "up" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "/nowhere" in met.problem
+        met.dialect.sums = False
+        engine.update("/weights/2", "start.2", wait=False)
+        ((one,),) = engine.generate(PROMPTS[:1], THREE)
+        assert one.versions == (Span("start.2", 0, 3),)
+
+
 def test_a_directory_is_kept_while_a_server_that_came_late_reads_it(engines) -> None:
     with closing(FakeVLLM()) as one, closing(FakeVLLM()) as late:
         engine = engines(one)

@@ -31,6 +31,7 @@ from postlude.rollout.stops import final_text
 DIALECTS = ("auto", "postlude", "vllm", "sglang", "llama.cpp", "openai", "text")
 # By who /v1/models says that a model is owned by.
 OWNERS = {"postlude": "postlude", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+ENDED_WITHIN = 5.0  # seconds for servers to hear that nobody waits for them any more
 Result = TypeVar("Result")
 
 
@@ -224,7 +225,8 @@ class HTTPEngine:
         under_way = asyncio.all_tasks() - {asyncio.current_task()}
         for task in under_way:
             task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)  # their connections end, so that servers hear of it
+        if under_way:  # their connections end, so that servers hear of it; one that is paused is told to go on
+            await asyncio.wait(under_way, timeout=ENDED_WITHIN)
 
     async def _answers(self, request: Request) -> list[Completion]:
         return [self._told(found) for found in await _all(self.fleet.answer(one) for one in _each(request))]

@@ -100,8 +100,8 @@ class Fleet:
     async def _renew(self, server: Server, weights: Weights, before: asyncio.Task[None] | None) -> None:
         try:
             if before is not None:
-                await before
-            if weights is self.weights:  # else newer ones come next
+                await asyncio.wait({before})
+            if weights is self.weights and server.state == "up":  # else newer ones come next, or it comes for them
                 await server.reload(weights)
         except (Unreachable, Garbled) as error:
             self.failed(server, error)

@@ -121,6 +121,8 @@ class Server:
                 )
         except Refused as error:
             raise Garbled(f"could not read new weights from {weights.directory}: {error}") from error
+        except OSError as error:  # of the files, here
+            raise Unreachable(f"could not be compared with {weights.directory}: {error}") from error
         finally:
             self.reading = None
         self.reload_seconds = time.perf_counter() - began
