@@ -155,7 +155,8 @@ def test_the_one_server_that_is_started_anew_is_sent_weights_in_the_middle_of_a_
 
         left = iter(range(8))  # of 6 answers a step
         first.before = lambda: restart() if next(left, None) is None else None
-        chosen = (f"--rollout.urls=[{first.url}]", "--rollout.sync=network", "--rollout.backoff=0.01")
+        patient = ("--rollout.backoff=0.01", "--rollout.retries=12")  # as long as another takes to start
+        chosen = (f"--rollout.urls=[{first.url}]", "--rollout.sync=network", *patient)
         late = f"--asynchrony.max_staleness={staleness}"
         (rows,) = ranks(1, trained, str(tmp_path), *SHORT, "--rollout.kind=server", *chosen, late)
     assert [row["step"] for row in rows] == [1, 2, 3]
