@@ -91,6 +91,22 @@ def test_one_that_ends_too_often_is_given_up_in_a_sentence(tmp_path: Path) -> No
 
 
 @pytest.mark.thorough  # it is given time to end by itself
+def test_one_that_cannot_be_ended_is_given_up_in_a_sentence(tmp_path: Path, monkeypatch) -> None:
+    """Those who wait for another in its place would wait for ever."""
+    with closing(StartedEngine(Started(FAKE, 1, Here(tmp_path)), **QUICK)) as engine:
+        check(engine)
+        running = engine.started._places[0].running
+
+        def refuse() -> None:
+            raise OSError("its node does not answer")
+
+        monkeypatch.setattr(running, "stop", refuse)
+        os.kill(pid_of(engine, 0), signal.SIGKILL)
+        until(lambda: engine.fleet.lost)
+        with pytest.raises(ServerError, match="another could not be started: its node does not answer"):
+            engine.generate(PROMPTS[:1], THREE)
+
+
 def test_one_that_hangs_is_started_again(tmp_path: Path) -> None:
     settings = QUICK | {"timeout": 0.5, "retries": 0}
     with closing(StartedEngine(Started(FAKE, 1, Here(tmp_path)), **settings)) as engine:

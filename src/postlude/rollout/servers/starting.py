@@ -105,16 +105,16 @@ class Started:
         LOG.warning("%s %s. %s", url, problem, what)
         if known:
             engine.leave(url, problem, another=True)
-        place.running.stop()
-        place.running = None
-        if again:
-            place.restarts -= 1
-            try:
+        old, place.running = place.running, None
+        try:
+            old.stop()
+            if again:
+                place.restarts -= 1
                 place.running, place.deadline = self.machine.start(self.program), self._deadline()
                 self.restarted += 1
                 return
-            except Exception as error:  # of whatever machine it is
-                problem = f"{problem}; another could not be started: {error}"
+        except Exception as error:  # of whatever machine it is
+            problem = f"{problem}; another could not be started: {error}"
         engine.give_up(f"{url} {problem}")
 
 
