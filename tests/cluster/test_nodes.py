@@ -66,21 +66,26 @@ def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
         assert workers.lost == 2, "half of them were there"
 
 
-def test_a_server_on_a_lost_node_is_started_on_another(two_nodes: Any, tmp_path: Path) -> None:
-    with closing(StartedEngine(Started(FAKE, 2, Nodes(tmp_path)), **QUICK)) as engine:
+def one_with(cluster: Any, actor: bytes) -> Any:
+    """A node, and not the one that this process is on, with such an actor."""
+
+    def has(node: Any) -> bool:
+        raylet = node.all_processes["raylet"][0].process.pid
+        workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
+        return any(actor in Path(f"/proc/{worker}/cmdline").read_bytes() for worker in workers)
+
+    return next(filter(has, cluster.worker_nodes))
+
+
+def test_a_server_on_a_lost_node_is_started_on_another(tmp_path: Path) -> None:
+    with nodes(1, 1, 1) as cluster, closing(StartedEngine(Started(FAKE, 2, Nodes(tmp_path)), **QUICK)) as engine:
         engine.meet()
         engine.update("/weights/1", "start.1")
         tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
-        two_nodes.remove_node(two_nodes.other, allow_graceful=False)
+        cluster.remove_node(one_with(cluster, b"Host"), allow_graceful=False)
         answered(engine, tickets)
-        until(lambda: engine.started.restarted and engine.fleet.up() == 2, 120.0)  # one was on each
+        until(lambda: engine.started.restarted and engine.fleet.up() == 2, 120.0)
         check(engine)
-
-
-def has_a_rank(node: Any) -> bool:
-    raylet = node.all_processes["raylet"][0].process.pid
-    workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
-    return any(b"Seat" in Path(f"/proc/{worker}/cmdline").read_bytes() for worker in workers)
 
 
 def test_a_gang_that_loses_a_node_goes_on_with_another(place: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,7 +95,7 @@ def test_a_gang_that_loses_a_node_goes_on_with_another(place: Path, caplog: pyte
 
         def lose() -> None:
             until(lambda: len(told(place / "parts")["metrics"]) >= 6, 100.0)
-            cluster.remove_node(next(filter(has_a_rank, cluster.worker_nodes)), allow_graceful=False)
+            cluster.remove_node(one_with(cluster, b"Seat"), allow_graceful=False)
 
         thread = threading.Thread(target=lose)
         thread.start()
