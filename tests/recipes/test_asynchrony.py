@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from postlude.recipes.config.settings import Answers
 from postlude.recipes.grpo import GRPOTrainer
 from postlude.recipes.rollouts import Rollouts
 from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.run.ending import Ending
 from postlude.recipes.supply import Supply, age
 from postlude.recipes.trainer import train
 from postlude.rollout.conversations import Answered, seed_of
@@ -37,6 +39,7 @@ from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of
 from tests.recipes.test_serving import SHORT, TinyVLLM
 from tests.rollout.engines import Alone
+from tests.rollout.test_servers import after
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 PROMPTS, SAMPLES = 4, 2
@@ -324,3 +327,37 @@ def test_all_ranks_learn_what_the_first_one_draws(ranks: Ranks, tmp_path: Path, 
     assert [len(names) for names in found[0]] == [2] * 6
     assert found[1] == [], "the first rank alone asks for answers"
     assert len(read_metrics(tmp_path / "run")) == 6
+
+
+def asked_to_end(group: Any, directory: str, *overrides: str) -> tuple[Ending, float]:
+    """SIGTERM comes when the third step waits for answers that do not come."""
+    heard: list[float] = []
+
+    class Asked(GRPOTrainer):
+        def rollout(self) -> Any:
+            def hear() -> None:
+                self.signals.heard = signal.SIGTERM
+                heard.append(time.monotonic())
+
+            if self.step == 2:
+                threading.Timer(0.3, hear).start()
+            return super().rollout()
+
+    ending = train(Asked(config_of(Path(directory), *overrides), "cpu"))
+    return ending, time.monotonic() - heard[0] if heard else 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_signal_is_heard_while_answers_are_waited_for(ranks: Ranks, tmp_path: Path, staleness: int) -> None:
+    settings = (*ASYNCHRONOUS, "--save_every=0", f"--asynchrony.max_staleness={staleness}")
+    with closing(TinyVLLM()) as server:
+        server.before = after(2 * 2 * 3, lambda: time.sleep(30))
+        found = ranks(2, asked_to_end, str(tmp_path), *settings, f"--rollout={server.url}", "--layout=dp_shard=2")
+    for ending, seconds in found:
+        assert (ending.outcome, ending.step, ending.code) == ("interrupted", 2, 128 + signal.SIGTERM)
+        assert "SIGTERM ended the run after step 2, which is saved" in ending.sentence
+        assert seconds < 15
+    with closing(TinyVLLM()) as server:
+        ranks(2, recorded, str(tmp_path), -1, *settings, f"--rollout={server.url}", "--layout=dp_shard=2")
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

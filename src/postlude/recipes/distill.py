@@ -70,6 +70,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             budget=budget,
             seed=self.config.seed,
             timed=self.timed,
+            signals=self.signals,
         )
         return environment.tasks
 

@@ -80,6 +80,7 @@ class GRPOTrainer(Trainer):
             budget=config.budget,
             seed=config.seed,
             timed=self.timed,
+            signals=self.signals,
             background=config.asynchrony.max_staleness > 0,
         )
         self.supply = Supply(

@@ -15,6 +15,7 @@ from postlude.recipes.clock import Clock
 from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evaluation, Prompts
 from postlude.recipes.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS, WORKERS_LOST
 from postlude.recipes.run.directory import Sample, is_first_rank
+from postlude.recipes.signals import Signals
 from postlude.rollout.conversations import Answered, Conversations, Group, seed_of
 from postlude.rollout.environments import Environment
 from postlude.rollout.gathered import RankedEngine
@@ -41,10 +42,11 @@ class Rollouts:
         seed: int,
         timed: Clock,
         background: bool = False,
+        signals: Signals | None = None,
     ) -> None:
         self.engine, self.environment, self.answers = engine, environment, answers
         self.budget, self.seed, self.timed = budget, seed, timed
-        self.background = background
+        self.background, self.signals = background, signals
         self._lost = 0  # workers, as was told
         self.encoder = encoder_of(environment, tokenizer, answers, budget)
         self.conversations = Conversations(
@@ -54,9 +56,15 @@ class Rollouts:
             budget=budget,
             max_new_tokens=answers.max_new_tokens,
             background=background and engine.lead.leads,
-            meanwhile=engine.tend,
+            meanwhile=self._meanwhile,
             timed=(lambda _: nullcontext()) if background else timed,
         )
+
+    def _meanwhile(self) -> None:
+        """While answers are waited for. Those that this rank draws itself come soon, and are not left for a signal."""
+        self.engine.tend()
+        if self.signals is not None and not self.engine.together:
+            self.signals.check()
 
     def led(self, work: Callable[[], Result]) -> Result:
         """What `work` gives on the first rank, on every rank: answers are drawn there, with the newest weights."""

@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM ask a run to end after its step; a second one ends the process at once."""
+"""SIGINT and SIGTERM ask a run to end after its step; a second one ends the process at once.
+
+Who waits for others' answers does not know how long a step will take: there it ends in the middle of one, by `Asked`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,14 @@ from typing import Any
 
 ASKING = (signal.SIGINT, signal.SIGTERM)
 SAME = 1.0  # seconds in which a second signal is the first one, come another way: a terminal's and a launcher's
+
+
+class Asked(Exception):
+    """A signal asked the run to end while it waited."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def asked(number: int) -> bytes:
@@ -40,6 +51,11 @@ class Signals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
+
+    def check(self) -> None:
+        """Raise `Asked` if one was heard."""
+        if self.heard:
+            raise Asked(self.heard)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

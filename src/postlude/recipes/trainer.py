@@ -47,7 +47,7 @@ from postlude.recipes.run.directory import (
 )
 from postlude.recipes.run.ending import FAILED, Ending, Outcome, RunFailed, forget_ending
 from postlude.recipes.run.surroundings import surroundings
-from postlude.recipes.signals import Signals
+from postlude.recipes.signals import Asked, Signals
 from postlude.recipes.verdict import MODEL, facts, read_verdict
 from postlude.recipes.where import HERE, Where
 from postlude.rollout.servers.errors import ServerError
@@ -238,8 +238,19 @@ class Trainer(ABC):
     def interrupt(self) -> Ending:
         """Save what is done, for a signal asked to end."""
         self.save()
-        name = signal.Signals(self.asked_to_end).name
         done = f"after step {self.step}, which is saved" if self.step else "before its first step"
+        return self._ended_by_signal(done)
+
+    def leave(self, asked: Asked) -> Ending:
+        """As `interrupt`, in the middle of a step: it is done again. So is one whose own evaluation was not over."""
+        self.asked_to_end = asked.number
+        if self.position is not None:
+            return self.interrupt()
+        self.engine.finish_saving()
+        return self._ended_by_signal(f"in the evaluation after step {self.step}; step {self.saved} is saved")
+
+    def _ended_by_signal(self, done: str) -> Ending:
+        name = signal.Signals(self.asked_to_end).name
         sentence = f"{name} ended the run {done}; {self.again}"
         return self._end(Ending("interrupted", self.step, sentence, 128 + self.asked_to_end))
 
@@ -318,6 +329,8 @@ def train(trainer: Trainer, beginning: Beginning = NEWEST) -> Ending:
             return trainer.interrupt() if trainer.asked_to_end else trainer.finish()
         except Hopeless as reason:
             return trainer.give_up(reason)
+        except Asked as asked:
+            return trainer.leave(asked)
         except BaseException as error:
             if isinstance(error, ServerError) and trainer.began is not None and trainer.step:
                 return trainer.strand(error)
