@@ -29,6 +29,7 @@ def grpo(place: Path, name: str, *words: str) -> int:
     return main(["grpo", str(place / "small.yaml"), "--run", str(place / name), *words])
 
 
+@pytest.mark.thorough
 def test_a_gang_that_is_killed_goes_on_from_its_checkpoint(
     local_ray: None, place: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

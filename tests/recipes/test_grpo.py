@@ -116,12 +116,19 @@ REPLAY = ("--model=tiny-moe", "--replay_routing=true")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [pytest.param((), id=""), pytest.param(REPLAY, id="replay", marks=pytest.mark.thorough)]
+    ("settings", "layouts"),
+    [
+        pytest.param((), ("pp=2", "dp_shard=2"), id=""),
+        pytest.param((), ("tp=2", "cp=2"), id="more", marks=pytest.mark.thorough),
+        pytest.param(REPLAY, ("pp=2", "tp=2", "cp=2", "dp_shard=2"), id="replay", marks=pytest.mark.thorough),
+    ],
 )
-def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, settings: tuple[str, ...]) -> None:
+def test_every_layout_gives_the_same_losses(
+    ranks: Ranks, tmp_path: Path, settings: tuple[str, ...], layouts: tuple[str, ...]
+) -> None:
     (tmp_path / "one").mkdir()
     (alone,) = ranks(1, trained, str(tmp_path / "one"), *UNKEPT, *settings)
-    for layout in ("pp=2", "tp=2", "cp=2", "dp_shard=2"):
+    for layout in layouts:
         (tmp_path / layout).mkdir()
         spread, _ = ranks(2, trained, str(tmp_path / layout), *UNKEPT, *settings, "--layout", layout)
         for expected, found in zip(alone, spread, strict=True):

@@ -41,7 +41,7 @@ save_every: 2
 keep: 1
 """
 KILLS = {  # the functions a run is in, the steps it has metrics of, those it has samples of, and its checkpoints
-    "reference": (("_begin", "rename"), [1], [], []),
+    "reference": (("_begin", "rename"), [1], [2], []),
     "rollout": (("rollout", "generate"), [1, 2, 3], [2, 3], ["step-000002"]),
     "backward": (("forward_backward", "on_gradient"), [1, 2, 3], [2, 3, 4], ["step-000002"]),
     "save": (("advance", "save", "finish"), [1, 2, 3, 4], [2, 3, 4], [".step-000004.partial", "step-000002"]),
@@ -193,6 +193,7 @@ def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_goes_on(ranks: R
     assert_equal(place)
 
 
+@pytest.mark.thorough  # of one rank above; that a launcher hands signals on, in tests/test_launcher.py
 @pytest.mark.slow
 def test_ranks_agree_to_end_when_one_is_asked_or_the_launcher_is(ranks: Ranks, place: Path) -> None:
     ranks(2, trained, str(place), "whole", "--layout=pp=2")

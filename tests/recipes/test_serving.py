@@ -119,6 +119,7 @@ class TinyReceiver(TinyVLLM, Receiver):
         return super().say(path, body)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_weights_that_are_sent_give_the_run_of_weights_that_are_read(ranks: Ranks, tmp_path: Path) -> None:
     rows = {}
@@ -181,6 +182,7 @@ def filled(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
         export.save_file = written
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_disk_that_is_full_ends_a_run_with_a_sentence_and_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
     with closing(TinyVLLM()) as server:

@@ -107,6 +107,7 @@ def test_one_that_cannot_be_ended_is_given_up_in_a_sentence(tmp_path: Path, monk
             engine.generate(PROMPTS[:1], THREE)
 
 
+@pytest.mark.thorough
 def test_one_that_hangs_is_started_again(tmp_path: Path) -> None:
     settings = QUICK | {"timeout": 0.5, "retries": 0}
     with closing(StartedEngine(Started(FAKE, 1, Here(tmp_path)), **settings)) as engine:

@@ -24,7 +24,7 @@ class Model:
 class Slow:
     """Servers of which the only one is being started, or reads for longer than ranks have patience with each other."""
 
-    def update(self, directory: str, version: str) -> None:
+    def update(self, directory: str, version: str, *, wait: bool = True) -> None:
         time.sleep(TIMEOUT + 3.0)
 
     def directories(self) -> set[str]:
@@ -40,6 +40,7 @@ def brought(directory: str) -> str | None:
     return sync.given
 
 
+@pytest.mark.thorough  # it waits for longer than ranks have patience
 @pytest.mark.slow
 def test_ranks_wait_for_servers_longer_than_for_each_other(tmp_path: Path) -> None:
     assert launch(brought, str(tmp_path), nproc=2, timeout=TIMEOUT) == ["start.1"] * 2

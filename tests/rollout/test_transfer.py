@@ -115,11 +115,13 @@ def test_one_that_dies_in_the_middle_costs_itself_alone(one_rank) -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        pytest.param(Refuses("/start_weight_update"), None, id="refuses to begin", marks=pytest.mark.slow),
-        pytest.param(Refuses("/update_weights"), None, id="refuses to take", marks=pytest.mark.slow),
-        pytest.param(Refuses("/init_weight_transfer_engine", 500), None, id="was not told to", marks=pytest.mark.slow),
-        pytest.param(None, 2, id="has fewer workers than it says", marks=pytest.mark.slow),
-        pytest.param(Hangs("/update_weights"), None, id="hangs", marks=pytest.mark.slow),
+        pytest.param(Refuses("/start_weight_update"), None, id="refuses to begin", marks=pytest.mark.thorough),
+        pytest.param(Refuses("/update_weights"), None, id="refuses to take", marks=pytest.mark.thorough),
+        pytest.param(
+            Refuses("/init_weight_transfer_engine", 500), None, id="was not told to", marks=pytest.mark.thorough
+        ),
+        pytest.param(None, 2, id="has fewer workers than it says", marks=pytest.mark.thorough),
+        pytest.param(Hangs("/update_weights"), None, id="hangs", marks=pytest.mark.thorough),
     ],
 )
 def test_one_that_fails_does_not_hold_up_the_others_for_long(one_rank, spoil: Any, told: int | None) -> None:
