@@ -40,6 +40,7 @@ STALENESS ?= 1
 
 demo-async: $(READY)
 	$(BIN)/postlude grpo recipes/demo.yaml --ray --run $(RUN)-async --seed $(SEED) --asynchrony.max_staleness $(STALENESS) \
+		--old_logprobs recompute --objective.correction.level token \
 		--rollout $(ROLLOUT) $(if $(VLLM_PYTHON),--model tiny-wide --rollout.python $(VLLM_PYTHON) --rollout.gpus 0)
 
 # A worker runs whole files, those with slow tests first, for which the order of tests/conftest.py is kept.
