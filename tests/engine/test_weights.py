@@ -248,6 +248,7 @@ def export_untied(group: Any, layout: str, directory: str) -> None:
     engine.export_hf(f"{directory}/untied", untied=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "pp=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.thorough)])
 def test_a_tied_head_can_be_written_as_one_of_its_own(ranks: Any, tmp_path: Path, layout: str) -> None:
     ranks(Layout.parse(layout).world_size, export_untied, layout, str(tmp_path))

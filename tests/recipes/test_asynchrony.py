@@ -280,6 +280,7 @@ def plainly_and_by_supply(group: Any) -> list[Any]:
     return [found, plainly]
 
 
+@pytest.mark.slow
 def test_without_staleness_answers_are_those_of_a_plain_loop(ranks: Ranks) -> None:
     ((found, plainly),) = ranks(1, plainly_and_by_supply)
     assert found == plainly, "to the bit"

@@ -243,7 +243,7 @@ def test_text_is_encoded_only_when_asked_for(text_server: TextServer) -> None:
     with pytest.raises(
         ServerError, match=r"status 422: Unexpected fields .*; a server of text alone needs dialect=.text"
     ):
-        HTTPEngine(text_server.url, "tiny").generate(prompts, sampling)
+        HTTPEngine(text_server.url, "tiny").generate(prompts[:1], sampling)
     text_server.seen.clear()
     engine = HTTPEngine(text_server.url, "tiny", dialect="text", tokenizer=generator.tokenizer)
     answered, expected = engine.generate(prompts, sampling, n=2), generator.generate(prompts, sampling, n=2)

@@ -72,7 +72,7 @@ def arrived(remote: Remote, expected: list[Any], version: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "hf"),
     [
-        pytest.param("pp=2", ODD, id="pp=2-odd"),
+        pytest.param("pp=2", ODD, id="pp=2-odd", marks=pytest.mark.slow),
         pytest.param("dp_shard=2", ODD, id="dp_shard=2-odd"),
         pytest.param("pp=2", MOE, id="pp=2-moe", marks=pytest.mark.thorough),
         pytest.param("tp=2", MOE, id="tp=2-moe", marks=pytest.mark.thorough),
