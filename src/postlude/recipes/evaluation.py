@@ -14,7 +14,7 @@ from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
 from postlude.recipes.config import schema
 from postlude.recipes.config.configs import EvalConfig
-from postlude.recipes.config.settings import Native
+from postlude.recipes.config.rollout import Native
 from postlude.recipes.preflight import Check, Subject, of_environment, of_model
 from postlude.recipes.rollouts import Rollouts, environment_of, scores, shown, summary
 from postlude.recipes.run.beginning import NEWEST, Beginning

@@ -14,8 +14,7 @@ import torch
 
 from postlude.engine import Engine
 from postlude.hf.export import is_described
-from postlude.recipes.config.settings import (
-    Answers,
+from postlude.recipes.config.rollout import (
     Connections,
     Generators,
     Native,
@@ -25,6 +24,7 @@ from postlude.recipes.config.settings import (
     StartedVLLM,
     Sync,
 )
+from postlude.recipes.config.settings import Answers
 from postlude.recipes.preflight import Check, Subject
 from postlude.recipes.started import (
     MODEL,

@@ -14,7 +14,8 @@ import torch
 
 from postlude.engine import Engine
 from postlude.hf.export import Description, describe, untied
-from postlude.recipes.config.settings import Answers, Generators, StartedVLLM
+from postlude.recipes.config.rollout import Generators, StartedVLLM
+from postlude.recipes.config.settings import Answers
 from postlude.rollout.servers.machine import Here, Program
 
 MODEL = "model"  # beside the logs: what a server is told of the model, which gets its weights later

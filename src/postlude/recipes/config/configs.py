@@ -11,7 +11,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.objectives import SFT, Distill, PolicyGradient, Preference
 from postlude.optimizer import AdamW
-from postlude.recipes.config.schema import Kinds, Settings
+from postlude.recipes.config.rollout import Native, RolloutSettings
+from postlude.recipes.config.schema import Kinds, NonNegative, Positive, Settings
 from postlude.recipes.config.settings import (
     Answers,
     EnvironmentSettings,
@@ -19,12 +20,8 @@ from postlude.recipes.config.settings import (
     Gym,
     HeldOut,
     Model,
-    Native,
-    NonNegative,
     ObjectiveFile,
     OptimizerSettings,
-    Positive,
-    RolloutSettings,
     Training,
     room_for_prompts,
     within_reach,

@@ -22,9 +22,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -36,6 +36,8 @@ TEXT = "="
 NAME = "x-kind"
 """In a schema, a section's name; editors pass over it. Those without one are no part of a `Kinds`."""
 
+Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Node = dict[str, Any]
 WORDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
 BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most", "exclusiveMaximum": "below"}

@@ -14,7 +14,8 @@ from postlude.data.datasets import read_rows
 from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW, Weights
-from postlude.recipes.config.schema import Kinds, Settings
+from postlude.recipes.config.rollout import Native, Rollout
+from postlude.recipes.config.schema import Kinds, NonNegative, Positive, Settings
 from postlude.recipes.run.sinks import known
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
 from postlude.rollout.episodes import Episodes
@@ -27,8 +28,6 @@ from postlude.rollout.verifiers import MathReward
 from postlude.rollout.workers import Hire
 from postlude.user_code import load_callable
 
-Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Recompute = Literal["none", "selective", "full"]
 OptimizerSettings: TypeAlias = Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)]
 
@@ -303,99 +302,6 @@ class Answers(Settings):
             min_p=self.min_p,
             stop=self.stop,
         )
-
-
-class Native(Settings):
-    """The generator in the trainer's own ranks: a whole copy of the model on each."""
-
-
-class Connections(Settings):
-    """How servers are asked, and when one is given up."""
-
-    concurrency: PositiveInt = 64
-    """The most answers that are outstanding at a server. A slow one gets fewer by itself."""
-    timeout: Positive = 600.0
-    """Seconds after which an answer counts as not coming, and is asked for elsewhere."""
-    retries: NonNegativeInt = 5
-    """Times in a row that a server may fail before it is given up. When all are, the run ends, and can go on later."""
-    backoff: NonNegative = 0.5
-    """Seconds that a server that failed is left alone for; they double each time, up to 30."""
-
-
-class Sync(Settings):
-    """How new weights reach servers that have more than one way."""
-
-    sync: Literal["disk", "network"] = "disk"
-    """How new weights reach them: by safetensors in the run's directory, which they must see, or sent into their memory
-    (vLLM, over NCCL, where the trainer and they have GPUs)."""
-    sync_timeout: Positive = 60.0
-    """Seconds that a server may take to join, or to take one gibibyte of what is sent; then it counts as failed."""
-    check_every: NonNegativeInt = 20
-    """How many times servers get new weights from one comparison of their checksums to the next, beginning with the
-    first; 0 compares none. vLLM hashes every weight for it, about a second a gigabyte."""
-
-
-class Servers(Connections, Sync):
-    """Servers that are running already, each with the whole model: `postlude serve`, vLLM, SGLang, llama.cpp, or others
-    of OpenAI's protocol that take and give token ids."""
-
-    urls: Annotated[tuple[Annotated[str, Field(pattern="^https?://.")], ...], Field(min_length=1)]
-    """Their addresses, such as http://localhost:8000."""
-    dialect: Literal["auto", "postlude", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
-    """How they are spoken to; auto asks each what it is."""
-    model: str | None = None
-    """What they call the model; none takes the only one that a server has."""
-    api_key: str | None = None
-    """The name of the environment variable that holds their key; the key itself has no place in a config."""
-
-    @classmethod
-    def parse(cls, text: str) -> Servers:
-        """From text alone: addresses with commas between them."""
-        return cls(urls=tuple(each.strip() for each in text.split(",")))
-
-
-class StartedServers(Connections):
-    """Servers that are started with the run, kept running, and end with it."""
-
-    count: PositiveInt = 1
-    """How many, each with the whole model."""
-    cpus: Positive = 1.0
-    """Cores that each needs. Who starts servers on several machines goes by it."""
-    arguments: tuple[str, ...] = ()
-    """More words for the command that starts one, such as --max-sequences and 64."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variables that it gets besides the run's own."""
-    ready_within: Positive = 600.0
-    """Seconds in which a server must be ready to answer."""
-    restarts: NonNegativeInt = 3
-    """Times that each is started again when it ends."""
-
-
-class Generators(StartedServers):
-    """Processes of `postlude serve`, the native generator, which draw answers beside the trainer's ranks."""
-
-    device: Literal["cpu", "cuda"] | None = None
-    """What they compute on; none is as the trainer."""
-    gpus: NonNegativeInt = 0
-    """GPUs that each has for itself; with 0 and cuda they share the trainer's."""
-    threads: PositiveInt = 1
-    """Threads that each computes with on a CPU."""
-
-
-class StartedVLLM(StartedServers, Sync):
-    """vLLM servers, with the words and variables that they need to take new weights."""
-
-    python: str | None = None
-    """The interpreter that has vLLM; none is the one that runs this."""
-    gpus: NonNegativeInt = 1
-    """GPUs that each has for itself; 0 for a vLLM of the CPU."""
-
-
-RolloutSettings: TypeAlias = Annotated[
-    Native | Servers | Generators | StartedVLLM,
-    Kinds(native=Native, server=Servers, generators=Generators, vllm=StartedVLLM),
-]
-Rollout: TypeAlias = Native | Servers | Generators | StartedVLLM
 
 
 class Evaluation(Settings):
