@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,12 +14,15 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from postlude.rollout.protocol import Request, Span
+from postlude.rollout.servers import starting
 from postlude.rollout.servers.errors import ServerError
-from postlude.rollout.servers.machine import Here, Program
+from postlude.rollout.servers.machine import Here, Program, tail
 from postlude.rollout.servers.starting import Started, StartedEngine
 from tests.rollout.test_servers import PROMPTS, THREE, check
 
@@ -144,6 +148,62 @@ def test_gpus_are_given_out_and_given_back_and_no_server_is_a_rank(tmp_path: Pat
     one.stop()
     assert one.ended() is not None
     here.start(show).stop()
+
+
+def test_the_port_of_a_server_is_given_to_no_other_before_it_listens_there(tmp_path: Path) -> None:
+    running = Here(tmp_path).start(saying("import time; time.sleep(60)"))
+    port = int(running.url.rpartition(":")[2])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+        pass  # as the server itself does
+    running.stop()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+
+
+class Machines:
+    """Servers that are no processes: `how` says what befell each, or raises."""
+
+    def __init__(self, *how: Callable[[], str | None]) -> None:
+        self.how, self.urls = iter(how), iter(range(8000, 8100))
+
+    def start(self, program: Program) -> Any:
+        return SimpleNamespace(url=f"http://{next(self.urls)}", ended=next(self.how), stop=lambda: None)
+
+
+def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path, monkeypatch) -> None:
+    """A log that is gone, and a machine that raises, cost their own server alone."""
+
+    def lost() -> str:
+        raise RuntimeError("no such actor")
+
+    heard: list[str] = []
+    engine: Any = SimpleNamespace(
+        fleet=SimpleNamespace(servers=[]),
+        leave=lambda url, problem, another: heard.append(f"{url} {problem}"),
+        join=heard.append,
+        give_up=heard.append,
+    )
+    monkeypatch.setattr(starting, "LOOKED", 0.01)
+    monkeypatch.setattr(starting, "_answers", lambda url, body=None: True)
+    ends = iter([False, False])
+    gone = Machines(lambda: None if next(ends, True) is False else tail(tmp_path / "gone.log"), lambda: None)
+    with closing(Started(FAKE, 1, gone)) as started:
+        started.start()
+        started.watch(engine)
+        until(lambda: "http://8001" in heard)
+    assert heard[0] == f"http://8000 {tmp_path}/gone.log cannot be read: No such file or directory"
+    heard.clear()
+    fine = iter([True])
+    raising = Machines(lambda: None if next(fine, False) else lost(), lambda: None)
+    with closing(Started(FAKE, 1, raising)) as started:
+        started.start()
+        started.watch(engine)
+        until(lambda: "http://8001" in heard)
+    assert heard[0] == "http://8000 cannot be looked after: no such actor"
 
 
 @pytest.mark.thorough

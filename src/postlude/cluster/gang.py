@@ -20,6 +20,7 @@ import torch
 
 from postlude.cluster.joining import Needs, check_room, why
 from postlude.cluster.relay import heed, spoken
+from postlude.rollout.servers.machine import HeldPort
 from postlude.world.last_words import RankError, Word
 from postlude.world.launcher import SIGNALS, on_ranks
 
@@ -59,10 +60,8 @@ class Seat:
                 f"{directory}, where the command was given, cannot be used on node {socket.gethostname()} "
                 f"({error.strerror}). Nodes must see the same files by the same paths: give it in a shared directory."
             ) from None
-        with socket.socket() as found:
-            found.bind(("", 0))
-            port = found.getsockname()[1]
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
+        self.port = HeldPort("")  # for as long as this actor lives
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), self.port.number
 
     def run(
         self, variables: dict[str, str], threads: int, relay: Any, function: Callable[[], Any], options: dict[str, Any]

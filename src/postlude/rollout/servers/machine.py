@@ -64,6 +64,26 @@ class Machine(Protocol):
         ...
 
 
+class HeldPort:
+    """A port of this machine that was free, and that nobody else is given until it is released.
+
+    A socket is bound to it and does not listen. Linux then gives it to none who asks for any port, also of another run,
+    and lets a server listen there that sets SO_REUSEADDR, as servers do; elsewhere it is released at once.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((host, 0))
+        self.number: int = self._socket.getsockname()[1]
+        if sys.platform != "linux":
+            self.release()
+
+    def release(self) -> None:
+        """Let others have it."""
+        self._socket.close()
+
+
 class Here:
     """This machine. Each server is a process that ends with this one, whatever ends it, and writes to `logs`/N.log.
 
@@ -91,26 +111,32 @@ class Here:
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{self._started}.log"
         self._started += 1
-        port = _free_port(self.host)
-        command = [sys.executable, "-I", str(KEEPER), str(os.getpid()), *program.words(self.host, port)]
-        with log.open("w") as written:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=subprocess.STDOUT,
-                env={**_surroundings(), **program.environment, **given},
-                start_new_session=True,
-            )
-        self._running.append(_Process(f"http://{self.host}:{port}", process, log, free[:count]))
+        port = HeldPort(self.host)
+        command = [sys.executable, "-I", str(KEEPER), str(os.getpid()), *program.words(self.host, port.number)]
+        try:
+            with log.open("w") as written:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=written,
+                    stderr=subprocess.STDOUT,
+                    env={**_surroundings(), **program.environment, **given},
+                    start_new_session=True,
+                )
+        except BaseException:
+            port.release()
+            raise
+        self._running.append(_Process(f"http://{self.host}:{port.number}", process, log, free[:count], port))
         return self._running[-1]
 
 
 class _Process:
     """A server of this machine, by the process that keeps it."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path, devices: Sequence[str]) -> None:
-        self.url, self.process, self.log, self.devices = url, process, log, devices
+    def __init__(
+        self, url: str, process: subprocess.Popen[bytes], log: Path, devices: Sequence[str], port: HeldPort
+    ) -> None:
+        self.url, self.process, self.log, self.devices, self.port = url, process, log, devices, port
         self.stopped = False
 
     def ended(self) -> str | None:
@@ -129,21 +155,19 @@ class _Process:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.port.release()
         self.stopped = True
 
 
 def tail(log: Path) -> str:
     """The last lines of a log, as a clause."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    try:
+        text = log.read_text(errors="replace")
+    except OSError as error:  # the run's directory may be gone; who asks has more to say than that
+        return f"{log} cannot be read: {error.strerror or error}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = " | ".join(line[:200] for line in lines[-TAIL:])
     return f"the last lines of {log}: {said}" if said else f"{log} is empty"
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as free:
-        free.bind((host, 0))
-        found: int = free.getsockname()[1]
-        return found
 
 
 def _surroundings() -> dict[str, str]:

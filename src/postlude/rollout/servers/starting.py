@@ -92,7 +92,11 @@ class Started:
                 if place.running is None or self._closing.is_set():
                     continue
                 coming = place.deadline is not None
-                if problem := self._problem(place) or _given_up(engine, place.running.url):
+                try:
+                    problem = self._problem(place)
+                except Exception as error:  # of whatever machine it is: the others are watched on
+                    problem = f"cannot be looked after: {error}"
+                if problem := problem or _given_up(engine, place.running.url):
                     self._replace(place, problem, engine, known=not coming)
                 elif coming and place.deadline is None:
                     engine.join(place.running.url)
