@@ -16,7 +16,7 @@ from postlude.rollout.protocol import Request, Span
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.engine import HTTPEngine
 from postlude.rollout.servers.errors import ServerError
-from tests.rollout.fakes import OLD, FakeVLLM, foretold, slowly
+from tests.rollout.fakes import OLD, FakeVLLM, Refusal, foretold, slowly
 
 PROMPTS = [[place, 2 * place + 1] for place in range(40)]
 THREE = Sampling(max_new_tokens=3)
@@ -236,6 +236,65 @@ def test_answers_of_weights_that_were_never_sent_are_asked_for_again(two, engine
     for (one,) in engine.generate(PROMPTS, THREE):
         assert one.versions == (Span("start.1", 0, 3),)
     assert engine.take_counts().retried >= 1
+
+
+def failing(server: FakeVLLM, path: str, status: int, times: int) -> None:
+    """Have a server refuse what it is asked at a path, so many times."""
+    known, left = server.say, iter(range(times))
+
+    def say(asked: str, body: Any) -> Any:
+        if asked == path and next(left, None) is not None:
+            raise Refusal(status, "no")
+        return known(asked, body)
+
+    server.say = say
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/resume"])
+def test_one_that_failed_to_take_weights_is_not_told_to_go_on_before_it_has_read_them_again(
+    two, engines, path: str
+) -> None:
+    engine = engines(*two)
+    engine.meet()
+    failing(two[0], path, 500, 1)
+    engine.update("/weights/1", "start.1")
+    check(engine)
+    until = time.monotonic() + 10
+    while engine.fleet.up() < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    failed = RELOAD[: RELOAD.index(path) + 1]
+    assert [call for call in two[0].calls if call in RELOAD] == failed + RELOAD
+
+
+def test_one_that_cannot_read_weights_stays_paused_and_what_it_was_asked_goes_to_others(two, engines) -> None:
+    engine = engines(*two)
+    engine.meet()
+    came, release = threading.Event(), threading.Event()
+    two[0].before = two[1].before = lambda: came.set() or (release.wait(10) and None)
+    ticket = engine.submit(Request((1, 2), THREE))
+    assert came.wait(10)
+    asked, other = sorted(two, key=lambda each: each.calls.count("/inference/v1/generate"), reverse=True)
+    other.before = lambda: None
+    failing(asked, "/collective_rpc", 400, 1)
+    engine.update("/weights/1", "start.1")
+    (found,) = engine.poll(5.0)
+    release.set()
+    assert (found.ticket, found.answer is not None, other.answered) == (ticket, True, 1)
+    assert [server.state for server in engine.fleet.servers if server.url == asked.url] == ["out"]
+    assert "/resume" not in asked.calls
+
+
+def test_one_that_reads_weights_at_the_end_is_waited_for_and_one_that_was_left_paused_is_refused(engines) -> None:
+    with closing(FakeVLLM()) as server:
+        with closing(HTTPEngine([server.url])) as engine:
+            engine.meet()
+            server.read = lambda directory: time.sleep(0.2)
+            engine.update("/weights/1", "start.1", wait=False)
+        assert [call for call in server.calls if call in RELOAD] == RELOAD
+        known = server.say
+        server.say = lambda path, body: {"is_paused": True} if path == "/is_paused" else known(path, body)
+        with pytest.raises(ServerError, match="is paused, as one is that was left in the middle of new weights"):
+            engines(server).meet()
 
 
 def test_weights_that_cannot_be_compared_with_their_files_are_given_again_and_newer_ones_too(engines) -> None:

@@ -65,6 +65,10 @@ class Dialect(ABC):
         """What it calls the weights it has; None where it does not say."""
         return None
 
+    async def paused(self, ask: Ask) -> bool:
+        """Whether it would not answer until it is told to go on."""
+        return False
+
     async def checksum(self, ask: Ask) -> str | None:
         """Of the weights it has, as `hf.checksum` counts; None where it does not say."""
         return None

@@ -225,7 +225,7 @@ class HTTPEngine:
         under_way = asyncio.all_tasks() - {asyncio.current_task()}
         for task in under_way:
             task.cancel()
-        if under_way:  # their connections end, so that servers hear of it; one that is paused is told to go on
+        if under_way:  # their connections end, so that servers hear of it
             await asyncio.wait(under_way, timeout=ENDED_WITHIN)
 
     async def _answers(self, request: Request) -> list[Completion]:

@@ -13,6 +13,7 @@ from postlude.rollout.servers.errors import Garbled, Refused, ServerError, Unrea
 from postlude.rollout.servers.server import CHECKED_WITHIN, Server, Weights
 
 LONGEST_REST = 30.0  # seconds between two attempts to reach a server
+READ_WITHIN = 10.0  # seconds in which weights that are being read at the end are waited for
 LOG = logging.getLogger("postlude")
 
 
@@ -129,7 +130,7 @@ class Fleet:
                     await self._see_that_one_is_left()  # and look again: that may have taken a while
                 else:
                     await self._changed.wait()
-        return [server for server in there if server.version != weights.version]
+        return [server for server in there if not server.has(weights)]
 
     async def _look(self, server: Server) -> None:
         """Whether a server that is up is the one that was met: one that was started anew has other weights."""
@@ -144,7 +145,7 @@ class Fleet:
     async def has(self, server: Server, weights: Weights) -> None:
         """A server was sent weights: see that it has them, and let it answer."""
         await server.seen_to_have(weights)
-        server.state = "up"
+        server.state, server.unsure = "up", False
         await self._tell()
 
     async def gather(self) -> None:
@@ -166,6 +167,7 @@ class Fleet:
             self.servers.remove(server)
             server.state, server.problem = "out", problem
             self.counts.failed += 1
+            server.wire.hang_up()
             server.wire.close()
         if another:
             self.expected += 1
@@ -180,7 +182,12 @@ class Fleet:
         await self._tell()
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything, after a while for those who are reading weights: left so, they would stay paused."""
+        under_way = {server: task for server, task in self._renewing.items() if not task.done()}
+        if under_way:
+            await asyncio.wait(under_way.values(), timeout=READ_WITHIN)
+        for server in [server for server, task in under_way.items() if not task.done()]:
+            LOG.warning("%s is left paused, as it has not read its newest weights. Start it again.", server.url)
         tasks = [*self._coming.values(), *self._renewing.values()]
         for task in tasks:
             task.cancel()
@@ -245,6 +252,7 @@ class Fleet:
                 self.counts.failed += 1
                 LOG.warning("%s %s. It is left out from now on.", server.url, error)
             server.state, server.problem = "out", str(error)
+            server.wire.hang_up()  # what it would still answer is asked of others
         elif server.state in ("up", "waiting"):
             pause = self._rest(server, error)
             if pause is not None:
@@ -258,6 +266,8 @@ class Fleet:
         if server.failures > self.retries:
             LOG.warning("%s %s. It is given up for now.", server.url, error)
             server.state = "gone"
+            if server.unsure:  # paused, as far as is known: its answers would be waited for in vain
+                server.wire.hang_up()
             return None
         server.state = "coming"
         pause = min(LONGEST_REST, self.backoff * 2.0 ** (server.failures - 1))
@@ -280,7 +290,7 @@ class Fleet:
                 weights = self.weights
                 await server.meet(weights)
                 if weights is self.weights:  # else newer ones came meanwhile
-                    server.state = "up" if weights is None or server.version == weights.version else "waiting"
+                    server.state = "up" if weights is None or server.has(weights) else "waiting"
             except Unreachable as error:
                 pause = self._rest(server, error) or 0.0
             except (Garbled, Refused) as error:

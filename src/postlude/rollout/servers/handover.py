@@ -76,6 +76,8 @@ class Handover:
 
     def begin(self, broken: Mapping[str, str]) -> list[str]:
         """Have them pause, and get ready. Returns who is."""
+        for server in self._taking.values():
+            server.unsure = True
         self._say(dict.fromkeys(self._heard(broken), lambda dialect, ask: dialect.begin(ask)))
         return self._heard()
 

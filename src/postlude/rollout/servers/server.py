@@ -73,6 +73,8 @@ class Server:
         self.reload_seconds = 0.0
         self.reading: str | None = None
         """The directory that it was told to read weights from, until it is seen that it has."""
+        self.unsure = False
+        """Whether it was told to take weights and not seen to have them: it may have some of them, and be paused."""
         self.renewing = 0
         """Weights that it is to read before it is asked again."""
         self.meetings = 0
@@ -95,8 +97,17 @@ class Server:
             self.model = await self._only_model()
         if weights is not None:
             self.version = await self.told_version()
-            if self.version != weights.version and weights.directory is not None:
+            if not self.has(weights) and weights.directory is not None:
                 await self.reload(weights)
+        elif await self.dialect.paused(self._ask_soon):
+            raise Garbled(
+                "is paused, as one is that was left in the middle of new weights. Start it again, or have it go on "
+                "(POST /resume) if you know which it has"
+            )
+
+    def has(self, weights: Weights) -> bool:
+        """Whether it has such weights, whole, as far as is known here."""
+        return self.version == weights.version and not self.unsure
 
     async def say(self, what: Callable[[Dialect, Ask], Awaitable[Result]], *, seconds: float | None = None) -> Result:
         """What is said to it in its own words. Each request waits as an answer does, or `seconds`."""
@@ -111,7 +122,7 @@ class Server:
         assert weights.directory is not None
         began = time.perf_counter()
         expected = weights.sum_up() if self.dialect.sums else None
-        self.reading = weights.directory
+        self.reading, self.unsure = weights.directory, True
         try:
             await self.dialect.reload(self._ask, weights.directory, weights.version)
             await self.seen_to_have(weights)
@@ -125,6 +136,7 @@ class Server:
             raise Unreachable(f"could not be compared with {weights.directory}: {error}") from error
         finally:
             self.reading = None
+        self.unsure = False
         self.reload_seconds = time.perf_counter() - began
 
     async def seen_to_have(self, weights: Weights) -> None:

@@ -41,18 +41,19 @@ class SGLang(Dialect):
         return str(found["weight_version"] if isinstance(found, dict) else found)
 
     async def reload(self, ask: Ask, directory: str, version: str) -> None:
-        """Answers in flight go back to the queue, and on from what they have with the new weights."""
+        """Answers in flight go back to the queue, and on from what they have with the new weights.
+
+        Where that fails it stays paused: which weights it has then, nobody knows.
+        """
         await ask("POST", "/pause_generation", {"mode": "retract"})
-        try:
-            told = await ask(
-                "POST",
-                "/update_weights_from_disk",
-                {"model_path": directory, "weight_version": version, "flush_cache": True},
-            )
-            if not (isinstance(told, dict) and told.get("success")):
-                raise Garbled(f"did not take new weights: {told.get('message') if isinstance(told, dict) else told}")
-        finally:
-            await ask("POST", "/continue_generation", {})
+        told = await ask(
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": directory, "weight_version": version, "flush_cache": True},
+        )
+        if not (isinstance(told, dict) and told.get("success")):
+            raise Garbled(f"did not take new weights: {told.get('message') if isinstance(told, dict) else told}")
+        await ask("POST", "/continue_generation", {})
 
 
 def _completion(answer: Any) -> Completion:

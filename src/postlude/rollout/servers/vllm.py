@@ -59,6 +59,14 @@ class VLLM(OpenAI):
                 "VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from error
 
+    async def paused(self, ask: Ask) -> bool:
+        """As it says itself."""
+        try:
+            found = await ask("GET", "/is_paused")
+        except Refused:  # its administration is not open
+            return False
+        return isinstance(found, dict) and found.get("is_paused") is True
+
     async def digests(self, ask: Ask) -> Mapping[str, str] | None:
         """SHA-256 of every parameter of every worker, as they are held: fused, cut, padded."""
         found = await ask("POST", "/weight_checker", {"action": "checksum"})
@@ -84,15 +92,15 @@ class VLLM(OpenAI):
         )
 
     async def reload(self, ask: Ask, directory: str, version: str) -> None:
-        """Answers in flight are kept: what is cached of them is computed anew with the new weights."""
+        """Answers in flight are kept: what is cached of them is computed anew with the new weights.
+
+        Where that fails it stays paused: which weights it has then, nobody knows.
+        """
         await self._pause(ask)
-        try:
-            what = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
-            await ask("POST", "/collective_rpc", what)
-            await self._forget(ask)
-            await ask("POST", "/update_weight_version", {"new_version": version})
-        finally:
-            await ask("POST", "/resume")
+        await ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
+        await self._forget(ask)
+        await ask("POST", "/update_weight_version", {"new_version": version})
+        await ask("POST", "/resume")
 
     async def workers(self, ask: Ask) -> int:
         """Over tensor, pipeline and data parallelism together."""

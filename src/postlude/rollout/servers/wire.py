@@ -54,6 +54,7 @@ class Wire:
         self._port = parts.port or (443 if self._secure else 80)
         self._headers = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **(headers or {})}
         self._idle: list[_Connection] = []
+        self._waits: dict[asyncio.Timeout, bool] = {}  # for replies, and whether they are given up
 
     async def ask(self, method: str, path: str, body: Any = None, *, timeout: float) -> Reply:
         """One request and its reply, whatever its status. Raises `Unreachable` where none comes in time."""
@@ -61,11 +62,16 @@ class Wire:
         head = f"{method} {self._root}{path} HTTP/1.1\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in self._headers.items())
         sent = f"{head}Content-Length: {len(data)}\r\n\r\n".encode("latin-1") + data
+        limit = asyncio.timeout(timeout)
+        self._waits[limit] = False
         try:
-            async with asyncio.timeout(timeout):
+            async with limit:
                 return await self._exchange(sent)
         except TimeoutError:
-            raise Unreachable(f"gave no answer within {timeout:g} s") from None
+            given_up = self._waits[limit]
+            raise Unreachable("was given up" if given_up else f"gave no answer within {timeout:g} s") from None
+        finally:
+            del self._waits[limit]
 
     async def _exchange(self, sent: bytes) -> Reply:
         while True:
@@ -96,6 +102,13 @@ class Wire:
             return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=secure))
         except OSError as error:
             raise Unreachable(_reason(error)) from error
+
+    def hang_up(self) -> None:
+        """Wait for no reply any more: those that are asked for raise `Unreachable`."""
+        for limit in self._waits:
+            if not limit.expired():
+                self._waits[limit] = True
+                limit.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
         """Let go of the connections."""
