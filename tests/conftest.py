@@ -49,13 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Ranks:
-    """`ranks(2, function, *arguments)` runs function(group, *arguments) on two ranks and returns both results."""
+    """`ranks(2, function, *arguments)` runs function(group, *arguments) on two ranks and returns both results.
+
+    They have `patience` seconds for it.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.pools: dict[int, list[tuple[Connection, Any]]] = {}
 
-    def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def __call__(
+        self, size: int, function: Callable[..., Any], *arguments: Any, patience: float = 2 * PATIENCE
+    ) -> list[Any]:
         if size not in self.pools:
             for other in [other for other in self.pools if other > 2]:
                 self._stop(other)  # a group has threads that wake a hundred times a second, and these have many
@@ -66,7 +71,7 @@ class Ranks:
                 connection.send((function, arguments))
         for connection, _ in self.pools[size]:
             try:
-                result, error = connection.recv() if connection.poll(2 * PATIENCE) else (None, "a rank did not answer")
+                result, error = connection.recv() if connection.poll(patience) else (None, "a rank did not answer")
             except (EOFError, ConnectionError):
                 result, error = None, "a rank died"
             results.append(result)
