@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ import torch.distributed as dist
 torch.backends.mkldnn.enabled = False  # see ops/products.py: the models of tests are small
 
 PATIENCE = 60  # seconds; a rank that waits longer is stuck
+CALLS = 40  # of a pool, before its ranks are new ones: a group of theirs wakes a hundred times a second, and none ends
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(  # once, for all ranks: each would take seconds to import it, some at its first step
     [
@@ -57,14 +59,19 @@ class Ranks:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.pools: dict[int, list[tuple[Connection, Any]]] = {}
+        self.calls: Counter[int] = Counter()
 
     def __call__(
         self, size: int, function: Callable[..., Any], *arguments: Any, patience: float = 2 * PATIENCE
     ) -> list[Any]:
         if size not in self.pools:
             for other in [other for other in self.pools if other > 2]:
-                self._stop(other)  # a group has threads that wake a hundred times a second, and these have many
+                self._stop(other)  # these have many groups
+        elif self.calls[size] % CALLS == 0:
+            self._stop(size)
+        if size not in self.pools:
             self.pools[size] = self._start(size)
+        self.calls[size] += 1
         results, errors = [], []
         for connection, _ in self.pools[size]:
             with suppress(BrokenPipeError):  # a rank that died is noticed when its answer is missing

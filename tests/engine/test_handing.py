@@ -30,7 +30,11 @@ def learned(group: Any, layout: Layout) -> tuple[list[list[int]], list[float], f
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_shard=2), pytest.param(Layout(pp=2), marks=pytest.mark.thorough), Layout(dp_shard=2, tp=2)],
+    [
+        Layout(dp_shard=2),
+        pytest.param(Layout(pp=2), marks=pytest.mark.thorough),
+        pytest.param(Layout(dp_shard=2, tp=2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_rows_that_are_handed_out_are_learned_as_the_whole(ranks: Ranks, layout: Layout) -> None:

@@ -75,6 +75,7 @@ def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.thorough)])
 def test_recomputing_in_a_layout_gives_the_same(ranks: Any, recompute: Any) -> None:
     case = Case(config("shared", "[GE]G"), Layout(dp_shard=2), "sft", recompute)

@@ -75,7 +75,7 @@ def assert_alike(one: LanguageModel, other: LanguageModel, results: list[Any], o
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("pattern", ["[*-]{3}", "[*E]{2}", "M[G-][S+E]/[*E]"])
+@pytest.mark.parametrize("pattern", ["[*-]{3}", "[*E]{2}", pytest.param("M[G-][S+E]/[*E]", marks=pytest.mark.slow)])
 def test_taking_turns_changes_nothing(pattern: str, tied: bool, recompute: Any) -> None:
     config = small_config(pattern, tied_head=tied)
     one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))

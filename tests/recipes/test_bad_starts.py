@@ -453,6 +453,7 @@ def test_a_run_of_another_model_or_optimizer(here: Path, capsys: Any) -> None:
     assert run((*SFT, "--run=other")) == 0
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_not_there_or_not_whole(
     here: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

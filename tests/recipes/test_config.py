@@ -186,6 +186,7 @@ def test_what_is_written_is_read_back(run: Run) -> None:
         assert load(Run, written(to_yaml(run), Path(folder))) == run
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(runs)
 def test_other_readers_of_yaml_agree_on_what_is_written(run: Run) -> None:

@@ -109,6 +109,7 @@ def rows(directory: Path) -> str:
     return f"--data.path={path}"
 
 
+@pytest.mark.slow
 def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,6 +142,7 @@ def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
     ]
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_fails_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "rows.jsonl").write_text(

@@ -93,6 +93,7 @@ def test_a_run_begins_with_the_weights_of_anothers_checkpoint(tmp_path: Path, ro
     assert [start["step"] for start in read_record(tmp_path / "two")["starts"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
     tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

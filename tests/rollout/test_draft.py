@@ -72,6 +72,7 @@ def test_answers_are_those_without_drafts(model: LanguageModel, way: str) -> Non
     assert {one.finish_reason for group in found for one in group} == {"stop", "length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "mtp"])
 def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, evicted = small_model("[M-][*-]/[*-]"), []

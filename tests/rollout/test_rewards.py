@@ -92,6 +92,7 @@ def test_a_fault_costs_its_own_sample(misbehaving: RewardPool, fault: str) -> No
     assert changed == {"scored": 12.0, "failed": 1.0, f"failed/{kind}": 1.0}
 
 
+@pytest.mark.slow
 def test_every_sample_may_fail_at_once() -> None:
     with RewardPool(misbehave, workers=2, timeout=LIMIT) as pool:
         scores = pool.score_all(samples("die", "hang", "nan", "killed", "raise", "hang", "die"))

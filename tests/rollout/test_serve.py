@@ -84,6 +84,7 @@ def test_answers_over_http_are_those_of_generate() -> None:
         assert engine.fleet.servers[0].dialect.name == "postlude"
 
 
+@pytest.mark.slow
 def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp_path: Path) -> None:
     old, new, model = sharp(), sharp(seed=1), sharp()
     for name, each in (("old", old), ("new", new), ("cut", old)):

@@ -78,6 +78,7 @@ def test_a_proxy_is_not_asked_for_servers_of_our_own(tmp_path: Path, monkeypatch
         check(engine)
 
 
+@pytest.mark.slow
 def test_one_alone_that_is_killed_is_waited_for(tmp_path: Path) -> None:
     with closing(StartedEngine(Started(FAKE, 1, Here(tmp_path)), **QUICK)) as engine:
         check(engine)
@@ -86,6 +87,7 @@ def test_one_alone_that_is_killed_is_waited_for(tmp_path: Path) -> None:
         check(engine)
 
 
+@pytest.mark.slow
 def test_one_that_ends_too_often_is_given_up_in_a_sentence(tmp_path: Path) -> None:
     with closing(StartedEngine(Started(FAKE, 1, Here(tmp_path), restarts=0), **QUICK)) as engine:
         check(engine)

@@ -101,6 +101,7 @@ def test_every_byte_arrives_from_one_rank(one_rank) -> None:
         arrived(remote, expected, "start.1")
 
 
+@pytest.mark.slow
 def test_one_that_dies_in_the_middle_costs_itself_alone(one_rank) -> None:
     with Remote(spoil=Dies("/update_weights", 3)) as doomed, Remote() as other:
         began = time.monotonic()
@@ -174,6 +175,7 @@ def _fails(group: Any, url: str) -> str:
         return str(raised.value)
 
 
+@pytest.mark.slow
 def test_one_that_was_left_in_the_middle_is_sent_all_again(ranks) -> None:
     with Remote(spoil=Refuses("/update_weights", 500, times=1)) as remote:
         (expected,) = ranks(1, _left_in_the_middle, remote.url)
