@@ -55,3 +55,21 @@ def test_all_obey_the_first_rank_and_hear_what_it_says(ranks: Ranks) -> None:
 def test_one_rank_leads_itself(ranks: Ranks) -> None:
     (found,) = ranks(1, led)
     assert found == [[[10], [20]], "no orders", [7], "the first rank has had enough", [0, 0], [0], [0]]
+
+
+def given_back(group: Any) -> tuple[int, bool, list[int]]:
+    """Groups of ranks while a lead is there, whether this rank leads after it, and what all then still say."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    lead: Lead[int, int] = Lead(lambda order: order)
+    while_there = len(dist.distributed_c10d._world.pg_map) - before
+    lead.say(lambda: lead.give(1))
+    for _ in range(2):
+        lead.close()
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dist.get_rank())
+    return while_there, lead.leads, everyone
+
+
+def test_who_led_gives_the_group_back(ranks: Ranks) -> None:
+    assert ranks(2, given_back) == [(1, True, [0, 1]), (1, False, [0, 1])]

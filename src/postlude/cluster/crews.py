@@ -93,18 +93,9 @@ class ActorCrew(Crew):
         self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
         self.thread.start()
 
-    def close(self) -> None:
-        """End every actor, and its process with it."""
-        with self.changed:
-            if self.closed:
-                return
-            self.closed = True
-            self.changed.notify_all()
-        self.bell.set()
-        if self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join()
+    def _end(self) -> None:
         for each in self.hired:
-            _end(each)
+            _kill(each)
 
     def _wake(self) -> None:
         self.bell.set()
@@ -137,7 +128,7 @@ class ActorCrew(Crew):
                 self.bell.wait(self._limit())
                 self.bell.clear()
                 for each in self._hear():
-                    _end(each)
+                    _kill(each)
         except BaseException as error:  # whoever waits is told
             with self.changed:
                 self.broken = error
@@ -229,7 +220,7 @@ class ActorCrew(Crew):
         super()._answered(outcomes)
 
 
-def _end(hired: _Hired) -> None:
+def _kill(hired: _Hired) -> None:
     import ray
 
     with suppress(Exception):  # the cluster may be gone already

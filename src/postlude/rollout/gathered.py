@@ -70,8 +70,9 @@ class SharedGenerator(Submitted):
         return {}
 
     def close(self) -> None:
-        """It holds nothing but memory."""
+        """Let go of the memory of answers."""
         self.generator.release()
+        self.lead.close()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1

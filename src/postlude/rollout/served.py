@@ -6,8 +6,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from postlude.engine import Engine
 from postlude.rollout.protocol import Completion, Finished, Request
 from postlude.rollout.sampling import Sampling
@@ -41,22 +39,27 @@ class ServedAnswers:
         wait: bool = True,
     ) -> None:
         self.engine = engine
-        self.servers = connect() if dist.get_rank() == 0 else None
-        self.lead: Lead[None, None] = Lead(lambda _: self.refresh())
-        self.start: str = first_rank_says(lambda: secrets.token_hex(4), self.lead.group)
         self.sync: Sync | None = None
-        if engine is not None:
-            self.sync = sync_of(
-                sync,
-                engine,
-                self.servers,
-                directory=directory,
-                group=self.lead.group,
-                seconds=seconds,
-                check_every=check_every,
-                untied=untied,
-                wait=wait,
-            )
+        self.lead: Lead[None, None] = Lead(lambda _: self.refresh())
+        self.servers: HTTPEngine | None = None
+        try:
+            self.servers = connect() if self.lead.leads else None
+            self.start: str = first_rank_says(lambda: secrets.token_hex(4), self.lead.group)
+            if engine is not None:
+                self.sync = sync_of(
+                    sync,
+                    engine,
+                    self.servers,
+                    directory=directory,
+                    group=self.lead.group,
+                    seconds=seconds,
+                    check_every=check_every,
+                    untied=untied,
+                    wait=wait,
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def refresh(self) -> None:
         """Have servers use the engine's weights, where a step was made since the last time or one came that lacks them.
@@ -104,6 +107,7 @@ class ServedAnswers:
             self.servers.close()
         if self.sync is not None:
             self.sync.close()
+        self.lead.close()
 
     @property
     def _servers(self) -> HTTPEngine:

@@ -66,6 +66,7 @@ class Crew(ABC):
         self.broken: BaseException | None = None
         self.closed = False
         self.changed = threading.Condition()
+        self.thread: threading.Thread | None = None  # the subclass's, which hands out calls
 
     def give(self, ticket: int, call: bytes) -> None:
         """Have a call made."""
@@ -96,9 +97,22 @@ class Crew(ABC):
                 self.done.pop(ticket, None)
             self._wake()
 
-    @abstractmethod
     def close(self) -> None:
-        """End every worker."""
+        """Hand out nothing more, tell whoever waits, and end every worker."""
+        with self.changed:
+            if self.closed:
+                return
+            self.closed = True
+            self._wake()
+            self.changed.notify_all()
+        thread = self.thread
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join()  # else it is this one, as garbage is found anywhere
+        self._end()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End every worker. Nobody else touches them any more."""
 
     @abstractmethod
     def _wake(self) -> None:
@@ -134,6 +148,9 @@ class Nobody(Crew):
         super().__init__(name)
 
     def close(self) -> None:
+        """There is nobody to tell."""
+
+    def _end(self) -> None:
         """There is nobody to end."""
 
     def _wake(self) -> None:
@@ -248,16 +265,7 @@ class Processes(Crew):
             raise
         self.thread.start()
 
-    def close(self) -> None:
-        """End every process."""
-        with self.changed:
-            if self.closed:
-                return
-            self.closed = True
-            self._wake()
-            self.changed.notify_all()
-        if self.thread.is_alive() and self.thread is not threading.current_thread():  # as garbage is found anywhere
-            self.thread.join()
+    def _end(self) -> None:
         while self.processes:
             self.processes.pop().end()
         self.bell.close()

@@ -77,11 +77,15 @@ class Lead(Generic[Order, Part]):
         self.obey = obey
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
-
-    @property
-    def leads(self) -> bool:
+        self.leads = self.group is None or dist.get_rank(self.group) == 0
         """Whether this is the first rank."""
-        return self.group is None or dist.get_rank(self.group) == 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Give the ranks' own group back, when no order is under way. Every rank calls it, as it is done."""
+        if self.group is not None and not self._closed and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self._closed = True
 
     def say(self, work: Callable[[], Result]) -> Result:
         """What `work` gives on the first rank, or raises there, on every rank; the others `follow` meanwhile."""
