@@ -129,7 +129,8 @@ class Steps:
         return [each.task.name for each in answers[::SAMPLES]]
 
     def close(self) -> None:
-        self.rollouts.close()
+        for each in (self.rollouts.conversations, self.engine, self.environment):
+            each.close()
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def test_who_leaves_in_the_middle_closes_what_episodes_hold(background: bool) ->
         timed=Clock(),
         background=background,
     )
-    with closing(rollouts):
+    with closing(environment), closing(rollouts.conversations):
         group = rollouts.group(tasks[0], 0, SAMPLES, step=0)
         rollouts.conversations.begin(group)
         rollouts.wait(lambda: engine.asked == 1 + SAMPLES)

@@ -14,7 +14,7 @@ from postlude.recipes.config.configs import MASK, DistillConfig, OwnAnswers
 from postlude.recipes.config.settings import ObjectiveFile, built
 from postlude.recipes.examples import Examples, Indexed
 from postlude.recipes.preflight import Check, Subject, check_teacher, of_environment, of_rows, of_teacher, of_training
-from postlude.recipes.rollouts import Rollouts, environment_of, shown, summary
+from postlude.recipes.rollouts import HELD_OUT, TRAINED, Rollouts, environment_of, shown, summary
 from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.serving import engine_of, of_servers
@@ -37,25 +37,26 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         self.rollouts: Rollouts | None = None
         self.answered: Batch | None = None  # on the first rank: what is about to be handed out
         super().__init__(config, device, built(chosen), where)
-        self.teacher = Engine(
-            config.teacher,
-            budget=config.budget,
-            compute_dtype=self.engine.compute_dtype,
-            device=device,
-            seed=config.seed,
-            mesh=self.engine.mesh,
-        )
-        check_teacher(config.model, self.engine.config, config.teacher, self.teacher.config, config.top_k)
+        with self.opening():
+            self.teacher = Engine(
+                config.teacher,
+                budget=config.budget,
+                compute_dtype=self.engine.compute_dtype,
+                device=device,
+                seed=config.seed,
+                mesh=self.engine.mesh,
+            )
+            check_teacher(config.model, self.engine.config, config.teacher, self.teacher.config, config.top_k)
 
     def read(self) -> Indexed[Encoded | Task]:
         """Written answers, or tasks for the student to answer."""
         data, budget = self.config.data, self.config.budget
         if isinstance(data, Examples):
             return self.encoded(data)
-        environment = environment_of(
-            data.environment, self.config.seed, self.tokenizer, data.answers, budget, self.where.hire
+        environment = self.hold(
+            environment_of(data.environment, self.config.seed, self.tokenizer, data.answers, budget, self.where.hire)
         )
-        self.rollouts = Rollouts(
+        drawing = self.hold(
             engine_of(
                 data.rollout,
                 self.engine,
@@ -63,7 +64,10 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
                 self.config.run,
                 data.answers,
                 machine=self.where.machine,
-            ),
+            )
+        )
+        self.rollouts = Rollouts(
+            drawing,
             environment,
             self.tokenizer,
             data.answers,
@@ -72,13 +76,8 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             timed=self.timed,
             signals=self.signals,
         )
+        self.hold(self.rollouts.conversations)
         return environment.tasks
-
-    def close(self) -> None:
-        """Give back what the run holds."""
-        if self.rollouts is not None:
-            self.rollouts.close()
-        super().close()
 
     def batch_of(self, rows: Sequence[Encoded | Task], *, held_out: bool = False) -> tuple[Batch, dict[str, Any]]:
         """Sequences with the teacher's likeliest tokens at every position."""
@@ -98,7 +97,8 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         """On the first rank: have the student answer; returns what is to be told of it."""
         assert self.rollouts is not None
         assert isinstance(self.config.data, OwnAnswers)
-        answers = self.rollouts.answer(tasks, self.config.data.samples, step=self.step)
+        kind = HELD_OUT if held_out else TRAINED
+        answers = self.rollouts.answer(tasks, self.config.data.samples, step=self.step, kind=kind)
         self.answered = _batch([each.transcript for each in answers])
         if held_out:
             return {}

@@ -50,8 +50,14 @@ class GRPOTrainer(Trainer):
         self.warm = config.warm_start.steps
         self.last = self.warm + config.steps
         self.evaluate_every = config.evaluation.every
-        self.environment = environment_of(
-            config.environment, config.seed, self.tokenizer, config.answers, config.budget, where.hire
+        self.lesson: list[Batch] = []  # on the first rank: what the step learns from
+        with self.opening():
+            self._open(config, where)
+
+    def _open(self, config: GRPOConfig, where: Where) -> None:
+        """The environment, and who answers."""
+        self.environment = self.hold(
+            environment_of(config.environment, config.seed, self.tokenizer, config.answers, config.budget, where.hire)
         )
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
@@ -63,7 +69,7 @@ class GRPOTrainer(Trainer):
         if isinstance(self.objective, PolicyGradient):
             self.objective = replace(self.objective, temperature=config.answers.temperature)
         self.reference: Reference | None = None
-        self.rollouts = Rollouts(
+        drawing = self.hold(
             engine_of(
                 config.rollout,
                 self.engine,
@@ -73,7 +79,10 @@ class GRPOTrainer(Trainer):
                 routing=config.replay_routing,
                 machine=where.machine,
                 beside=config.asynchrony.max_staleness > 0,
-            ),
+            )
+        )
+        self.rollouts = Rollouts(
+            drawing,
             self.environment,
             self.tokenizer,
             config.answers,
@@ -83,6 +92,7 @@ class GRPOTrainer(Trainer):
             signals=self.signals,
             background=config.asynchrony.max_staleness > 0,
         )
+        self.hold(self.rollouts.conversations)
         self.supply = Supply(
             self.rollouts,
             self.tasks,
@@ -92,17 +102,11 @@ class GRPOTrainer(Trainer):
             ahead=config.asynchrony.max_staleness,
             last=self.last,
         )
-        self.lesson: list[Batch] = []  # on the first rank: what the step learns from
 
     @property
     def phase(self) -> str:
         """The warm start's steps are of SFT."""
         return "sft" if self.step < self.warm else "grpo"
-
-    def close(self) -> None:
-        """Give back what the run holds."""
-        self.rollouts.close()
-        super().close()
 
     def state(self) -> dict[str, Any]:
         """Which tasks have been learned from, or are under way."""

@@ -72,9 +72,11 @@ class Rollouts:
             self.engine.refresh()
         return self.engine.lead.say(work)
 
-    def answer(self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0) -> list[Answered]:
+    def answer(
+        self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0, kind: int = TRAINED
+    ) -> list[Answered]:
         """`samples` answers to each task, whose groups are numbered from `first`, to learn from in `step`."""
-        groups = [self.group(task, first + place, samples, step=step) for place, task in enumerate(tasks)]
+        groups = [self.group(task, first + place, samples, step=step, kind=kind) for place, task in enumerate(tasks)]
         return self.drawn(groups)
 
     def evaluate(self, tasks: Sequence[Task], settings: Evaluation, *, step: int) -> list[Answered]:
@@ -122,12 +124,6 @@ class Rollouts:
             self._lost = lost
         return found
 
-    def close(self) -> None:
-        """Give back what the engine and the environment hold."""
-        self.conversations.close()
-        self.engine.close()
-        self.environment.close()
-
 
 def encoder_of(environment: Environment, tokenizer: ChatTokenizer, answers: Answers, budget: int) -> Encoder:
     """What encodes an environment's prompts, with room for an answer after them."""
@@ -161,17 +157,26 @@ def environment_of(
     """
     environment = settings.build(seed, hire if is_first_rank() else Nobody)
     if isinstance(settings, Prompts) and settings.overlong == "drop":
-        tasks, encoder = environment.tasks, encoder_of(environment, tokenizer, answers, budget)
-        kept = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]
-        if not kept:
+        try:
+            _drop_overlong(environment, settings, encoder_of(environment, tokenizer, answers, budget), answers, budget)
+        except BaseException:
             environment.close()
-            raise ValueError(
-                f"every prompt of {settings.path} has more than the {encoder.max_length} tokens that budget={budget} "
-                f"with answers of up to {answers.max_new_tokens} leaves. Raise budget."
-            )
-        if len(kept) < len(tasks):
-            environment.tasks = Chosen(tasks, kept)
+            raise
     return environment
+
+
+def _drop_overlong(
+    environment: Environment, settings: Prompts, encoder: Encoder, answers: Answers, budget: int
+) -> None:
+    tasks = environment.tasks
+    kept = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]
+    if not kept:
+        raise ValueError(
+            f"every prompt of {settings.path} has more than the {encoder.max_length} tokens that budget={budget} "
+            f"with answers of up to {answers.max_new_tokens} leaves. Raise budget."
+        )
+    if len(kept) < len(tasks):
+        environment.tasks = Chosen(tasks, kept)
 
 
 def _fits(encoder: Encoder, task: Task) -> bool:

@@ -33,7 +33,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
     def __init__(self, config: Supervised, device: str, objective: Objective, where: Where = HERE) -> None:
         super().__init__(config, device, where=where)
         self.objective = objective
-        self.course = Course(self.read(), batch=config.batch, held_out=config.held_out.rows, seed=config.seed)
+        with self.opening():
+            self.course = Course(self.read(), batch=config.batch, held_out=config.held_out.rows, seed=config.seed)
         self.last = self.course.steps(config.epochs) if config.steps is None else config.steps
         self.evaluate_every = config.held_out.every if config.held_out.rows else 0
 

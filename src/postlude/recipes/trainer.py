@@ -10,10 +10,10 @@ import functools
 import logging
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,17 @@ LOG = logging.getLogger("postlude")
 LATER, DAMAGED = "later", "damaged"  # what checkpoints are called that a run goes on before
 
 
+class Closes(Protocol):
+    """Something that is open until it is closed."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+Closing = TypeVar("Closing", bound=Closes)
+
+
 class Trainer(ABC):
     """A run in progress: its directory, its engine, and how far it has come. Every rank holds one.
 
@@ -79,6 +90,7 @@ class Trainer(ABC):
         self, config: Training, device: str, optimizer: OptimizerConfig | None = None, where: Where = HERE
     ) -> None:
         self.settings, self.where = config, where
+        self.held = ExitStack()  # what is open, which `close` gives back, the last first
         self.run: RunDirectory = Onlooker(config.run)  # until it is resumed
         self.asked = schema.plain(config)
         _check_alike(self.asked)
@@ -131,9 +143,23 @@ class Trainer(ABC):
     def restore(self, checkpoint: Path) -> None:
         """Load a checkpoint: the engine, and what `state` said."""
 
+    def hold(self, opened: Closing) -> Closing:
+        """Keep something that was opened until `close`."""
+        return self.held.enter_context(closing(opened))
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Around what a trainer opens as it is made: where some of it fails, what is open is given back."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         """Give back what the run holds."""
-        self.run.close()
+        with closing(self.run):
+            self.held.close()
 
     def resume(self, beginning: Beginning) -> None:
         """Take the directory, and go on from a checkpoint. A run without one begins by measuring where it starts."""
