@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -41,7 +43,11 @@ def nodes(*cpus: int) -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
     from ray.cluster_utils import Cluster
 
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place,
+        patch.dict(os.environ, RAY_TMPDIR=place),
+    ):
+        Path(place, "ray").mkdir()  # where the cluster's address is left, for others to find
         first, *others = ({"num_cpus": count, "temp_dir": place} for count in cpus)
         cluster = Cluster(initialize_head=True, head_node_args=first | {"include_dashboard": False})
         for each in others:
