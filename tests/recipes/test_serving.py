@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +20,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from postlude.checks import MISTAKES
+from postlude.data.chat import Encoder
 from postlude.hf import export
-from postlude.hf.load import load_model, load_tokenizer, read_config
+from postlude.hf.load import load_model, load_tokenizer, read_config, read_model
 from postlude.recipes.config.reading import ConfigError
 from postlude.recipes.grpo import run
 from postlude.recipes.metrics import explain
 from postlude.recipes.preflight import Start, Subject
+from postlude.recipes.preflight import _tasks as look_at_tasks
 from postlude.recipes.run.ending import read_ending
 from postlude.recipes.serving import of_servers
+from postlude.recipes.started import own_length, program_of
 from postlude.recipes.where import Where
 from postlude.rollout.generator import Generator
 from postlude.rollout.sampling import Sampling
+from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of, trained, without_times
 from tests.rollout.fakes import FakeVLLM
@@ -271,11 +277,11 @@ def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path
     )
 
 
-def told(tmp_path: Path, *overrides: str) -> str:
-    """What the preflight of a GRPO run says of its servers."""
+def told(tmp_path: Path, *overrides: str, **found: Any) -> str:
+    """What the preflight of a GRPO run says of its servers, after it `found` something of its tasks."""
     config = config_of(tmp_path, *overrides)
     compared = config.old_logprobs == "rollout"
-    subject = Subject(config, Start())
+    subject = Subject(config, Start(), **found)
     (check,) = of_servers(subject, config.rollout, config.answers, trained=True, compared=compared)
     try:
         return check.look()
@@ -323,6 +329,54 @@ def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVL
     server.choice = choice
     server.kill()
     assert "the one server there is does not answer any more" in told(*asked)
+
+
+def test_a_server_without_room_for_what_it_will_be_asked_is_refused(server: TinyVLLM, tmp_path: Path) -> None:
+    known, asked = server.say, (tmp_path, f"--rollout={server.url}")
+    stated = {"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 70}]}
+    server.say = lambda path, body: stated if path == "/v1/models" else known(path, body)
+    assert told(*asked, longest_prompt=67) == "1 of 1 answer (vllm)"  # and 3 more
+    assert told(*asked, longest_prompt=68) == (
+        f"{server.url} takes 70 tokens (its max_model_len), but a prompt of 68 tokens and an answer of up to 3 make "
+        "71. Start it with a larger one, or lower answers.max_new_tokens."
+    )
+    assert "but a conversation of several turns may have budget=256 tokens. Start it with a larger one, or lower" in (
+        told(*asked, longest_prompt=5, grows=True)
+    )
+
+
+def test_a_server_that_is_started_has_room_for_what_it_will_be_asked(tmp_path: Path) -> None:
+    _, tiny = read_model("tiny-dense")
+    own = own_length(tiny, load_tokenizer("tiny-dense"))
+    assert own == 2048
+    stretched = replace(tiny, hf_config={**tiny.hf_config, "rope_parameters": {"rope_type": "linear", "factor": 4.0}})
+    assert own_length(stretched, None) == 4 * 2048
+    assert own_length(stretched, SimpleNamespace(model_max_length=512)) == 512
+
+    def words(budget: int, *overrides: str) -> str:
+        rollout = config_of(tmp_path, *overrides).rollout
+        program = program_of(rollout, "m", torch.float32, "cpu", empty=True, budget=budget, own=own)
+        return " ".join(program.command)
+
+    assert "--max-model-len 1024" in words(1024, "--rollout=vllm")
+    assert "--max-model-len" not in words(4096, "--rollout=vllm"), "a model's own length is vLLM's already"
+    assert "--max-batch-tokens" not in words(1024, "--rollout=generators")
+    assert "--max-batch-tokens 70000" in words(70000, "--rollout=generators")
+    vllm = (tmp_path, "--rollout=vllm", "--rollout.gpus=0")
+    assert "vLLM serves tiny-dense with 2048 tokens, as its config.json" in told(*vllm, longest_prompt=2046)
+    assert "has no vLLM" in told(*vllm, longest_prompt=2045)
+    short = "rollout.arguments give servers --max-model-len 8, but a prompt of 6 tokens and an answer of up to 3 make 9"
+    for given in ("--max-model-len,8", "--max_model_len=8"):
+        assert f"{short}. Raise it, or" in told(*vllm, f"--rollout.arguments=[{given}]", longest_prompt=6)
+    few = ("--rollout=generators", "--rollout.arguments=[--max-batch-tokens,8]")
+    assert "rollout.arguments give servers --max-batch-tokens 8, but" in told(tmp_path, *few, longest_prompt=6)
+
+
+def test_the_longest_prompt_is_known_of_the_tasks(tmp_path: Path) -> None:
+    subject = Subject(config_of(tmp_path), Start())
+    encoder, answers = Encoder(tokenizer=subject.tokenizer), subject.config.answers
+    look_at_tasks(subject, [Task("1 + 1 ="), Task("1 + 1 + 1 =")], 2, encoder, answers, None)
+    assert subject.longest_prompt == len(encoder.prompt("1 + 1 + 1 =")) > len(encoder.prompt("1 + 1 ="))
 
 
 def test_log_probs_of_another_temperature_are_refused_where_ratios_are_taken_to_them(

@@ -117,8 +117,12 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
 
 def test_weights_that_were_read_otherwise_than_written_are_refused(tmp_path: Path, monkeypatch) -> None:
     export_hf(sharp(seed=1), tmp_path / "new")
-    with serving(Generator(sharp())) as (_, url), closing(HTTPEngine(url, retries=0)) as engine:
-        engine.meet()
+    with (
+        serving(Generator(sharp(), max_batch_tokens=96)) as (_, url),
+        closing(HTTPEngine(url, retries=0)) as engine,
+    ):
+        (server,) = engine.meet()
+        assert engine.longest(server) == 96
         monkeypatch.setattr("postlude.rollout.servers.server.checksum", lambda path: "other")
         with pytest.raises(ServerError, match=r"read weights of checksum .* where there are other"):
             engine.update(str(tmp_path / "new"), "start.1")

@@ -63,6 +63,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
                 self.tokenizer,
                 self.config.run,
                 data.answers,
+                budget=budget,
                 machine=self.where.machine,
             )
         )

@@ -95,7 +95,7 @@ def _engine(config: EvalConfig, tokenizer: Any, device: str, where: Where) -> Ra
     default = torch.bfloat16 if device == "cuda" else torch.float32
     dtype = getattr(torch, config.dtype) if config.dtype else default
     if not isinstance(config.rollout, Native):
-        return served(config.rollout, config.model, tokenizer, config.run, dtype, device, where.machine)
+        return served(config.rollout, config.model, tokenizer, config.run, dtype, device, config.budget, where.machine)
     model = load_model(
         config.model,
         dtype=dtype,

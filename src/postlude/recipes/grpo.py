@@ -76,6 +76,7 @@ class GRPOTrainer(Trainer):
                 self.tokenizer,
                 config.run,
                 config.answers,
+                budget=config.budget,
                 routing=config.replay_routing,
                 machine=where.machine,
                 beside=config.asynchrony.max_staleness > 0,

@@ -104,6 +104,19 @@ class Subject:
     """Models that are held beside the trained one: a reference, a teacher."""
     keep: list[Callable[[], None]] = field(default_factory=list)
     """What was found and is worth keeping in the run's directory, once nothing is amiss and it may be touched."""
+    longest_prompt: int = 0
+    """Tokens of the longest prompt that was looked at."""
+    grows: bool = False
+    """Whether what is asked grows over several turns, up to the budget."""
+
+    def most(self, answers: Answers) -> tuple[int, str, str]:
+        """The most tokens, prompt and answer, that a run asks for; a clause that says why, and what to lower."""
+        budget, answer = self.config.budget, answers.max_new_tokens
+        if self.grows:
+            return budget, f"a conversation of several turns may have budget={budget} tokens", "budget"
+        together = self.longest_prompt + answer
+        why = f"a prompt of {self.longest_prompt} tokens and an answer of up to {answer} make {together}"
+        return together, why, "answers.max_new_tokens"
 
     @cached_property
     def source(self) -> Source:
@@ -189,6 +202,7 @@ def of_environment(
                 hold_out(environment.tasks, held_out)
             made = not isinstance(settings, Prompts)  # tasks that are made: the first of them speak for all
             encoder = encoder_of(environment, subject.tokenizer, answers, config.budget)
+            subject.grows = isinstance(settings, Turns) and settings.max_turns > 1
             _tasks(subject, environment.tasks, PAGE if made else len(environment.tasks), encoder, answers, example)
             first = environment.tasks[0]
             if isinstance(settings, Turns) and is_chat(first.prompt):
@@ -397,7 +411,9 @@ def _tasks(
     largest = 0
     for index in range(min(len(tasks), count)):
         task = tasks[index]
-        largest = max(largest, *encode_prompt(encoder, task, budget, answers))
+        prompt = encode_prompt(encoder, task, budget, answers)
+        subject.longest_prompt = max(subject.longest_prompt, len(prompt))
+        largest = max(largest, *prompt)
         if example is not None:
             example(task, encoder.options)
     within_vocabulary(largest, subject)

@@ -14,6 +14,7 @@ import torch
 
 from postlude.engine import Engine
 from postlude.hf.export import is_described
+from postlude.hf.load import read_model
 from postlude.recipes.config.rollout import (
     Connections,
     Generators,
@@ -28,11 +29,14 @@ from postlude.recipes.config.settings import Answers
 from postlude.recipes.preflight import Check, Subject
 from postlude.recipes.started import (
     MODEL,
+    Length,
     check_program,
     describe_model,
     devices_left,
     here,
+    own_length,
     program_of,
+    started_length,
     wants_untied,
 )
 from postlude.rollout.gathered import GatheredGenerator, RankedEngine
@@ -57,13 +61,14 @@ def engine_of(
     run: Path,
     answers: Answers,
     *,
+    budget: int,
     routing: bool = False,
     machine: Machine | None = None,
     beside: bool = False,
 ) -> RankedEngine:
     """What samples with the weights of an engine that is trained. Servers are started on `machine`, or on this one.
 
-    `beside`: the trainer goes on meanwhile.
+    `budget` is the most tokens that are asked for, prompt and answer together. `beside`: the trainer goes on meanwhile.
     """
     if isinstance(rollout, Native):
         return GatheredGenerator(engine, tokenizer, draft=answers.draft, routing=routing)
@@ -78,7 +83,8 @@ def engine_of(
     def begin() -> HTTPEngine:
         home, device = run.expanduser().absolute() / SERVERS, engine.device.type
         model = describe_model(engine, tokenizer, home / MODEL, own_head=untied)
-        program = program_of(rollout, model, engine.compute_dtype, device, empty=True)
+        own = own_length(engine.config, tokenizer)
+        program = program_of(rollout, model, engine.compute_dtype, device, empty=True, budget=budget, own=own)
         return start(rollout, program, tokenizer, machine or here(home, training_on=device))
 
     return ServedAnswers(begin, engine=engine, directory=run, untied=untied, wait=not beside, **way)
@@ -91,14 +97,16 @@ def served(
     run: Path,
     dtype: torch.dtype,
     device: str,
+    budget: int,
     machine: Machine | None = None,
 ) -> RankedEngine:
-    """Servers of a model that stays as it is."""
+    """Servers of a model that stays as it is; `budget` as of `engine_of`."""
     if isinstance(rollout, Servers):
         return ServedAnswers(partial(connect, rollout, tokenizer))
 
     def begin() -> HTTPEngine:
-        program = program_of(rollout, model, dtype, device, empty=False)
+        own = own_length(read_model(model)[1], tokenizer)
+        program = program_of(rollout, model, dtype, device, empty=False, budget=budget, own=own)
         home = run.expanduser().absolute() / SERVERS
         return start(rollout, program, tokenizer, machine or here(home, training_on="cpu"))
 
@@ -152,6 +160,8 @@ def of_servers(
             )
         if not isinstance(rollout, Servers):
             start = subject.start
+            if found := started_length(rollout, subject.config.model, own_length(subject.model[1], subject.tokenizer)):
+                _fits(found, subject, answers)
             return check_program(
                 rollout,
                 answers,
@@ -165,6 +175,9 @@ def of_servers(
                     raise ValueError(f"{server.url} {server.problem}.")
             up = [server for server in servers if server.state == "up"]
             for server in up:
+                if (limit := engine.longest(server)) is not None:
+                    said = f"{server.url} takes {limit} tokens (its max_model_len)"
+                    _fits(Length(limit, said, "Start it with a larger one"), subject, answers)
                 if trained:
                     _takes_weights(engine, server, rollout, tied_head=subject.model[1].tied_head)
                 _speaks_of_the_model(engine, server, subject)
@@ -175,6 +188,13 @@ def of_servers(
             return f"{len(up)} of {len(servers)} answer ({kinds}){away}"
 
     yield Check("servers", look, after=("tokenizer",))
+
+
+def _fits(length: Length, subject: Subject, answers: Answers) -> None:
+    """Refuse a server that would refuse what it will be asked."""
+    most, why, lower = subject.most(answers)
+    if most > length.most:
+        raise ValueError(f"{length.said}, but {why}. {length.mend}, or lower {lower}.")
 
 
 def _takes_weights(engine: HTTPEngine, server: Server, rollout: Servers, *, tied_head: bool) -> None:

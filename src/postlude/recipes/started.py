@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from postlude.engine import Engine
 from postlude.hf.export import Description, describe, untied
+from postlude.model import ModelConfig
 from postlude.recipes.config.rollout import Generators, StartedVLLM
 from postlude.recipes.config.settings import Answers
 from postlude.rollout.servers.machine import Here, Program
@@ -21,6 +23,9 @@ from postlude.rollout.servers.machine import Here, Program
 MODEL = "model"  # beside the logs: what a server is told of the model, which gets its weights later
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # since `vllm serve` asks for a package of the name vllm
 FOUND_WITHIN = 60.0  # seconds
+VLLM_LENGTH, GENERATOR_LENGTH = "--max-model-len", "--max-batch-tokens"
+USUAL_LENGTH = 65_536  # what a generator has room for by itself
+STRETCHED = ("linear", "dynamic")  # where vLLM takes positions for those before they are stretched
 LOOK = """
 import importlib.metadata as found, json
 names = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in found.distributions()}
@@ -38,21 +43,77 @@ VLLM_ENVIRONMENT = {
 }
 
 
+@dataclass(frozen=True)
+class Length:
+    """The most tokens, prompt and answer together, that a server takes."""
+
+    most: int
+    said: str
+    """A clause that says so, and of whom."""
+    mend: str
+    """How to have more."""
+
+
+def own_length(config: ModelConfig, tokenizer: Any) -> int | None:
+    """The most tokens that vLLM serves a model with by itself, as it finds them; None where its config says nothing."""
+    stated: Mapping[str, Any] = config.hf_config or {}
+    stated = stated.get("text_config") or stated
+    positions, rope = stated.get("max_position_embeddings"), stated.get("rope_parameters") or {}
+    if not isinstance(positions, int):
+        return None
+    if rope.get("rope_type") in STRETCHED:
+        positions = int(positions * (rope.get("factor") or 1.0))
+    return min(positions, getattr(tokenizer, "model_max_length", positions))
+
+
+def started_length(rollout: Generators | StartedVLLM, model: str, own: int | None) -> Length | None:
+    """What limits servers that are started: your words for them, or the model's own length; None if nothing does."""
+    vllm = isinstance(rollout, StartedVLLM)
+    name = VLLM_LENGTH if vllm else GENERATOR_LENGTH
+    if (given := _given(rollout, name)) is not None:
+        if not given.isdecimal():
+            return None
+        return Length(int(given), f"rollout.arguments give servers {name} {given}", "Raise it")
+    if not vllm or own is None:
+        return None
+    said = f"vLLM serves {model} with {own} tokens, as its config.json and tokenizer_config.json say"
+    return Length(own, said, "Raise max_position_embeddings or model_max_length there, use rollout: generators")
+
+
+def _given(rollout: Generators | StartedVLLM, name: str) -> str | None:
+    """The value of an option among the words of the user's for a server."""
+    words = [part for word in rollout.arguments for part in word.split("=", 1)]
+    options = [word.replace("_", "-") for word in words[:-1]]
+    return words[options.index(name) + 1] if name in options else None
+
+
 def program_of(
-    rollout: Generators | StartedVLLM, model: str, dtype: torch.dtype, device: str, *, empty: bool
+    rollout: Generators | StartedVLLM,
+    model: str,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    empty: bool,
+    budget: int,
+    own: int | None,
 ) -> Program:
-    """What is started. `empty` ones get weights before they are asked; `device` is the trainer's."""
+    """What is started. `empty` ones get weights before they are asked; `device` is the trainer's.
+
+    They take `budget` tokens, prompt and answer together; vLLM no more than a model's `own_length`.
+    """
     written = str(dtype).removeprefix("torch.")
     if isinstance(rollout, Generators):
         where = rollout.device or device
         command = [sys.executable, "-m", "postlude", "serve", model, "--host", "{host}", "--port", "{port}"]
         command += ["--dtype", written, "--device", where, "--threads", str(rollout.threads)]
         command += ["--empty"] if empty else []
+        command += [GENERATOR_LENGTH, str(budget)] if budget > USUAL_LENGTH else []
         environment = {"OMP_NUM_THREADS": str(rollout.threads)}
     else:
         command = [_python(rollout), "-m", ENTRY, "--model", model, "--host", "{host}", "--port", "{port}"]
         command += ["--dtype", written, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
         command += ["--load-format", "dummy"] if empty else []
+        command += [VLLM_LENGTH, str(budget)] if own is not None and budget < own else []
         command += ["--weight-transfer-config", '{"backend": "nccl"}'] if rollout.sync == "network" else []
         environment = VLLM_ENVIRONMENT
     return Program(

@@ -57,6 +57,15 @@ class Dialect(ABC):
         except (KeyError, TypeError) as error:
             raise Garbled("gives no list of models at /v1/models") from error
 
+    async def longest(self, ask: Ask, model: str) -> int | None:
+        """The most tokens, prompt and answer together, that it takes; None where it does not say."""
+        found = await ask("GET", "/v1/models")
+        try:
+            stated = next(each for each in found["data"] if each["id"] == model).get("max_model_len")
+        except (AttributeError, KeyError, StopIteration, TypeError):
+            return None
+        return stated if isinstance(stated, int) and stated > 0 else None
+
     @abstractmethod
     async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
         """One answer, with token ids and the log-prob of each."""

@@ -200,6 +200,13 @@ class HTTPEngine:
         except (Unreachable, Garbled, Refused) as error:
             raise ServerError(f"{server.url} {error}.") from error
 
+    def longest(self, server: Server) -> int | None:
+        """The most tokens, prompt and answer together, that a server takes; None where it does not say."""
+        try:
+            return self._run(server.longest())
+        except (Unreachable, Garbled, Refused) as error:
+            raise ServerError(f"{server.url} {error}.") from error
+
     def drawback(self, server: Server, *, tied_head: bool, sent: bool = False) -> str:
         """Why new weights of such a model, read or `sent`, would not all be used by a server; empty if they would."""
         try:

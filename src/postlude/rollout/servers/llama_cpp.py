@@ -7,7 +7,7 @@ from typing import Any
 
 from postlude.rollout.protocol import Completion, FinishReason, Request
 from postlude.rollout.servers.dialect import Ask, Dialect, completion
-from postlude.rollout.servers.errors import Garbled
+from postlude.rollout.servers.errors import Garbled, Refused
 
 FINISH: dict[str, FinishReason] = {"eos": "stop", "word": "stop", "limit": "length"}
 ORDER = ("temperature", "top_k", "top_p", "min_p")  # as `Sampling` has it; llama.cpp's own divides last
@@ -21,6 +21,14 @@ class LlamaCpp(Dialect):
     """
 
     name = "llama.cpp"
+
+    async def longest(self, ask: Ask, model: str) -> int | None:
+        """The room of one of its slots."""
+        try:
+            stated = (await ask("GET", "/props"))["default_generation_settings"]["n_ctx"]
+        except (Refused, KeyError, TypeError):
+            return None
+        return stated if isinstance(stated, int) and stated > 0 else None
 
     async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
         """One answer."""

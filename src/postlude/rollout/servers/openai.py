@@ -26,6 +26,13 @@ class OpenAI(Dialect):
     async def meet(self, ask: Ask) -> None:
         """It may have no list of models; its first answer shows that it is there."""
 
+    async def longest(self, ask: Ask, model: str) -> int | None:
+        """As others say it at /v1/models, if it has that."""
+        try:
+            return await super().longest(ask, model)
+        except Refused:
+            return None
+
     async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
         """One answer."""
         body = {

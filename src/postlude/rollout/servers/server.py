@@ -161,6 +161,11 @@ class Server:
         """What it calls its weights."""
         return await self.dialect.version(self._ask_soon)
 
+    async def longest(self) -> int | None:
+        """The most tokens, prompt and answer together, that it takes; None where it does not say."""
+        assert self.model is not None
+        return await self.dialect.longest(self._ask_soon, self.model)
+
     async def drawback(self, *, tied_head: bool, sent: bool) -> str:
         """Why new weights of such a model would not all be used; empty where they would."""
         if sent and not self.dialect.receives:

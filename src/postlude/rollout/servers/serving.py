@@ -75,7 +75,9 @@ class Served:
             case "GET", "/health":
                 return {"status": "ok"}
             case "GET", "/v1/models":
-                return {"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": OWNER}]}
+                longest = self.generator.max_batch_tokens
+                model = {"id": self.name, "object": "model", "owned_by": OWNER, "max_model_len": longest}
+                return {"object": "list", "data": [model]}
             case "GET", path if path == WEIGHTS:
                 return vars(self.held)
             case "POST", path if path == WEIGHTS:
