@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from postlude.ops.linear import _Linears, linear, linears, make_gradients, putting_off, side_by_side, sum_where_made
 from tests.equality import assert_equal
@@ -37,7 +38,7 @@ def test_products_of_the_same_rows(put: bool) -> None:
         return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     def together(rows: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
-        return _Linears.apply(rows, later, len(weights), *weights, *biases)
+        return _Linears.apply(rows, later, False, False, len(weights), *weights, *biases)
 
     expected = gradients(one_by_one)
     for index, (actual, wanted) in enumerate(zip(gradients(together, later), expected, strict=True)):
@@ -63,6 +64,44 @@ def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
         found = [rows.grad, *(total - 1 for total in totals), *(bias.grad for bias in biases if bias is not None)]
         for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
             assert_equal(actual, wanted, f"gradient {index}", 1e-14)
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize(
+    ("laid", "arrives", "products"), [("weights", "columns", 1), ("weights", "apart", 3), ("apart", "columns", 3)]
+)
+def test_what_lies_together_is_one_product(one: bool, laid: str, arrives: str, products: int) -> None:
+    """As on CUDA: weights, their sums, and gradients that are columns of one tensor."""
+    rows, apart, _ = operands()
+    upstream = torch.randn(5, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected_rows = upstream @ torch.cat(apart).detach()
+    expected_totals = 1 + upstream.T @ rows.detach()
+    together = torch.cat([weight.detach() for weight in apart]).split([6, 3, 2])
+    weights = [each.detach().clone() if laid == "apart" else each for each in together]
+    totals = torch.ones(11, 4, dtype=torch.float64).split([6, 3, 2])
+    for weight, total in zip(weights, totals, strict=True):
+        weight.requires_grad_().gradient_total = total
+    with Products() as forward:
+        made = _Linears.apply(rows, None, True, one, 3, *weights, *[None] * 3)
+    for product, weight in zip(made, weights, strict=True):
+        assert_equal(product, rows @ weight.T, "product", 1e-14)
+    parts = torch.cat(made, 1) if arrives == "columns" else torch.cat([each * 1.0 for each in made], 1)
+    with Products() as backward:
+        parts.backward(upstream)
+    assert_equal(rows.grad, expected_rows, "gradient of rows", 1e-14)
+    assert_equal(torch.cat(totals), expected_totals, "sums", 1e-14)
+    assert forward.count == (1 if one and laid == "weights" else 3)
+    assert backward.count == 2 * products
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return function(*args, **(kwargs or {}))
 
 
 def test_the_cpu_leaves_sums_to_autograd() -> None:

@@ -500,7 +500,7 @@ class Engine:
 
     def _is_second_copy(self, name: str) -> bool:
         """Whether this is a parameter of both ends of a pipeline as the last stage holds it."""
-        return name in self.shared and self.layout.pp > 1 and 0 not in self.stages
+        return self.layout.pp > 1 and 0 not in self.stages and name in self.shared
 
     def _finish_gradients(self) -> None:
         """Give every parameter a gradient, and sum those of shared ones over both ends of the pipeline.

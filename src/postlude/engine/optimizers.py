@@ -99,9 +99,10 @@ class AdamWMover(torch.optim.Optimizer):
             for parameter in moved:
                 if not self.state[parameter]:
                     self.state[parameter] = self._fresh(parameter)
-            wide = [parameter for parameter in moved if self._is_wide(parameter)]
+            wide, narrow = list[nn.Parameter](), list[nn.Parameter]()
+            for parameter in moved:
+                (wide if self._is_wide(parameter) else narrow).append(parameter)
             self._step_wide(wide, rates)
-            narrow = [parameter for parameter in moved if not self._is_wide(parameter)]
             for pieces, work in self._units(narrow, rates):
                 if pieces[0].device == self._device:
                     work(pieces)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 
 from postlude.engine.gradients import copies, no_gradient
@@ -48,25 +48,19 @@ class Whole:
         self.stage, self.compute_dtype = stage, compute_dtype
         self.wide = {part.module for part in stage.apart() if part.fp32}
         self.places: list[Place] = []  # known from the first pass on, when parameters have memory
+        self.copied: list[Place] = []
+        self.memory: list[tuple[UntypedStorage, int]] = []  # of the copies, and its size, which it has in a pass alone
         self.passing = False
 
     def begin(self, *, train: bool) -> None:
         """Put a leaf in every parameter's place, with a gradient to add to."""
         self.end()
         self.passing = True
-        self.places = self.places or list(self._places())
-        copied = [place for place in self.places if place.is_copied]
-        for dtype in {place.leaf.dtype for place in copied}:
-            some = [place for place in copied if place.leaf.dtype == dtype]
-            for place, room in zip(some, rooms([place.part for place in some], dtype, torch.empty), strict=True):
-                place.leaf.data = room
-        with torch.no_grad():
-            if copied:
-                torch._foreach_copy_([place.leaf for place in copied], [place.part for place in copied])
+        self._make_copies()
         if train:
             self._expect_gradients([place for place in self.places if place.parameter.requires_grad])
         for place in self.places:
-            setattr(place.module, place.name, place.leaf)
+            place.module.register_parameter(place.name, place.leaf)
 
     def before_last_backward(self) -> None:
         """Gradients are where they belong after every one."""
@@ -83,12 +77,29 @@ class Whole:
         if not self.passing:
             return
         for place in self.places:
-            setattr(place.module, place.name, place.parameter)
+            place.module.register_parameter(place.name, place.parameter)
             place.leaf.grad = None
             sum_where_made(place.leaf, None)
-            if place.is_copied:
-                place.leaf.data = place.leaf.new_empty(0)
+        for memory, _ in self.memory:
+            memory.resize_(0)
         self.passing = False
+
+    @torch.no_grad()
+    def _make_copies(self) -> None:
+        """Give leaves of another dtype their memory, at first or again, and what is stored now."""
+        for memory, size in self.memory:
+            memory.resize_(size)
+        if not self.places:
+            self.places = list(self._places())
+            self.copied = [place for place in self.places if place.is_copied]
+            for dtype in {place.leaf.dtype for place in self.copied}:
+                some = [place for place in self.copied if place.leaf.dtype == dtype]
+                for place, room in zip(some, rooms([place.part for place in some], dtype, torch.empty), strict=True):
+                    place.leaf.data = room
+            found = {each.data_ptr(): each for each in (place.leaf.untyped_storage() for place in self.copied)}
+            self.memory = [(each, each.nbytes()) for each in found.values()]
+        if self.copied:
+            torch._foreach_copy_([place.leaf for place in self.copied], [place.part for place in self.copied])
 
     def _places(self) -> Iterable[Place]:
         for module in self.stage.modules():
@@ -97,7 +108,7 @@ class Whole:
                 part = held(parameter)
                 data = part if part.dtype == dtype else part.new_empty(0, dtype=dtype)
                 leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                leaf.grad_dtype = None  # any
+                leaf.grad_dtype = parameter.grad_dtype = None  # any
                 yield Place(module, name, parameter, part, leaf)
 
     def _expect_gradients(self, places: Sequence[Place]) -> None:
@@ -105,15 +116,15 @@ class Whole:
         fresh = [place.parameter for place in places if place.parameter.grad is None]
         plain = [parameter for parameter in fresh if not isinstance(parameter, DTensor)]
         for parameter, room in zip(plain, rooms(plain, torch.float32, torch.zeros), strict=True):
-            parameter.grad_dtype = None
             parameter.grad = room
         for place in places:
-            parameter = place.parameter
-            if parameter.grad is None:
-                parameter.grad = no_gradient(parameter)
-            total = held(parameter.grad)
-            if isinstance(parameter, DTensor) and parameter.device_mesh.get_local_rank() and copies(parameter) > 1:
-                total.zero_()  # what ranks that hold it alike have summed before, the first brings into the next sum
+            parameter, total = place.parameter, place.parameter.grad
+            if isinstance(parameter, DTensor):
+                if total is None:
+                    total = parameter.grad = no_gradient(parameter)
+                total = held(total)
+                if parameter.device_mesh.get_local_rank() and copies(parameter) > 1:
+                    total.zero_()  # what ranks that hold it alike have summed before, the first brings into the next
             place.leaf.grad = total
             sum_where_made(place.leaf, total)
 
@@ -126,7 +137,10 @@ def rooms(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[..., Ten
     for tensor in [*tensors, None]:
         if waiting and (tensor is None or size + _room(tensor) > BUCKET_BYTES // dtype.itemsize):
             bucket = make(size, dtype=dtype, device=waiting[0].device).split([_room(each) for each in waiting])
-            found += [room[: each.numel()].view(each.shape) for room, each in zip(bucket, waiting, strict=True)]
+            found += [
+                (room if room.numel() == each.numel() else room[: each.numel()]).view(each.shape)
+                for room, each in zip(bucket, waiting, strict=True)
+            ]
             waiting, size = [], 0
         if tensor is not None:
             waiting.append(tensor)

@@ -88,8 +88,10 @@ def local(parameter: Tensor) -> Tensor:
 
 def held(parameter: Tensor) -> Tensor:
     """The very memory this rank stores of a parameter or its gradient, whatever it is cut over. No gradient."""
+    if not is_shared(parameter):
+        return parameter.detach()
     with torch.no_grad():
-        part: Tensor = parameter.to_local() if is_shared(parameter) else parameter.detach()
+        part: Tensor = parameter.to_local()
     return part
 
 
@@ -212,9 +214,10 @@ class ColumnLinear(nn.Module):
         return linear(hidden, local(self.weight), _local_or_none(self.bias))
 
 
-def products(hidden: Tensor, *layers: Linear | ColumnLinear) -> tuple[Tensor, ...]:
-    """What each of `layers` makes of the same tokens, [T, in] -> [T, out] each."""
-    return linears(hidden, [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers])
+def products(hidden: Tensor, *layers: Linear | ColumnLinear, one: bool = False) -> tuple[Tensor, ...]:
+    """What each of `layers` makes of the same tokens, [T, in] -> [T, out] each. `one`: as `linears` says."""
+    weights, biases = zip(*((local(layer.weight), _local_or_none(layer.bias)) for layer in layers), strict=True)
+    return linears(hidden, weights, biases, one=one)
 
 
 @torch.no_grad()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
 from torch import Tensor, nn
 
@@ -35,14 +35,14 @@ class LogicalLayer(Gathered):
         super().__init__()
         self.name = f"{within}.{layer.index}"
         self.block_names = layer.names
-        for symbol, name in zip(layer.blocks, layer.names, strict=True):
-            self.add_module(name, blocks[symbol](config.blocks[symbol], config, f"{self.name}.{name}", mesh))
+        self.blocks = tuple(
+            blocks[symbol](config.blocks[symbol], config, f"{self.name}.{name}", mesh)
+            for symbol, name in zip(layer.blocks, layer.names, strict=True)
+        )
+        for name, block in zip(self.block_names, self.blocks, strict=True):
+            self.add_module(name, block)
 
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks, in order."""
-        return tuple(cast(Block, self.get_submodule(name)) for name in self.block_names)
-
+    @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """The layer's whole work, in order."""
         return tuple(step for block in self.blocks for step in block.steps())
@@ -59,7 +59,7 @@ class LogicalLayer(Gathered):
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         whole: Recompute = "full" if context.recompute == "full" else "none"
-        return recomputed(run_steps, whole, self.steps(), hidden, context)
+        return recomputed(run_steps, whole, self.steps, hidden, context)
 
 
 class HybridStack(nn.ModuleDict):

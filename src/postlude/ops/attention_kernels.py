@@ -137,10 +137,11 @@ def _query_borders(
     return start, full, full_stop, stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale", "window", "softcap"])
 def forward_kernel(
-    query, query_stride, query_head, key, key_stride, key_head, value, value_stride, value_head,
-    sinks, output, lse, table, heads, scale, window, softcap,
+    query, key, value, sinks, output, lse, table, scale, window, softcap,
+    query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr, key_head: tl.constexpr,
+    value_stride: tl.constexpr, value_head: tl.constexpr, heads: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, GROUP: tl.constexpr,
     PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
@@ -209,10 +210,11 @@ def _query_gradient_tiles(
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale", "window", "softcap"])
 def query_gradient_kernel(
-    query, query_stride, query_head, key, key_stride, key_head, value, value_stride, value_head,
-    output, gradient, lse, delta, for_query, table, heads, scale, window, softcap,
+    query, key, value, output, gradient, lse, delta, for_query, table, scale, window, softcap,
+    query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr, key_head: tl.constexpr,
+    value_stride: tl.constexpr, value_head: tl.constexpr, heads: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, GROUP: tl.constexpr,
     PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
@@ -293,10 +295,11 @@ def _key_gradient_tiles(
     return for_key, for_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale", "window", "softcap"])
 def key_gradient_kernel(
-    query, query_stride, query_head, key, key_stride, key_head, value, value_stride, value_head,
-    gradient, lse, delta, for_key, for_value, table, heads, scale, window, softcap,
+    query, key, value, gradient, lse, delta, for_key, for_value, table, scale, window, softcap,
+    query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr, key_head: tl.constexpr,
+    value_stride: tl.constexpr, value_head: tl.constexpr, heads: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, GROUP: tl.constexpr,
     PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd import Function
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from postlude.ops.attention_kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel
+from postlude.ops.launch import Launcher
 from postlude.ops.packing import Packing, to_device
 
 
@@ -151,10 +151,14 @@ def _forward(
     pack = _packed_heads(group, how.rows)
     output = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
-    forward_kernel[(heads // pack * len(table),)](
-        *(query, *query.stride()[:2], *_read(key, how.keys, 1, how), *_read(value, how.keys, 1, how)),
-        *(sinks, output, lse, table, heads, scale, window or 0, softcap or 1.0),
-        **_constants(query, value, group, pack, how, window, softcap),
+    read = _read(key, how.keys, 1, how), _read(value, how.keys, 1, how)
+    _launch_forward(
+        (heads // pack * len(table), 1, 1),
+        (query, *read, sinks, output, lse, table),
+        (scale, window or 0, softcap or 1.0),
+        (*_laid_out(query, key, value), *_constants(query, value, group, pack, how, window, softcap)),
+        how.warps,
+        num_stages=how.stages,
     )
     return output, lse
 
@@ -207,29 +211,29 @@ class _Attention(Function):
         tile = tiles.queries
         pack = _packed_heads(group, tile.rows)
         table = _table(_query_table, queries, keys, window, tile.rows // pack)
-        query_gradient_kernel[(heads // pack * len(table),)](
-            *(query, *query.stride()[:2], *_read(key, tile.keys, 1, tile), *_read(value, tile.keys, 1, tile)),
-            *(output, gradient, lse, delta, for_query, table, heads, scale, window or 0, softcap or 1.0),
-            **_constants(query, value, group, pack, tile, window, softcap),
+        laid_out, numbers = _laid_out(query, key, value), (scale, window or 0, softcap or 1.0)
+        _launch_query_gradient(
+            (heads // pack * len(table), 1, 1),
+            (
+                *(query, _read(key, tile.keys, 1, tile), _read(value, tile.keys, 1, tile)),
+                *(output, gradient, lse, delta, for_query, table),
+            ),
+            numbers,
+            (*laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
+            tile.warps,
+            num_stages=tile.stages,
         )
         tile = tiles.keys
         pack = _packed_heads(group, tile.rows)
         table = _table(_key_table, queries, keys, window, tile.keys)
-        key_gradient_kernel[(key.shape[1] * len(table),)](
-            *(*_read(query, tile.rows // pack, pack, tile), key, *key.stride()[:2], value, *value.stride()[:2]),
-            *(
-                _read(gradient, tile.rows // pack, pack, tile)[0],
-                lse,
-                delta,
-                for_key,
-                for_value,
-                table,
-                heads,
-                scale,
-                window or 0,
-                softcap or 1.0,
-            ),
-            **_constants(query, value, group, pack, tile, window, softcap),
+        asked, upstream = (_read(each, tile.rows // pack, pack, tile) for each in (query, gradient))
+        _launch_key_gradient(
+            (key.shape[1] * len(table), 1, 1),
+            (asked, key, value, upstream, lse, delta, for_key, for_value, table),
+            numbers,
+            (*laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
+            tile.warps,
+            num_stages=tile.stages,
         )
         for_sinks = None
         if sinks is not None:
@@ -238,32 +242,29 @@ class _Attention(Function):
         return for_query, for_key, for_value, for_sinks, None, None, None, None, None, None
 
 
-def _read(tensor: Tensor, rows: int, heads: int, tile: Tile) -> tuple[Any, int, int]:
-    """[T, heads, width] as a kernel reads it, so many rows and heads at a time, and its strides."""
-    strides = tensor.stride()
-    read: Any = tensor
-    if tile.tma:
-        read = TensorDescriptor(tensor, list(tensor.shape), list(strides), [rows, heads, tensor.shape[-1]])
-    return read, strides[0], strides[1]
+def _read(tensor: Tensor, rows: int, heads: int, tile: Tile) -> Tensor | TensorDescriptor:
+    """[T, heads, width] as a kernel reads it, so many rows and heads at a time."""
+    if not tile.tma:
+        return tensor
+    shape = tensor.shape
+    return TensorDescriptor(tensor, list(shape), list(tensor.stride()), [rows, heads, shape[-1]])
+
+
+def _laid_out(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """Strides of tokens and heads, and how many heads ask."""
+    return (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], query.shape[1])
 
 
 def _constants(
     query: Tensor, value: Tensor, group: int, pack: int, tile: Tile, window: int | None, softcap: float | None
-) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+) -> tuple[int, ...]:
+    """What a kernel is compiled for, from WIDTH on."""
     width, value_width = query.shape[-1], value.shape[-1]
-    return {
-        "WIDTH": width,
-        "VALUE": value_width,
-        "WIDE": max(16, triton.next_power_of_2(width)),
-        "VALUE_WIDE": max(16, triton.next_power_of_2(value_width)),
-        "GROUP": group,
-        "PACK": pack,
-        "QUERIES": tile.rows // pack,
-        "KEYS": tile.keys,
-        "WINDOW": window is not None,
-        "SOFTCAP": softcap is not None,
-        "TMA": tile.tma,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+    wide, value_wide = (max(16, 1 << (each - 1).bit_length()) for each in (width, value_width))
+    tiles = (pack, tile.rows // pack, tile.keys)
+    return (width, value_width, wide, value_wide, group, *tiles, window is not None, softcap is not None, tile.tma)
+
+
+_launch_forward = Launcher(forward_kernel)
+_launch_query_gradient = Launcher(query_gradient_kernel)
+_launch_key_gradient = Launcher(key_gradient_kernel)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,15 +33,17 @@ def backward(
 ) -> tuple[Tensor | None, Tensor]:
     """The gradients of gate, if there is one, and of up. Into `features`, dense as `up`, goes what `forward` gave.
 
-    They may be the memory of `gradient`.
+    They may be the memory of `gradient`. Both gradients are columns of one tensor, as layers laid together want them.
     """
     right, arrived = as_rows(up), as_rows(gradient)
     left = right if gate is None else as_rows(gate)
-    of_left = contiguous_like(right)
-    of_right = of_left if gate is None else torch.empty_like(of_left)
     count, width = right.shape
+    if gate is None:
+        of_left = of_right = contiguous_like(right)
+    else:
+        of_left, of_right = right.new_empty(count, 2 * width).split(width, 1)
     at_once, columns = _tile(width)
-    strides = (left.stride(0), right.stride(0), arrived.stride(0))
+    strides = (left.stride(0), right.stride(0), arrived.stride(0), of_left.stride(0))
     constants = (*strides, width, activation, gate is not None, at_once, columns)
     tensors = (left, right, arrived, of_left, of_right, features)
     _backward((-(-count // at_once), -(-width // columns), 1), tensors, (count,), constants, WARPS)
@@ -123,6 +124,7 @@ def _backward_kernel(
     GATE_STRIDE: tl.constexpr,
     UP_STRIDE: tl.constexpr,
     GRADIENT_STRIDE: tl.constexpr,
+    RESULT_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -135,14 +137,14 @@ def _backward_kernel(
     left = tl.load(gate + row * GATE_STRIDE + column, mask=held, other=0.0).to(tl.float32)
     arrived = tl.load(gradient + row * GRADIENT_STRIDE + column, mask=held, other=0.0).to(tl.float32)
     result, slope = _activated(left, ACTIVATION)
-    at = row * WIDTH + column
+    at = row * RESULT_STRIDE + column
     if GATED:
         right = tl.load(up + row * UP_STRIDE + column, mask=held, other=0.0).to(tl.float32)
         tl.store(of_up + at, (arrived * result).to(of_up.dtype.element_ty), mask=held)
         arrived *= right
         result *= right
     if features is not None:
-        tl.store(features + at, result.to(features.dtype.element_ty), mask=held)
+        tl.store(features + row * WIDTH + column, result.to(features.dtype.element_ty), mask=held)
     tl.store(of_gate + at, (arrived * slope).to(of_gate.dtype.element_ty), mask=held)
 
 

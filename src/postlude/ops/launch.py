@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNED = 16  # bytes: what Triton compiles for where addresses are multiples of it
 
@@ -22,6 +23,7 @@ class Launcher:
 
     It names its numbers in `do_not_specialize`, so that dtypes, None in place of a tensor, alignment and constants are
     all that a compilation depends on. Strides are best constants: a model has few, and Triton knows what divides them.
+    Of a tensor that the copy engine reads in blocks, their shape follows from the constants.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -31,30 +33,35 @@ class Launcher:
     def __call__(
         self,
         grid: Grid,
-        tensors: tuple[Tensor | None, ...],
+        tensors: tuple[Tensor | TensorDescriptor | None, ...],
         numbers: tuple[int | float, ...],
         constants: tuple[Any, ...],
         warps: int,
+        **options: int,
     ) -> None:
-        """Launch `grid` programs on the current device, where the tensors are."""
+        """Launch `grid` programs on the current device, where the tensors are. `options` are Triton's others."""
         device, addresses = None, 0
         dtypes: list[torch.dtype | None] = []
+        given: list[Any] = []
         for tensor in tensors:
-            if tensor is None:
-                dtypes.append(None)
-            else:
-                device, addresses = tensor.device, addresses | tensor.data_ptr()
+            if isinstance(tensor, Tensor):
+                address = tensor.data_ptr()
+                device, addresses = tensor.device, addresses | address
                 dtypes.append(tensor.dtype)
-        key = (constants, warps, device, *dtypes)
+                given.append(address)  # of a tensor Triton asks the driver whether the device can read it
+            else:
+                dtypes.append(None if tensor is None else tensor.base.dtype)
+                given.append(tensor)
+        key = (constants, warps, *options.values(), device, *dtypes)
         found = self._compiled.get(key)
         if found is None or addresses % ALIGNED:
-            compiled = self.kernel[grid](*tensors, *numbers, *constants, num_warps=warps)
+            compiled = self.kernel[grid](*tensors, *numbers, *constants, num_warps=warps, **options)
             if compiled is not None and addresses % ALIGNED == 0:  # the interpreter compiles nothing
                 self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, metadata = found
         stream = driver.active.get_current_stream(driver.active.get_current_device())
-        run(*grid, stream, function, metadata, None, None, None, *tensors, *numbers, *constants)
+        run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *constants)
 
 
 def contiguous_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

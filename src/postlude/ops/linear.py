@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -81,28 +82,36 @@ def weight_gradient(weight: Tensor, gradient: Tensor, rows: Tensor, later: Later
     total = gradient_total(weight)
     if total is None:
         return gradient.t().mm(rows)
+    _add_product(total, gradient, rows)
+    return None
+
+
+def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
     if total.dtype == rows.dtype:
         total.addmm_(gradient.t(), rows)
     else:
         torch.addmm(total, gradient.t(), rows, out_dtype=total.dtype, out=total)
-    return None
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows` [T, in], `weight` [out, in] -> [T, out]."""
     if list_for(weight) is None and (gradient_total(weight) is None or not torch.is_grad_enabled()):
         return F.linear(rows, weight, bias)
-    return _products(rows, (weight,), (bias,))[0]
+    return _products(rows, (weight,), (bias,), one=False)[0]
 
 
-def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def linears(
+    rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, one: bool = False
+) -> tuple[Tensor, ...]:
     """`linear` of the same `rows` [T, in] by each of `weights` [out, in]: [T, out] each.
 
-    On CUDA each product's gradient of the rows is added to the sum as it is made, rather than in a kernel of its own.
+    On CUDA each product's gradient of the rows is added to the sum as it is made, rather than in a kernel of its own,
+    and what lies together in memory is multiplied as one: weights whose gradients are columns of one tensor and, with
+    `one`, forward too. Products are columns of one tensor then, and while one of them is kept all are.
     Where there are no gradients, and weights lie one after the other in memory, all are one product.
     """
     if _sums_as_made(rows):
-        return _products(rows, weights, biases)
+        return _products(rows, weights, biases, one=one)
     if not torch.is_grad_enabled() and not any(bias is not None for bias in biases):
         joined = side_by_side(weights)
         if joined is not None:
@@ -111,20 +120,51 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | N
     return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
-def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
-    """All `weights` [out, in] as one, [sum of out, in], where they lie one after the other in memory; else None."""
-    first, place = weights[0], weights[0].data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != place or weight.shape[1] != first.shape[1] or not weight.is_contiguous():
+def side_by_side(parts: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    """Matrices as one, in which they follow one another along `dim`, where they lie so in memory; else None."""
+    for one, other in itertools.pairwise(parts):
+        if not _follows(one, other, dim):
             return None
-        place += weight.numel() * weight.element_size()
-    if weights[-1].untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-        return None
-    return first.as_strided((sum(weight.shape[0] for weight in weights), first.shape[1]), first.stride())
+    return _joined(parts, dim)
 
 
-def _products(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    products: tuple[Tensor, ...] = _Linears.apply(rows, _later.get(), len(weights), *weights, *biases)
+def _follows(one: Tensor, other: Tensor, dim: int) -> bool:
+    strides = one.stride()
+    return (
+        one.data_ptr() + one.shape[dim] * strides[dim] * one.element_size() == other.data_ptr()
+        and strides == other.stride()
+        and one.shape[1 - dim] == other.shape[1 - dim]
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    )
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """What `side_by_side` gives, of parts that do follow one another."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    size = list(first.shape)
+    size[dim] = sum(part.shape[dim] for part in parts)
+    return first.as_strided(size, first.stride())
+
+
+def _runs(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[slice]:
+    """Which of them follow one another: gradients [T, out] as columns, their weights [out, in] as rows."""
+    start = 0
+    for stop, (one, other) in enumerate(itertools.pairwise(zip(gradients, weights, strict=True)), 1):
+        if not (_follows(one[0], other[0], 1) and _follows(one[1], other[1], 0)):
+            yield slice(start, stop)
+            start = stop
+    yield slice(start, len(weights))
+
+
+def _products(
+    rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, one: bool
+) -> tuple[Tensor, ...]:
+    joins = rows.is_cuda  # elsewhere a sum of several products is not the same to the bit
+    products: tuple[Tensor, ...] = _Linears.apply(
+        rows, _later.get(), joins, one and joins, len(weights), *weights, *biases
+    )
     return products
 
 
@@ -138,28 +178,55 @@ def gradient_total(weight: Tensor) -> Tensor | None:
 
 
 class _Linears(Function):
-    """As torch differentiates `F.linear`, but for when, and for where gradients are added up."""
+    """As torch differentiates `F.linear`, but for when, for where gradients are added up, and for what is one product.
+
+    With `joins`, in the backward what lies together is; with `one`, in the forward too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, later: Later | None, count: int, *given: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, rows: Tensor, later: Later | None, joins: bool, one: bool, count: int, *given: Any
+    ) -> tuple[Tensor, ...]:
         weights, biases = given[:count], given[count:]
         ctx.save_for_backward(rows, *weights)
-        ctx.later, ctx.weights = later, weights
+        ctx.later, ctx.joins, ctx.weights = later, joins, weights
+        joined = side_by_side(weights) if one and all(bias is None for bias in biases) else None
+        if joined is not None:
+            parts: tuple[Tensor, ...] = F.linear(rows, joined).split([weight.shape[0] for weight in weights], -1)
+            return parts
         return tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
+        count, needs, asked = len(weights), ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         for_rows: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            for gradient, weight in zip(gradients, weights, strict=True):
+        for_weights: list[Tensor | None] = []
+        for run in _runs(gradients, weights) if ctx.joins else (slice(index, index + 1) for index in range(count)):
+            arrived, given = gradients[run], ctx.weights[run]
+            gradient = _joined(arrived, 1)
+            if needs:
+                weight = _joined(weights[run], 0)
                 for_rows = gradient.mm(weight) if for_rows is None else for_rows.addmm_(gradient, weight)
-        asked = ctx.needs_input_grad[3:]
-        for_weights = [
-            weight_gradient(ctx.weights[index], gradient, rows, ctx.later) if asked[index] else None
-            for index, gradient in enumerate(gradients)
-        ]
-        for_biases = [
-            gradient.sum(0) if asked[index] else None for index, gradient in enumerate(gradients, len(weights))
-        ]
-        return for_rows, None, None, *for_weights, *for_biases
+            total = side_by_side(found) if (found := _totals(given)) and ctx.later is None else None
+            if total is not None and all(asked[run]):
+                _add_product(total, gradient, rows)
+                for_weights += [None] * len(given)
+            else:
+                for_weights += [
+                    weight_gradient(weight, each, rows, ctx.later) if wanted else None
+                    for weight, each, wanted in zip(given, arrived, asked[run], strict=True)
+                ]
+        for_biases = [gradient.sum(0) if asked[index] else None for index, gradient in enumerate(gradients, count)]
+        return for_rows, None, None, None, None, *for_weights, *for_biases
+
+
+def _totals(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Where the gradients of all of them are added up; nothing where that is not known of one."""
+    found = list[Tensor]()
+    for weight in weights:
+        total = gradient_total(weight)
+        if total is None:
+            return []
+        found.append(total)
+    return found

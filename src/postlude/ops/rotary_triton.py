@@ -50,20 +50,22 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of query, key and both weights. Without weights, what was turned is not needed.
 
-    `totals`: what to add the weights' to, in place of returning them.
+    Those of query and key are columns of one tensor, as layers laid together want them. `totals`: what to add the
+    weights' to, in place of returning them.
     """
     arrived = _laid_out(gradients[0]), _laid_out(gradients[1])
-    outputs = contiguous_like(arrived[0]), contiguous_like(arrived[1])
+    tokens, heads, width = arrived[0].shape
+    room = arrived[0].new_empty(tokens, heads + arrived[1].shape[1], width)
+    outputs = room[:, :heads], room[:, heads:]
     query, key = arrived if query is None or key is None else (_laid_out(query), _laid_out(key))
     (of_query, of_key), sizes = _tiles(query.shape[1], key.shape[1], query.shape[2], table[0].shape[-1])
-    tokens, width = query.shape[0], query.shape[2]
     programs = min(tokens, BACK_PROGRAMS * multiprocessors(query.device))
     grid: Grid = (programs, of_query + of_key, 1)
     partial = None
     if weights is not None:
         partial = torch.empty((grid[0] * grid[1], width), dtype=torch.float32, device=query.device)
     tensors = (query, key, *arrived, *table, *(weights or (None, None)), *outputs, partial)
-    strides = (*_strides(query), *_strides(key), *_strides(arrived[0]), *_strides(arrived[1]))
+    strides = (*_strides(query), *_strides(key), *_strides(arrived[0]), *_strides(arrived[1]), room.stride(0))
     _backward(grid, tensors, (tokens, eps, offset), (*strides, of_query, *sizes), WARPS)
     if weights is None or partial is None:
         return *outputs, None, None
@@ -283,6 +285,7 @@ def _turned_back(
     tokens,
     block,
     heads: tl.constexpr,
+    output_token: tl.constexpr,
     eps,
     offset,
     WIDTH: tl.constexpr,
@@ -338,7 +341,7 @@ def _turned_back(
             first = inverse * (scaled - value * along)
             second = inverse * (second_scaled - second_value * along)
             rest = inverse * (rest_scaled - rest_value * along)
-        to = (token * heads + head) * WIDTH
+        to = token * output_token + head * WIDTH
         _store_head(output, to, held, first, second, rest, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
         token = after
     if weight is not None:
@@ -374,6 +377,7 @@ def _backward_kernel(
     OF_QUERY_HEAD: tl.constexpr,
     OF_KEY_TOKEN: tl.constexpr,
     OF_KEY_HEAD: tl.constexpr,
+    RESULT_TOKEN: tl.constexpr,
     QUERY_BLOCKS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -402,6 +406,7 @@ def _backward_kernel(
             tokens,
             block,
             HEADS,
+            RESULT_TOKEN,
             eps,
             offset,
             WIDTH,
@@ -426,6 +431,7 @@ def _backward_kernel(
             tokens,
             block - QUERY_BLOCKS,
             KEY_HEADS,
+            RESULT_TOKEN,
             eps,
             offset,
             WIDTH,

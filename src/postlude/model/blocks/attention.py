@@ -178,11 +178,12 @@ class Attention(Block):
         """[T / tp, H] -> [T / tp, H]."""
         config = self.config
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        query, key, value, *gates = products(hidden, *self.together()[0])
+        # A norm keeps queries and keys as they came; without one they are let go of, and so lie by themselves.
+        query, key, value, *gates = products(hidden, *self.together()[0], one=config.qk_norm is not None)
         if config.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         key, value = self._own_heads(key), self._own_heads(value)
-        query, key, value = (part.unflatten(-1, (-1, config.head_dim)) for part in (query, key, value))  # [T, heads, d]
+        query, key, value = (self._by_heads(part) for part in (query, key, value))
         query, key = self._prepared(query, key, context)
         heads = self._attend(query, key, value, context).flatten(-2)
         for gate in gates:
@@ -201,6 +202,11 @@ class Attention(Block):
             norms = HeadNorms(local(self.q_norm.weight), local(self.k_norm.weight), eps, offset)
         table = context.rotary(config.rotary, config.rotary_dim or config.head_dim)
         return rotate_heads(query, key, table, norms)
+
+    def _by_heads(self, features: Tensor) -> Tensor:
+        """[T, heads · d] -> [T, heads, d]."""
+        tokens, width = features.shape
+        return features.view(tokens, width // self.config.head_dim, self.config.head_dim)
 
     def _own_heads(self, features: Tensor) -> Tensor:
         """Key or value features of the heads that this rank's queries see.

@@ -113,11 +113,11 @@ class MLP(Block):
         self.down_proj = RowLinear(inner, outer, bias=config.bias, tp=mesh.tp)
 
     def together(self) -> tuple[tuple[ColumnLinear, ...], ...]:
-        """The gate and what it multiplies."""
-        return ((self.up_proj, *(() if self.gate_proj is None else (self.gate_proj,))),)
+        """The gate and what it multiplies, in the order in which they are stored."""
+        return ((*(() if self.gate_proj is None else (self.gate_proj,)), self.up_proj),)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        up, *gates = products(hidden, *self.together()[0])
+        *gates, up = products(hidden, *self.together()[0], one=True)
         return self.config.through(self.down_proj, gates[0] if gates else None, up)
