@@ -372,6 +372,19 @@ def test_a_server_that_is_started_has_room_for_what_it_will_be_asked(tmp_path: P
     assert "rollout.arguments give servers --max-batch-tokens 8, but" in told(tmp_path, *few, longest_prompt=6)
 
 
+def test_a_vllm_of_the_cpu_leaves_memory_to_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def space(*overrides: str) -> str | None:
+        rollout = config_of(tmp_path, "--rollout=vllm", *overrides).rollout
+        program = program_of(rollout, "m", torch.float32, "cpu", empty=True, budget=64, own=None)
+        return program.environment.get("VLLM_CPU_KVCACHE_SPACE")
+
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert (space(), space("--rollout.gpus=0")) == (None, "4")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert space("--rollout.gpus=0") == "2"
+    assert space("--rollout.gpus=0", "--rollout.environment={VLLM_CPU_KVCACHE_SPACE: '3'}") == "3"
+
+
 def test_the_longest_prompt_is_known_of_the_tasks(tmp_path: Path) -> None:
     subject = Subject(config_of(tmp_path), Start())
     encoder, answers = Encoder(tokenizer=subject.tokenizer), subject.config.answers

@@ -208,6 +208,15 @@ def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path,
     assert heard[0] == "http://8000 cannot be looked after: no such actor"
 
 
+def test_the_first_error_of_a_log_is_told_before_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    after = [f"(pid=7) went on {count}" for count in range(9)]
+    log.write_text("\n".join(["loading", "(pid=8) ERROR 10:53 [worker.py:9] ValueError: no memory", *after]))
+    assert tail(log).startswith(f"ValueError: no memory (the last lines of {log}: {after[3]} | ")
+    log.write_text("\n".join(["a warning of `OSError: too many`", *after]))
+    assert tail(log).startswith(f"the last lines of {log}: ")
+
+
 @pytest.mark.thorough
 def test_servers_end_with_who_started_them_however_it_ends(tmp_path: Path) -> None:
     """Killed outright, with a server that hears no request to end, and one of its own children."""

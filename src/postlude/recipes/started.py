@@ -41,6 +41,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": "",  # what is on ours is for this interpreter
 }
+CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB for keys and values; unsaid, nearly all memory, where the trainer is, too
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def program_of(
         command += ["--load-format", "dummy"] if empty else []
         command += [VLLM_LENGTH, str(budget)] if own is not None and budget < own else []
         command += ["--weight-transfer-config", '{"backend": "nccl"}'] if rollout.sync == "network" else []
-        environment = VLLM_ENVIRONMENT
+        environment = VLLM_ENVIRONMENT | ({} if rollout.gpus else {CPU_SPACE: os.environ.get(CPU_SPACE, "4")})
     return Program(
         command=(*command, *rollout.arguments),
         environment={**environment, **rollout.environment},

@@ -92,7 +92,8 @@ class StartedVLLM(StartedServers, Sync):
     python: str | None = None
     """The interpreter that has vLLM; none is the one that runs this."""
     gpus: NonNegativeInt = 1
-    """GPUs that each has for itself; 0 for a vLLM of the CPU."""
+    """GPUs that each has for itself; 0 for a vLLM of the CPU, whose keys and values get 4 GiB: another number is yours
+    to say, as VLLM_CPU_KVCACHE_SPACE in `environment`."""
 
 
 RolloutSettings: TypeAlias = Annotated[

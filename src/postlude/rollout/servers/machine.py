@@ -18,6 +18,7 @@ from typing import Any, Protocol
 KEEPER = Path(__file__).with_name("keeper.py")
 STOPPED_WITHIN = 10.0  # seconds
 TAIL = 6  # lines of a log that a sentence shows
+CAUSE = re.compile(r"(?:^|\] )(\w*(?:Error|Exception): .+)")  # by itself, or behind what a logger puts before it
 A_RANKS = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 
@@ -160,14 +161,17 @@ class _Process:
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log, as a clause."""
+    """The last lines of a log, as a clause, and the first error in it, if that is further up: those after it follow."""
     try:
         text = log.read_text(errors="replace")
     except OSError as error:  # the run's directory may be gone; who asks has more to say than that
         return f"{log} cannot be read: {error.strerror or error}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = " | ".join(line[:200] for line in lines[-TAIL:])
-    return f"the last lines of {log}: {said}" if said else f"{log} is empty"
+    if not lines:
+        return f"{log} is empty"
+    said = f"the last lines of {log}: {' | '.join(line[:200] for line in lines[-TAIL:])}"
+    cause = next(filter(None, map(CAUSE.search, lines[:-TAIL])), None)
+    return f"{cause[1][:400]} ({said})" if cause else said
 
 
 def _surroundings() -> dict[str, str]:
