@@ -239,7 +239,8 @@ ELSEWHERE = {
         )
     },
     "cluster.cpus": "tests/cluster/test_gang.py",
-    "cluster.worker_cpus": "tests/cluster/test_crews.py",
+    "cluster.gpus": "tests/cluster/test_room.py",
+    "cluster.worker_cpus": "tests/cluster/test_actors.py",
     "cluster.restarts": "tests/cluster/test_gang.py",
     "environment.kind": "test_grpo.py: test_a_conversation, and the others here",
     "environment.task": "in grpo here",

@@ -275,13 +275,20 @@ def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path
     assert "wants 2 servers with 2 GPUs each, but the trainer leaves 2 of this machine's" in told(
         tmp_path, "--rollout=vllm", "--rollout.count=2", "--rollout.gpus=2"
     )
+    share = (tmp_path, "--rollout=generators", "--rollout.gpus=0.4")
+    assert "rollout.gpus is 0.4, but Ray alone gives out shares of a GPU" in told(*share)
+    on_ray = Start("cuda", ray=True)
+    assert told(*share, start=on_ray) == "1 of postlude serve, to be started"
+    assert "on Ray a server that asks for no GPU sees none" in told(tmp_path, "--rollout=generators", start=on_ray)
+    by_cpu = ("--rollout=generators", "--rollout.device=cpu")
+    assert told(tmp_path, *by_cpu, start=on_ray) == "1 of postlude serve, to be started"
 
 
-def told(tmp_path: Path, *overrides: str, **found: Any) -> str:
+def told(tmp_path: Path, *overrides: str, start: Start | None = None, **found: Any) -> str:
     """What the preflight of a GRPO run says of its servers, after it `found` something of its tasks."""
     config = config_of(tmp_path, *overrides)
     compared = config.old_logprobs == "rollout"
-    subject = Subject(config, Start(), **found)
+    subject = Subject(config, start or Start(), **found)
     (check,) = of_servers(subject, config.rollout, config.answers, trained=True, compared=compared)
     try:
         return check.look()

@@ -6,6 +6,7 @@ that is gone says nothing about the calls that it had: they are made again by an
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -18,18 +19,21 @@ from typing import Any
 from postlude.rollout.workers import START_LIMIT, Crew, Outcome, Processes, WorkerError
 
 TRIES = 3  # workers that may be lost over one call
+SAID = 60.0  # seconds without a place after which that is said, again and again
+LOG = logging.getLogger("postlude")
 FALSE_STARTS = 8  # workers in a row that may be lost before they have loaded the function
 
 
 @dataclass(frozen=True)
 class Actors:
-    """Hires actors, each of so many CPUs."""
+    """Hires actors, each of so many CPUs, which the cluster may take `patience` seconds to have a place for."""
 
     cpus: float = 1.0
+    patience: float = START_LIMIT
 
     def __call__(self, start: bytes, name: str, count: int, timeout: float) -> Crew:
         """`count` workers, who are looked for when there is a call for them."""
-        return ActorCrew(start, name, count, timeout, self.cpus)
+        return ActorCrew(start, name, count, timeout, self.cpus, self.patience)
 
 
 class Post:
@@ -81,9 +85,10 @@ class ActorCrew(Crew):
 
     lost: int
 
-    def __init__(self, start: bytes, name: str, count: int, timeout: float, cpus: float) -> None:
+    def __init__(self, start: bytes, name: str, count: int, timeout: float, cpus: float, patience: float) -> None:
         super().__init__(name)
         self.start, self.count, self.timeout, self.cpus, self.lost = start, count, timeout, cpus, 0
+        self.patience, self.say_at = patience, SAID
         self.tries: Counter[int] = Counter()
         self.false_starts = 0
         self.bell = threading.Event()
@@ -140,14 +145,17 @@ class ActorCrew(Crew):
         if any(each.ready for each in self.hired):
             self.idle_since = None
         elif self.idle_since is None:
-            self.idle_since = now
-        elif now - self.idle_since > START_LIMIT:
+            self.idle_since, self.say_at = now, SAID
+        elif now - self.idle_since > self.patience:
             raise WorkerError(
-                f"the cluster has had no place for a worker of {self.name} for {START_LIMIT:g} s; each takes "
+                f"the cluster has had no place for a worker of {self.name} for {self.patience:g} s; each takes "
                 f"{self.cpus:g} CPU(s). Add nodes, or lower cluster.worker_cpus or the environment's workers."
             )
+        elif now - self.idle_since > self.say_at:
+            self.say_at += SAID
+            LOG.warning("no worker of %s has a place yet; each takes %g CPU(s) of the cluster.", self.name, self.cpus)
         ends = [each.deadline for each in self.hired if each.at_work]
-        ends += [] if self.idle_since is None else [self.idle_since + START_LIMIT]
+        ends += [] if self.idle_since is None else [self.idle_since + min(self.patience, self.say_at)]
         return max(0.0, min(ends) - now) + 0.01 if ends else None
 
     def _hand_out(self) -> list[tuple[_Hired, list[bytes]]]:

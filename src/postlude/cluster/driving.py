@@ -27,6 +27,7 @@ from postlude.recipes.run.lock import wait_for
 from postlude.recipes.serving import SERVERS
 from postlude.recipes.signals import SAME, asked
 from postlude.recipes.where import Where
+from postlude.rollout.workers import START_LIMIT
 from postlude.world.last_words import GRACE, RankError
 from postlude.world.launcher import SIGNALS
 
@@ -55,7 +56,7 @@ class Job:
 
     def needs(self, address: str) -> Needs:
         """What that comes to."""
-        gpus = int(self.device == "cuda")
+        gpus = self.settings.gpus if self.device == "cuda" else 0.0
         shared = (os.cpu_count() or 1) // self.ranks if address == LOCAL and not gpus else 1
         # The first rank alone has those who judge and servers; which of them there are, a recipe's config may not say.
         asks = self.config if hasattr(self.config, "environment") else getattr(self.config, "data", None)
@@ -63,7 +64,7 @@ class Job:
         count = getattr(rollout, "count", 0)
         cpus = getattr(environment, "workers", 0) * self.settings.worker_cpus + count * getattr(rollout, "cpus", 0.0)
         own = self.settings.cpus or max(1, shared)
-        return Needs(self.ranks, own, gpus, cpus, float(count * getattr(rollout, "gpus", 0)))
+        return Needs(self.ranks, own, gpus, cpus, count, getattr(rollout, "gpus", 0.0))
 
 
 class Interrupted(Exception):
@@ -79,7 +80,7 @@ def drive(job: Job, address: str = LOCAL) -> Ending:
     needs = job.needs(address)
     try:
         with joined(address, needs), Signalled() as signalled:
-            return _restarted(job, needs, signalled)
+            return _restarted(job, needs, signalled, grows=address != LOCAL)
     except Interrupted as ended:
         signal.raise_signal(ended.number)  # now it means what it always means here
         raise SystemExit(128 + ended.number) from None
@@ -120,14 +121,15 @@ class Signalled:
             self.over = True
 
 
-def _restarted(job: Job, needs: Needs, signalled: Signalled) -> Ending:
-    """Run until all ranks have a result, or there is no use in another start."""
+def _restarted(job: Job, needs: Needs, signalled: Signalled, *, grows: bool) -> Ending:
+    """Run until all ranks have a result, or there is no use in another start. To one that `grows` nodes may come."""
     audience, used, saved = Audience(), 0, _saved(job)
     allowed = job.settings.restarts
     restarted = False
     while True:
         beginning = replace(job.beginning, resume_from=None) if audience.began else job.beginning
-        answers, found = _started(replace(job, beginning=beginning), needs, signalled, audience, restarted)
+        patient = grows or restarted  # a node that was lost may come back
+        answers, found = _started(replace(job, beginning=beginning), needs, signalled, audience, patient)
         if found is None:
             ending: Ending = answers[0].value  # type: ignore[union-attr]
             return ending
@@ -149,16 +151,17 @@ def _restarted(job: Job, needs: Needs, signalled: Signalled) -> Ending:
 
 
 def _started(
-    job: Job, needs: Needs, signalled: Signalled, audience: Audience, restarted: bool
+    job: Job, needs: Needs, signalled: Signalled, audience: Audience, patient: bool
 ) -> tuple[dict[int, Answer | Lost], Verdict | None]:
     """One start of all ranks: what each answered, and why they ended if not all have a value."""
     import ray
 
     relay = _relay(needs.ranks)
-    gang = Gang(needs, signalled.check_early, job.timeout, patient=restarted)
+    gang = Gang(needs, signalled.check_early, job.timeout, patient=patient)
     try:
         servers = Nodes(Path(job.config.run).expanduser().absolute() / SERVERS)
-        where = Where(view=Relayed(relay), hire=Actors(job.settings.worker_cpus), machine=servers)
+        hire = Actors(job.settings.worker_cpus, max(START_LIMIT, job.timeout))
+        where = Where(view=Relayed(relay), hire=hire, machine=servers)
         function = partial(_rank, job, where)
         gang.start(function, relay, {"nproc": job.ranks, "timeout": job.timeout, "device": job.device})
         told, failed = False, 0.0

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from postlude.cluster.joining import Needs, check_room, why
+from postlude.cluster.joining import Needs, check_room, missing, why
 from postlude.cluster.relay import heed, spoken
 from postlude.rollout.servers.machine import HeldPort
 from postlude.world.last_words import RankError, Word
 from postlude.world.launcher import SIGNALS, on_ranks
 
-WAITING = 5.0  # seconds without a place after which it is said that ranks wait for one
+LOOKED = 0.5  # seconds between two looks whether ranks have a place
+WAITING, SAID = 5.0, 60.0  # seconds without a place after which it is said that ranks wait for one, and again
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class Gang:
             raise
 
     def _wait(self, waits: Callable[[], None], timeout: float) -> None:
-        began, said = time.monotonic(), False
-        while not self.group.wait(0.5):
+        began, say_at = time.monotonic(), WAITING
+        while not self.group.wait(LOOKED):
             waits()
             waited = time.monotonic() - began
             if waited > timeout:
@@ -118,9 +119,10 @@ class Gang:
                     f"the cluster had no room for {self.needs} within {timeout:g} s: others use it. Wait for them, or "
                     "raise --timeout."
                 )
-            if waited > WAITING and not said:
-                said = True
-                print(f"waiting for {self.needs}, which others use", file=sys.stderr)
+            if waited > say_at:
+                say_at = waited + SAID
+                lacks = missing(self.needs) or f"{self.needs} are asked for, which others use."
+                print(f"waiting for room, {timeout - waited:.0f} s more at most (--timeout): {lacks}", file=sys.stderr)
 
     def start(self, function: Callable[[], Any], relay: Any, options: dict[str, Any]) -> None:
         """Have every rank run the function."""

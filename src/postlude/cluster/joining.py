@@ -30,15 +30,16 @@ class Needs:
     ranks: int
     cpus: float
     """Of a rank."""
-    gpus: int
-    """Of a rank."""
+    gpus: float
+    """Of a rank: 0, or 1, or a share of one that is more than a half."""
     other_cpus: float = 0.0
     """Of all workers and servers together."""
-    other_gpus: float = 0.0
-    """Of all servers together."""
+    servers: int = 0
+    server_gpus: float = 0.0
+    """Of a server: a whole number, or a share of one."""
 
     def __str__(self) -> str:
-        each = f"{self.cpus:g} CPU(s)" + (f" and {self.gpus} GPU(s)" if self.gpus else "")
+        each = f"{self.cpus:g} CPU(s)" + (f" and {self.gpus:g} GPU(s)" if self.gpus else "")
         return f"{self.ranks} rank(s) of {each}"
 
 
@@ -86,30 +87,45 @@ def joined(address: str, needs: Needs) -> Iterator[None]:
 
 def check_room(needs: Needs) -> None:
     """Refuse what the cluster could not place even if nobody else used it."""
+    if sentence := missing(needs):
+        raise ValueError(sentence)
+
+
+def missing(needs: Needs) -> str:
+    """What the cluster could not place even if nobody else used it, in a sentence with the mend; empty if it could."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     places = sum(_places(node, needs) for node in nodes)
     have = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
-    wanted = needs.ranks * needs.gpus + needs.other_gpus
-    if places >= needs.ranks and wanted > have["GPU"]:
-        raise ValueError(
-            f"{needs} and servers of {needs.other_gpus:g} GPU(s) are asked for, but the cluster has {have['GPU']:g} "
-            f"GPU(s) on {len(nodes)} node(s). Add nodes, or lower the layout, rollout.count or rollout.gpus."
+    if places < needs.ranks:
+        return (
+            f"{needs} are asked for, but the cluster has room for {places}: {have['CPU']:g} CPU(s) and {have['GPU']:g} "
+            f"GPU(s) on {len(nodes)} node(s). Add nodes, lower the layout or cluster.cpus"
+            + (", or use --device cpu." if needs.gpus else ".")
         )
-    if places >= needs.ranks:
-        return
-    raise ValueError(
-        f"{needs} are asked for, but the cluster has room for {places}: {have['CPU']:g} CPU(s) and {have['GPU']:g} "
-        f"GPU(s) on {len(nodes)} node(s). Add nodes, lower the layout or cluster.cpus"
-        + (", or use --device cpu." if needs.gpus else ".")
-    )
+    if needs.server_gpus and _servers(int(have["GPU"]), needs) < needs.servers:
+        return (
+            f"{needs} and {needs.servers} server(s) of {needs.server_gpus:g} GPU(s) are asked for, but the cluster has "
+            f"{have['GPU']:g} GPU(s) on {len(nodes)} node(s). Add nodes, or lower the layout, rollout.count or "
+            "rollout.gpus."
+        )
+    return ""
 
 
 def _places(node: dict[str, float], needs: Needs) -> int:
-    """How many ranks a node has room for."""
+    """How many ranks a node has room for. No two have the same GPU."""
     by_cpu = node.get("CPU", 0.0) // needs.cpus
-    return int(min(by_cpu, node.get("GPU", 0.0) // needs.gpus) if needs.gpus else by_cpu)
+    return int(min(by_cpu, node.get("GPU", 0.0)) if needs.gpus else by_cpu)
+
+
+def _servers(gpus: int, needs: Needs) -> int:
+    """How many servers have room on GPUs besides the ranks. A share is of one GPU: what is left of two is no whole."""
+    taken = needs.ranks if needs.gpus else 0
+    if needs.server_gpus >= 1:
+        return int((gpus - taken) // needs.server_gpus)
+    left, whole = (int(share / needs.server_gpus + 1e-6) for share in (1.0 - needs.gpus, 1.0))
+    return taken * left + (gpus - taken) * whole
 
 
 def why(error: BaseException) -> str:

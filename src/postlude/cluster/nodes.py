@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from postlude.cluster.joining import why
-from postlude.rollout.servers.errors import ServerError
 from postlude.rollout.servers.machine import STOPPED_WITHIN, Here, Program, Running
 
 LOOKED = 0.2  # seconds between two looks at a server
-PLACED_WITHIN = 120.0  # seconds in which the cluster finds room for a server
 
 
 class Nodes:
@@ -25,7 +23,7 @@ class Nodes:
         self._started = 0
 
     def start(self, program: Program) -> Running:
-        """Start one, once a node has room for it."""
+        """Have one started, once a node has room for it."""
         import ray
 
         made = ray.remote(Host).options(
@@ -35,20 +33,9 @@ class Nodes:
             max_concurrency=4,
             scheduling_strategy="SPREAD",
         )
-        actor, logs = made.remote(), self.logs / str(self._started)
+        logs = self.logs / str(self._started)
         self._started += 1
-        try:
-            url = ray.get(actor.start.remote(program, str(logs), os.getcwd()), timeout=PLACED_WITHIN)
-        except ray.exceptions.GetTimeoutError:
-            ray.kill(actor)
-            raise ServerError(
-                f"the cluster found no room for a server of {program.cpus:g} CPU(s) and {program.gpus:g} GPU(s) within "
-                f"{PLACED_WITHIN:g} s. Add nodes, or lower rollout.count, cpus or gpus."
-            ) from None
-        except ray.exceptions.RayError as error:
-            ray.kill(actor)
-            raise ServerError(f"a server could not be started: {why(error)}") from error
-        return _Hosted(url, actor)
+        return _Hosted(made.remote(), program, logs)
 
 
 class Host:
@@ -80,18 +67,24 @@ class Host:
 
 
 class _Hosted:
-    """A server, by the actor beside it."""
+    """A server, by the actor beside it. It has an address once a node has room for it."""
 
-    def __init__(self, url: str, actor: Any) -> None:
-        self.url, self.actor = url, actor
-        self._end = actor.wait.remote()
+    def __init__(self, actor: Any, program: Program, logs: Path) -> None:
+        self.actor, self.program, self.url = actor, program, ""
+        self._placed = actor.start.remote(program, str(logs), os.getcwd())
+        self._end: Any = None
         self._how: str | None = None
 
     def ended(self) -> str | None:
         """As the actor says, or as Ray says of the actor."""
         import ray
 
-        if self._how is None and ray.wait([self._end], timeout=0)[0]:
+        if self._how is None and self._end is None and ray.wait([self._placed], timeout=0)[0]:
+            try:
+                self.url, self._end = ray.get(self._placed), self.actor.wait.remote()
+            except ray.exceptions.RayError as error:
+                self._how = f"could not be started: {why(error).rstrip('.')}"
+        if self._how is None and self._end is not None and ray.wait([self._end], timeout=0)[0]:
             try:
                 self._how = ray.get(self._end)
             except ray.exceptions.RayError as error:
@@ -102,7 +95,12 @@ class _Hosted:
         """End it, and give its room back."""
         import ray
 
-        if self.ended() is None:
+        if self.ended() is None and self._end is None:
+            self._how = (
+                f"found no room on the cluster, of {self.program.cpus:g} CPU(s) and {self.program.gpus:g} GPU(s). Add "
+                "nodes, or lower rollout.count, cpus or gpus"
+            )
+        elif self._how is None:
             with suppress(ray.exceptions.RayError):
                 ray.get(self.actor.stop.remote(), timeout=STOPPED_WITHIN + 5.0)
         ray.kill(self.actor)

@@ -43,7 +43,8 @@ def run(options: argparse.Namespace) -> int:
     size = needed if options.nproc is None else options.nproc
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine speaks for its neighbours
         here = options.ray in (None, LOCAL)
-        subject = Subject(config, Start(device, int(os.environ.get("WORLD_SIZE", size)), here))
+        start = Start(device, int(os.environ.get("WORLD_SIZE", size)), here, options.ray is not None)
+        subject = Subject(config, start)
         found, console = preflight(chosen.checks(subject)), Console()
         if options.dry_run:
             console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)

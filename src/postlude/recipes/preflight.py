@@ -92,6 +92,8 @@ class Start:
     ranks: int = 1
     here: bool = True
     """Whether on this machine, so that its devices and its memory are those of the ranks."""
+    ray: bool = False
+    """Whether Ray gives out GPUs, and shares of them."""
 
 
 @dataclass

@@ -162,12 +162,8 @@ def of_servers(
             start = subject.start
             if found := started_length(rollout, subject.config.model, own_length(subject.model[1], subject.tokenizer)):
                 _fits(found, subject, answers)
-            return check_program(
-                rollout,
-                answers,
-                devices=devices_left(start.ranks if trained and start.device == "cuda" else 0) if start.here else None,
-                compared=compared,
-            )
+            devices = None if start.ray else devices_left(start.ranks if trained and start.device == "cuda" else 0)
+            return check_program(rollout, answers, device=start.device, devices=devices, compared=compared)
         with closing(connect(rollout, subject.tokenizer, retries=1)) as engine:
             servers = engine.meet()
             for server in servers:

@@ -158,20 +158,30 @@ def check_program(
     rollout: Generators | StartedVLLM,
     answers: Answers,
     *,
+    device: str,
     devices: Sequence[str] | None,
     compared: bool,
 ) -> str:
     """Refuse what could not be started, or would not do; what there is to say of it otherwise.
 
-    `devices` are the GPUs there are for servers; None where they are others' to give.
+    `device` is the trainer's. `devices` are the GPUs there are for servers; None where Ray gives them out.
     """
-    wanted = rollout.count * rollout.gpus
-    if devices is not None and wanted > len(devices):
+    if devices is not None and 0 < rollout.gpus < 1:
         raise ValueError(
-            f"rollout wants {rollout.count} servers with {rollout.gpus} GPUs each, but the trainer leaves "
+            f"rollout.gpus is {rollout.gpus:g}, but Ray alone gives out shares of a GPU (--ray). Give a whole number, "
+            "or 0, with which generators share the trainer's."
+        )
+    if devices is not None and rollout.count * rollout.gpus > len(devices):
+        raise ValueError(
+            f"rollout wants {rollout.count} servers with {rollout.gpus:g} GPUs each, but the trainer leaves "
             f"{len(devices)} of this machine's. Give fewer by rollout.count or rollout.gpus (0 for a CPU)."
         )
     if isinstance(rollout, Generators):
+        if devices is None and not rollout.gpus and (rollout.device or device) == "cuda":
+            raise ValueError(
+                "rollout.gpus is 0, and on Ray a server that asks for no GPU sees none. Give it a whole one, or a "
+                "share of the trainer's, such as rollout.gpus 0.4 with cluster.gpus 0.6; or set rollout.device to cpu."
+            )
         return f"{rollout.count} of postlude serve, to be started"
     (package, version), *_ = _vllm(rollout).items()
     cuts = [name for name, none in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(answers, name) != none]

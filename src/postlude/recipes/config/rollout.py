@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from postlude.recipes.config.schema import Kinds, NonNegative, Positive, Settings
+
+
+def _whole_or_share(gpus: float) -> float:
+    if gpus > 1 and gpus != int(gpus):
+        raise ValueError(f"{gpus:g} GPUs are no whole number; give one, or for a share of one GPU less than 1.")
+    return gpus
+
+
+GPUs: TypeAlias = Annotated[NonNegative, AfterValidator(_whole_or_share)]
 
 
 class Native(Settings):
@@ -80,8 +89,9 @@ class Generators(StartedServers):
 
     device: Literal["cpu", "cuda"] | None = None
     """What they compute on; none is as the trainer."""
-    gpus: NonNegativeInt = 0
-    """GPUs that each has for itself; with 0 and cuda they share the trainer's."""
+    gpus: GPUs = 0.0
+    """GPUs that each has for itself; with 0 and cuda they share the trainer's. On Ray less than 1 is a share of one,
+    and 0 is none."""
     threads: PositiveInt = 1
     """Threads that each computes with on a CPU."""
 
@@ -91,9 +101,9 @@ class StartedVLLM(StartedServers, Sync):
 
     python: str | None = None
     """The interpreter that has vLLM; none is the one that runs this."""
-    gpus: NonNegativeInt = 1
-    """GPUs that each has for itself; 0 for a vLLM of the CPU, whose keys and values get 4 GiB: another number is yours
-    to say, as VLLM_CPU_KVCACHE_SPACE in `environment`."""
+    gpus: GPUs = 1.0
+    """GPUs that each has for itself, on Ray also a share of one; 0 for a vLLM of the CPU, whose keys and values get 4
+    GiB: another number is yours to say, as VLLM_CPU_KVCACHE_SPACE in `environment`."""
 
 
 RolloutSettings: TypeAlias = Annotated[

@@ -340,6 +340,9 @@ class Cluster(Settings):
     cpus: PositiveInt | None = None
     """CPUs of each rank, which are the threads it computes with; none takes 1, or of a local Ray without GPUs an equal
     share of the machine's."""
+    gpus: Annotated[float, Field(gt=0.5, le=1)] = 1.0
+    """GPUs of each rank on cuda. With less than 1, the rest of its GPU is for servers of a share (rollout.gpus); more
+    than a half, so that no two ranks have the same one."""
     worker_cpus: NonNegative = 1.0
     """CPUs of each worker that judges."""
     restarts: NonNegativeInt = 3

@@ -47,6 +47,7 @@ class Running(Protocol):
     """A server that was started."""
 
     url: str
+    """Its address; empty until it has a place."""
 
     def ended(self) -> str | None:
         """Why it does not run any more, as a clause that follows its address; None while it does."""

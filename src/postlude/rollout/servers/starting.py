@@ -16,6 +16,7 @@ from postlude.rollout.servers.errors import ServerError
 from postlude.rollout.servers.machine import Machine, Program, Running
 
 LOOKED = 0.2  # seconds between two looks at all servers
+SAID = 30.0  # seconds without a place for a server after which that is said, again and again
 ANSWERED_WITHIN = 5.0
 NOTICED_WITHIN = 10.0  # seconds after which it is known that a server ended, on a busy machine
 STRAIGHT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know our own addresses
@@ -32,6 +33,7 @@ class Started:
         self._places = [_Place(restarts) for _ in range(count)]
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._say_at = time.monotonic() + SAID
 
     def start(self) -> list[str]:
         """Start all of them. Returns their addresses when all are ready; one that does not get there is a sentence."""
@@ -41,8 +43,8 @@ class Started:
             while coming := [place for place in self._places if place.deadline is not None]:
                 for place in coming:
                     if problem := self._problem(place):
-                        assert place.running is not None
-                        raise ServerError(f"a server that was started at {place.running.url} {problem}.")
+                        raise ServerError(f"{place.name} {problem}.")
+                self._tell_of_places()
                 time.sleep(LOOKED)
         except BaseException:
             self.close()
@@ -76,7 +78,7 @@ class Started:
             return problem
         if place.deadline is None:
             return None
-        if _answers(f"{running.url}/health"):
+        if running.url and _answers(f"{running.url}/health"):
             for path, body in self.program.told:
                 if not _answers(f"{running.url}{path}", body):
                     return f"did not do what it was told at {path}"
@@ -86,8 +88,19 @@ class Started:
             return f"was not ready within {self.program.ready_within:g} s: it {running.ended()}"
         return None
 
+    def _tell_of_places(self) -> None:
+        """Say now and then how many servers no machine has had room for so far."""
+        count = sum(place.running is not None and not place.running.url for place in self._places)
+        if not count:
+            self._say_at = time.monotonic() + SAID
+        elif time.monotonic() > self._say_at:
+            self._say_at += SAID
+            cpus, gpus = self.program.cpus, self.program.gpus
+            LOG.warning("%d server(s) wait for a place, of %g CPU(s) and %g GPU(s) each.", count, cpus, gpus)
+
     def _watch(self, engine: HTTPEngine) -> None:
         while not self._closing.wait(LOOKED):
+            self._tell_of_places()
             for place in self._places:
                 if place.running is None or self._closing.is_set():
                     continue
@@ -104,11 +117,11 @@ class Started:
     def _replace(self, place: _Place, problem: str, engine: HTTPEngine, *, known: bool) -> None:
         """Start another in the place of one that ended, if that was not done too often."""
         assert place.running is not None
-        url, again = place.running.url, place.restarts > 0
+        name, again = place.name, place.restarts > 0
         what = "Another is started." if again else "It was started again often enough."
-        LOG.warning("%s %s. %s", url, problem, what)
+        LOG.warning("%s %s. %s", name, problem, what)
         if known:
-            engine.leave(url, problem, another=True)
+            engine.leave(place.running.url, problem, another=True)
         old, place.running = place.running, None
         try:
             old.stop()
@@ -119,7 +132,7 @@ class Started:
                 return
         except Exception as error:  # of whatever machine it is
             problem = f"{problem}; another could not be started: {error}"
-        engine.give_up(f"{url} {problem}")
+        engine.give_up(f"{name} {problem}")
 
 
 @dataclass
@@ -130,6 +143,12 @@ class _Place:
     running: Running | None = None
     deadline: float | None = None
     """When it must be ready; None once it is."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in sentences."""
+        assert self.running is not None
+        return self.running.url or "a server that was to be started"
 
 
 class StartedEngine(HTTPEngine):

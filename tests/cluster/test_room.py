@@ -1,0 +1,164 @@
+"""What is asked of a cluster: shares of GPUs, and patience with one that grows. The cluster is made up, but for one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from postlude.cluster import gang
+from postlude.cluster.driving import Job
+from postlude.cluster.gang import Gang
+from postlude.cluster.joining import LOCAL, Needs, check_room, missing
+from postlude.cluster.nodes import Nodes
+from postlude.recipes.commands import RECIPES
+from postlude.recipes.config.configs import GRPOConfig
+from postlude.recipes.config.reading import ConfigError, load
+from postlude.recipes.run.beginning import NEWEST
+from postlude.rollout.servers import starting
+from postlude.rollout.servers.errors import ServerError
+from postlude.rollout.servers.machine import Program
+from postlude.rollout.servers.starting import Started
+from tests.cluster.conftest import QUIET
+from tests.rollout.test_starting import saying, until
+
+
+class MadeUp:
+    """As much of Ray as is asked here: its nodes, and actors that never find a place."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, *nodes: dict[str, float]) -> None:
+        self.own, self.asked, self.killed = list(nodes), list[dict[str, Any]](), list[Any]()
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": each} for each in self.own]
+
+    def remote(self, kind: type) -> Any:
+        return self
+
+    def options(self, **asked: Any) -> Any:
+        self.asked.append(asked)
+        method = SimpleNamespace(remote=lambda *arguments: None)
+        return SimpleNamespace(remote=lambda: SimpleNamespace(start=method, stop=method, wait=method))
+
+    def wait(self, answers: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return [], answers
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    """Two nodes of four CPUs and two GPUs each."""
+    ray = MadeUp({"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0})
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    return ray
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share", "servers", "gpus", "room"),
+    [
+        (4, 1.0, 0, 0.0, True),
+        (5, 0.6, 0, 0.0, False),  # no two ranks on one GPU
+        (4, 0.6, 4, 0.4, True),  # each beside a rank
+        (4, 0.6, 5, 0.4, False),
+        (4, 0.6, 8, 0.2, True),
+        (4, 0.7, 4, 0.4, False),  # what is left of two GPUs is no share of one
+        (2, 0.6, 6, 0.4, True),  # two beside ranks, and two on each of the others
+        (2, 1.0, 2, 1.0, True),
+        (2, 0.6, 3, 1.0, False),
+        (1, 1.0, 1, 4.0, False),
+    ],
+)
+def test_shares_of_gpus_are_counted_gpu_by_gpu(
+    made_up: MadeUp, ranks: int, share: float, servers: int, gpus: float, room: bool
+) -> None:
+    assert (missing(Needs(ranks, 1.0, share, 0.0, servers, gpus)) == "") is room
+
+
+def test_what_a_config_takes_of_a_cluster(made_up: MadeUp, tmp_path: Path) -> None:
+    def needs(*words: str) -> Needs:
+        config = load(GRPOConfig, None, [f"--run={tmp_path}", "--environment.workers=2", *words])
+        return Job(RECIPES["grpo"], config, "cuda", NEWEST, 2, 60.0).needs(LOCAL)
+
+    shared = needs("--rollout=generators", "--rollout.count=2", "--rollout.gpus=0.4", "--cluster.gpus=0.6")
+    assert shared == Needs(2, 1, 0.6, 4.0, 2, 0.4)
+    assert str(shared) == "2 rank(s) of 1 CPU(s) and 0.6 GPU(s)"
+    assert needs("--rollout=vllm") == Needs(2, 1, 1.0, 3.0, 1, 1.0)
+    for wrong, sentence in (("--cluster.gpus=0.5", "cluster.gpus"), ("--rollout.gpus=1.5", "are no whole number")):
+        with pytest.raises(ConfigError, match=sentence):
+            needs("--rollout=vllm", wrong)
+
+
+def test_a_server_asks_for_its_share_and_without_a_place_is_a_sentence(
+    made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(starting, "SAID", 0.05)
+    monkeypatch.setattr(starting, "LOOKED", 0.01)
+    started = Started(Program(("serve",), cpus=2.0, gpus=0.4, ready_within=0.2), 2, Nodes(tmp_path))
+    with caplog.at_level(logging.WARNING, "postlude"), pytest.raises(ServerError) as refused:
+        started.start()
+    assert str(refused.value) == (
+        "a server that was to be started was not ready within 0.2 s: it found no room on the cluster, of 2 CPU(s) and "
+        "0.4 GPU(s). Add nodes, or lower rollout.count, cpus or gpus."
+    )
+    assert [(each["num_cpus"], each["num_gpus"]) for each in made_up.asked] == [(2.0, 0.4)] * 2, "both at once"
+    assert "2 server(s) wait for a place, of 2 CPU(s) and 0.4 GPU(s) each." in caplog.text
+    assert len(made_up.killed) >= 2
+
+
+def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said(
+    made_up: MadeUp, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gang, "WAITING", 0.02)
+    monkeypatch.setattr(gang, "SAID", 0.05)
+    needs, began = Needs(3, 4.0, 0.0), time.monotonic()
+    full = SimpleNamespace(needs=needs, group=SimpleNamespace(wait=lambda seconds: time.sleep(0.01)))
+    lacks = "3 rank(s) of 4 CPU(s) are asked for, but the cluster has room for 2: 8 CPU(s)"
+    with pytest.raises(ValueError, match="has room for 2"):
+        check_room(needs)
+    with pytest.raises(ValueError, match="has room for 2"):
+        Gang._wait(full, lambda: None, 0.2)  # type: ignore[arg-type]
+    assert time.monotonic() - began >= 0.2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) >= 2
+    assert said[0].startswith(f"waiting for room, 0 s more at most (--timeout): {lacks}")
+
+    def come(seconds: float) -> bool:
+        made_up.own.append({"CPU": 4.0})
+        return len(made_up.own) > 4
+
+    Gang._wait(SimpleNamespace(needs=needs, group=SimpleNamespace(wait=come)), lambda: None, 10.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_server_shares_the_gpu_of_a_rank(tmp_path: Path) -> None:
+    """Ray counts the GPUs it is told of: there is none."""
+    ray = pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
+        ray.init("local", num_cpus=4, num_gpus=1, _temp_dir=place, **QUIET)
+        try:
+            ranks = Gang(Needs(1, 1.0, 0.6), lambda: None, 60.0)
+            nodes = Nodes(tmp_path)
+            shown = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)"
+            beside = nodes.start(saying(shown, gpus=0.4))
+            until(lambda: beside.ended() is None and beside.url, 60.0)
+            another = nodes.start(saying(shown, gpus=0.4))
+            until(lambda: (tmp_path / "0" / "0.log").read_text() == "0\n")
+            time.sleep(1.0)
+            assert (another.ended(), another.url) == (None, ""), "no room for a third share"
+            ranks.end()
+            until(lambda: another.ended() is None and another.url, 60.0)
+            beside.stop()
+            another.stop()
+        finally:
+            ray.shutdown()
