@@ -55,19 +55,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Pa
     """The fastest implementation that computes exactly this on the tensors' device and dtype."""
     implementation: PackedAttention = per_sequence_attention
     if query.is_cuda:
-        if fused_fits(query, value, scores):
+        if fused_fits(query, (query.shape[-1], value.shape[-1]), scores):
             implementation = fused_attention
         elif max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH and flash_fits(query, scores):
             implementation = varlen_attention
     return implementation(query, key, value, queries, keys, scores)
 
 
-def fused_fits(query: Tensor, value: Tensor, scores: Scores) -> bool:
+def fused_fits(query: Tensor, widths: tuple[int, int], scores: Scores) -> bool:
     """Whether the Triton kernels are the fastest: on Hopper, with heads of a power of two up to 128.
 
-    Nothing else has a word for a softcap.
+    `widths` are those of keys and of values; of `query` device and dtype count. Nothing else has a word for a softcap.
     """
-    widths = query.shape[-1], value.shape[-1]
     if query.dtype not in (torch.bfloat16, torch.float16) or max(widths) > FLASH_WIDTH:
         return False
     fast = all(16 <= width <= 128 and width.bit_count() == 1 for width in widths)

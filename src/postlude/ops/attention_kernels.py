@@ -298,8 +298,8 @@ def _key_gradient_tiles(
 @triton.jit(do_not_specialize=["scale", "window", "softcap"])
 def key_gradient_kernel(
     query, key, value, gradient, lse, delta, for_key, for_value, table, scale, window, softcap,
-    query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr, key_head: tl.constexpr,
-    value_stride: tl.constexpr, value_head: tl.constexpr, heads: tl.constexpr,
+    for_value_stride: tl.constexpr, query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr,
+    key_head: tl.constexpr, value_stride: tl.constexpr, value_head: tl.constexpr, heads: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, GROUP: tl.constexpr,
     PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
@@ -336,8 +336,10 @@ def key_gradient_kernel(
                 scale, window, softcap,
                 WIDTH, VALUE, WIDE, VALUE_WIDE, PACK, QUERIES, WINDOW, SOFTCAP, part != 1, TMA,
             )  # fmt: skip
-    at = (first + lane).to(tl.int64)[:, None] * kv_heads + key_of
+    row = (first + lane).to(tl.int64)[:, None]
     held = real[:, None] & (feature < WIDTH)[None, :]
-    tl.store(for_key + at * WIDTH + feature[None, :], (key_state * scale).to(for_key.dtype.element_ty), mask=held)
+    at = (row * kv_heads + key_of) * WIDTH + feature[None, :]
+    tl.store(for_key + at, (key_state * scale).to(for_key.dtype.element_ty), mask=held)
     held = real[:, None] & (value_feature < VALUE)[None, :]
-    tl.store(for_value + at * VALUE + value_feature[None, :], value_state.to(for_value.dtype.element_ty), mask=held)
+    at = row * for_value_stride + key_of * VALUE + value_feature[None, :]
+    tl.store(for_value + at, value_state.to(for_value.dtype.element_ty), mask=held)

@@ -12,7 +12,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import Function
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -20,6 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from postlude.ops.attention_kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel
 from postlude.ops.launch import Launcher
 from postlude.ops.packing import Packing, to_device
+
+Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,9 @@ def triton_attention(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """See `postlude.ops.attention.PackedAttention`. There is at least one sequence; the last dimensions are dense."""
-    if window is not None and window >= keys.max_length:
-        window = None
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
-    tiles = tiles or tiles_for(query, key, value)
-    output: Tensor = _Attention.apply(query, key, value, sinks, queries, keys, scale, window, softcap, tiles)
+    asked = Asked.of((query, key, value), queries, keys, scale, window, softcap, tiles)
+    output: Tensor = _Attention.apply(query, key, value, sinks, asked)
     return output
 
 
@@ -89,46 +91,48 @@ def _packed_heads(group: int, rows: int) -> int:
     return min(group & -group, rows // 16)
 
 
-def _cut(packing: Packing, step: int) -> tuple[Tensor, Tensor]:
+def _cut(packing: Packing, step: int) -> tuple[Array, Array]:
     """The sequence of each tile of `step` rows, and where in it the tile starts."""
-    counts = (torch.tensor(packing.lengths) + step - 1) // step
-    sequence = torch.repeat_interleave(counts)
-    return sequence, (torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]) * step
+    counts = -(-np.array(packing.lengths) // step)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    return sequence, (np.arange(len(sequence)) - (counts.cumsum() - counts)[sequence]) * step
 
 
-def _query_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Tensor:
+def _query_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
     """[tiles, 4]: first row, rows to the sequence's end, first row of its keys, place of the first among its keys."""
     sequence, offset = _cut(queries, step)
     (first, count), (key, asked) = (_laid(packing, sequence) for packing in (queries, keys))
     left, place = count - offset, asked - count + offset
-    seen = (place + left.clamp(max=step)).clamp(max=(window or keys.max_length) + step)
+    seen = np.minimum(place + np.minimum(left, step), (window or keys.max_length) + step)
     return _longest_first(seen, first + offset, left, key, place)
 
 
-def _key_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Tensor:
+def _key_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
     """[tiles, 6]: first row, rows to the sequence's end, its place, first row of the queries, how many, keys before."""
     sequence, offset = _cut(keys, step)
     (first, count), (key, asked) = (_laid(packing, sequence) for packing in (queries, keys))
     before = asked - count
-    seeing = (count - (offset - before).clamp(min=0)).clamp(max=(window or keys.max_length) + step)
+    seeing = np.minimum(count - np.maximum(offset - before, 0), (window or keys.max_length) + step)
     return _longest_first(seeing, key + offset, asked - offset, offset, first, count, before)
 
 
-def _laid(packing: Packing, sequence: Tensor) -> tuple[Tensor, Tensor]:
+def _laid(packing: Packing, sequence: Array) -> tuple[Array, Array]:
     """The first row and the length of each of these sequences."""
-    lengths = torch.tensor(packing.lengths)
-    return (lengths.cumsum(0) - lengths)[sequence], lengths[sequence]
+    lengths = np.array(packing.lengths)
+    return (lengths.cumsum() - lengths)[sequence], lengths[sequence]
 
 
-def _longest_first(work: Tensor, *columns: Tensor) -> Tensor:
-    return torch.stack(columns, 1)[work.argsort(descending=True, stable=True)].to(torch.int32)
+def _longest_first(work: Array, *columns: Array) -> Array:
+    return np.stack(columns, 1)[np.argsort(-work, kind="stable")].astype(np.int32)
 
 
 def _table(make: Any, queries: Packing, keys: Packing, window: int | None, step: int) -> Tensor:
     """Made once for all layers that ask the same of a packing."""
     asked = (make.__name__, keys.lengths, window, step)
     if asked not in queries.tables:
-        queries.tables[asked] = to_device(make(queries, keys, window, step), queries.cu_seqlens.device)
+        queries.tables[asked] = to_device(
+            torch.from_numpy(make(queries, keys, window, step)), queries.cu_seqlens.device
+        )
     table: Tensor = queries.tables[asked]
     return table
 
@@ -172,74 +176,121 @@ _LIBRARY.define(
 _LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
 
 
-class _Attention(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
+@dataclass(frozen=True)
+class Asked:
+    """What is computed of queries, keys and values: where their sequences lie, and how keys are rated."""
+
+    queries: Packing
+    keys: Packing
+    scale: float
+    window: int | None
+    softcap: float | None
+    tiles: Tiles
+
+    @classmethod
+    def of(
+        cls,
+        inputs: tuple[Tensor, Tensor, Tensor],
         queries: Packing,
         keys: Packing,
         scale: float,
         window: int | None,
         softcap: float | None,
-        tiles: Tiles,
-    ) -> Tensor:
-        pack = _packed_heads(query.shape[1] // key.shape[1], tiles.forward.rows)
-        table = _table(_query_table, queries, keys, window, tiles.forward.rows // pack)
-        tile = tiles.forward
-        how = [tile.rows, tile.keys, tile.warps, tile.stages, tile.tma]
-        output, lse = torch.ops.postlude.attention(query, key, value, sinks, table, scale, window, softcap, how)
+        tiles: Tiles | None = None,
+    ) -> Asked:
+        """For `inputs`, queries, keys and values, with the tiles of their widths unless given."""
+        seen = None if window is not None and window >= keys.max_length else window
+        return cls(queries, keys, scale, seen, softcap, tiles or tiles_for(*inputs))
+
+    @property
+    def numbers(self) -> tuple[float, int, float]:
+        """As the kernels take them."""
+        return self.scale, self.window or 0, self.softcap or 1.0
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, asked: Asked, *, operator: bool = True
+) -> tuple[Tensor, Tensor]:
+    """[T, heads, v] and the logarithms of the softmax's denominators, fp32 [T, heads].
+
+    As an `operator` unless that is not asked for: selective recompute looks for it, and a call of it takes time.
+    """
+    tile = asked.tiles.forward
+    pack = _packed_heads(query.shape[1] // key.shape[1], tile.rows)
+    table = _table(_query_table, asked.queries, asked.keys, asked.window, tile.rows // pack)
+    how = [tile.rows, tile.keys, tile.warps, tile.stages, tile.tma]
+    rated = asked.scale, asked.window, asked.softcap
+    call = torch.ops.postlude.attention if operator else _forward
+    output, lse = call(query, key, value, sinks, table, *rated, how)
+    return output, lse
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    gradient: Tensor,
+    asked: Asked,
+    for_value: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key, value and sinks. `for_value` may be given, with heads that are dense in a token."""
+    queries, keys, window, softcap = asked.queries, asked.keys, asked.window, asked.softcap
+    gradient = gradient.contiguous()
+    heads, group = query.shape[1], query.shape[1] // key.shape[1]
+    for_query, for_key = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query, key))
+    if for_value is None:
+        for_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    delta = torch.empty_like(lse)  # Σ output · its gradient
+    laid_out = _laid_out(query, key, value)
+
+    tile = asked.tiles.queries
+    pack = _packed_heads(group, tile.rows)
+    table = _table(_query_table, queries, keys, window, tile.rows // pack)
+    _launch_query_gradient(
+        (heads // pack * len(table), 1, 1),
+        (
+            *(query, _read(key, tile.keys, 1, tile), _read(value, tile.keys, 1, tile)),
+            *(output, gradient, lse, delta, for_query, table),
+        ),
+        asked.numbers,
+        (*laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
+        tile.warps,
+        num_stages=tile.stages,
+    )
+    tile = asked.tiles.keys
+    pack = _packed_heads(group, tile.rows)
+    table = _table(_key_table, queries, keys, window, tile.keys)
+    read = [_read(each, tile.rows // pack, pack, tile) for each in (query, gradient)]
+    _launch_key_gradient(
+        (key.shape[1] * len(table), 1, 1),
+        (read[0], key, value, read[1], lse, delta, for_key, for_value, table),
+        asked.numbers,
+        (for_value.stride(0), *laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
+        tile.warps,
+        num_stages=tile.stages,
+    )
+    for_sinks = None
+    if sinks is not None:
+        sunk = (sinks.float() - lse).exp()  # [T, heads], the sink's share of the softmax
+        for_sinks = -(sunk * delta).sum(0).to(sinks.dtype)
+    return for_query, for_key, for_value, for_sinks
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, asked: Asked) -> Tensor:
+        output, lse = forward(query, key, value, sinks, asked)
         ctx.save_for_backward(query, key, value, sinks, output, lse)
-        ctx.asked = queries, keys, scale, window, softcap, tiles
-        assert isinstance(output, Tensor)
+        ctx.asked = asked
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, lse = ctx.saved_tensors
-        queries, keys, scale, window, softcap, tiles = ctx.asked
-        gradient = gradients[0].contiguous()
-        heads, group = query.shape[1], query.shape[1] // key.shape[1]
-        for_query, for_key, for_value = (
-            torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query, key, value)
-        )
-        delta = torch.empty_like(lse)  # Σ output · its gradient
-
-        tile = tiles.queries
-        pack = _packed_heads(group, tile.rows)
-        table = _table(_query_table, queries, keys, window, tile.rows // pack)
-        laid_out, numbers = _laid_out(query, key, value), (scale, window or 0, softcap or 1.0)
-        _launch_query_gradient(
-            (heads // pack * len(table), 1, 1),
-            (
-                *(query, _read(key, tile.keys, 1, tile), _read(value, tile.keys, 1, tile)),
-                *(output, gradient, lse, delta, for_query, table),
-            ),
-            numbers,
-            (*laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
-            tile.warps,
-            num_stages=tile.stages,
-        )
-        tile = tiles.keys
-        pack = _packed_heads(group, tile.rows)
-        table = _table(_key_table, queries, keys, window, tile.keys)
-        asked, upstream = (_read(each, tile.rows // pack, pack, tile) for each in (query, gradient))
-        _launch_key_gradient(
-            (key.shape[1] * len(table), 1, 1),
-            (asked, key, value, upstream, lse, delta, for_key, for_value, table),
-            numbers,
-            (*laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
-            tile.warps,
-            num_stages=tile.stages,
-        )
-        for_sinks = None
-        if sinks is not None:
-            sunk = (sinks.float() - lse).exp()  # [T, heads], the sink's share of the softmax
-            for_sinks = -(sunk * delta).sum(0).to(sinks.dtype)
-        return for_query, for_key, for_value, for_sinks, None, None, None, None, None, None
+        return *backward(query, key, value, sinks, output, lse, gradients[0], ctx.asked), None
 
 
 def _read(tensor: Tensor, rows: int, heads: int, tile: Tile) -> Tensor | TensorDescriptor:

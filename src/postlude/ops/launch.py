@@ -59,8 +59,9 @@ class Launcher:
             if compiled is not None and addresses % ALIGNED == 0:  # the interpreter compiles nothing
                 self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
+        assert device is not None  # there is a tensor
         run, function, metadata = found
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        stream = driver.active.get_current_stream(device.index)
         run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *constants)
 
 

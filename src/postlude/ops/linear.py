@@ -190,35 +190,71 @@ class _Linears(Function):
         weights, biases = given[:count], given[count:]
         ctx.save_for_backward(rows, *weights)
         ctx.later, ctx.joins, ctx.weights = later, joins, weights
-        joined = side_by_side(weights) if one and all(bias is None for bias in biases) else None
-        if joined is not None:
-            parts: tuple[Tensor, ...] = F.linear(rows, joined).split([weight.shape[0] for weight in weights], -1)
-            return parts
+        if all(bias is None for bias in biases):
+            return products_of(rows, weights, one=one)
         return tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
-        count, needs, asked = len(weights), ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        for_rows: Tensor | None = None
-        for_weights: list[Tensor | None] = []
-        for run in _runs(gradients, weights) if ctx.joins else (slice(index, index + 1) for index in range(count)):
-            arrived, given = gradients[run], ctx.weights[run]
-            gradient = _joined(arrived, 1)
-            if needs:
-                weight = _joined(weights[run], 0)
-                for_rows = gradient.mm(weight) if for_rows is None else for_rows.addmm_(gradient, weight)
-            total = side_by_side(found) if (found := _totals(given)) and ctx.later is None else None
-            if total is not None and all(asked[run]):
-                _add_product(total, gradient, rows)
-                for_weights += [None] * len(given)
-            else:
-                for_weights += [
-                    weight_gradient(weight, each, rows, ctx.later) if wanted else None
-                    for weight, each, wanted in zip(given, arrived, asked[run], strict=True)
-                ]
+        count, asked = len(weights), ctx.needs_input_grad[5:]
+        for_rows, for_weights = product_gradients(
+            rows,
+            weights,
+            ctx.weights,
+            gradients,
+            ctx.later,
+            asked[:count],
+            joins=ctx.joins,
+            needs=ctx.needs_input_grad[0],
+        )
         for_biases = [gradient.sum(0) if asked[index] else None for index, gradient in enumerate(gradients, count)]
         return for_rows, None, None, None, None, *for_weights, *for_biases
+
+
+def products_of(rows: Tensor, weights: Sequence[Tensor], *, one: bool) -> tuple[Tensor, ...]:
+    """The products of `rows` [T, in] by `weights` [out, in], [T, out] each: with `one`, in one where they lie so."""
+    joined = side_by_side(weights) if one else None
+    if joined is None:
+        return tuple(F.linear(rows, weight) for weight in weights)
+    parts: tuple[Tensor, ...] = F.linear(rows, joined).split([weight.shape[0] for weight in weights], -1)
+    return parts
+
+
+def product_gradients(
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    given: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    later: Later | None,
+    asked: Sequence[bool],
+    *,
+    joins: bool = True,
+    needs: bool = True,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Of `gradients` [T, out] of products, those of the rows, if it `needs` one, and of each weight that is `asked`.
+
+    `given` are the weights as they were given to the product: see `weight_gradient`, also for what comes back. With
+    `joins`, what lies together is one product.
+    """
+    for_rows: Tensor | None = None
+    for_weights: list[Tensor | None] = []
+    for run in _runs(gradients, weights) if joins else (slice(index, index + 1) for index in range(len(weights))):
+        gradient = _joined(gradients[run], 1)
+        if needs:
+            weight = _joined(weights[run], 0)
+            for_rows = gradient.mm(weight) if for_rows is None else for_rows.addmm_(gradient, weight)
+        totals = _totals(given[run]) if later is None and all(asked[run]) else []
+        total = side_by_side(totals) if totals else None
+        if total is not None:
+            _add_product(total, gradient, rows)
+            for_weights += [None] * len(totals)
+        else:
+            for_weights += [
+                weight_gradient(weight, each, rows, later) if wanted else None
+                for weight, each, wanted in zip(given[run], gradients[run], asked[run], strict=True)
+            ]
+    return for_rows, for_weights
 
 
 def _totals(weights: Sequence[Tensor]) -> list[Tensor]:

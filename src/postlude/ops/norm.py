@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,15 @@ from postlude.ops.backend import Backend, takes_triton
 from postlude.ops.linear import gradient_total
 
 WIDEST = 16_384  # features that one program of the Triton kernels holds
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """What `rms_norm` takes beside vectors."""
+
+    weight: Tensor
+    eps: float
+    offset: float
 
 
 def rms_norm(vectors: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, backend: Backend = "auto") -> Tensor:
@@ -61,6 +71,11 @@ def _takes_triton(vectors: Tensor, weight: Tensor, backend: Backend) -> bool:
     elif torch.float64 in (vectors.dtype, weight.dtype):
         refused = "its kernels compute in float32"
     return takes_triton("rms_norm", backend, vectors.device, vectors.dtype, refused=refused)
+
+
+def takes_kernels(vectors: Tensor, weight: Tensor) -> bool:
+    """Whether `rms_norm` of these is Triton's."""
+    return _takes_triton(vectors, weight, "auto")
 
 
 def _forward(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

@@ -47,16 +47,17 @@ def backward(
     offset: float,
     gradients: tuple[Tensor, Tensor],
     totals: tuple[Tensor | None, Tensor | None],
+    room: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of query, key and both weights. Without weights, what was turned is not needed.
 
-    Those of query and key are columns of one tensor, as layers laid together want them. `totals`: what to add the
-    weights' to, in place of returning them.
+    Those of query and key are columns of one tensor, as layers laid together want them: of `room` if given, dense
+    [T, at least as many heads, width]. `totals`: what to add the weights' to, in place of returning them.
     """
     arrived = _laid_out(gradients[0]), _laid_out(gradients[1])
-    tokens, heads, width = arrived[0].shape
-    room = arrived[0].new_empty(tokens, heads + arrived[1].shape[1], width)
-    outputs = room[:, :heads], room[:, heads:]
+    (tokens, heads, width), both = arrived[0].shape, arrived[0].shape[1] + arrived[1].shape[1]
+    room = arrived[0].new_empty(tokens, both, width) if room is None else room
+    outputs = room[:, :heads], room[:, heads:both]
     query, key = arrived if query is None or key is None else (_laid_out(query), _laid_out(key))
     (of_query, of_key), sizes = _tiles(query.shape[1], key.shape[1], query.shape[2], table[0].shape[-1])
     programs = min(tokens, BACK_PROGRAMS * multiprocessors(query.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
@@ -15,9 +16,10 @@ from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear, local, products, stored
-from postlude.ops.attention import Scores, attend
+from postlude.ops.attention import LONG, Scores, attend, fused_fits
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.gating import gated
+from postlude.ops.norm import Norm
 from postlude.ops.paged_attention import WIDEST
 from postlude.ops.rotary import HeadNorms, RotaryConfig, rotate_heads
 from postlude.world.mesh import Mesh
@@ -174,6 +176,31 @@ class Attention(Block):
         """Where its heads are no wider than decoding's kernel takes."""
         return self.config.head_dim <= WIDEST
 
+    def at_once(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+        """Where heads are turned, and Triton's attention is the fastest for all sequences, which are whole."""
+        config, packing, scores = self.config, context.packing, self._scores()
+        more = config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
+        if more or not config.rotary or context.running is not None or context.microbatch.context is not None:
+            return None
+        if not 0 < packing.max_length < LONG or not fused_fits(hidden, (config.head_dim, config.head_dim), scores):
+            return None
+        layers = tuple(local(layer.weight) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        table = context.rotary(config.rotary, config.rotary_dim or config.head_dim)
+        steps = importlib.import_module("postlude.ops.block_step")  # which needs triton
+        output: Tensor = steps.attention_step(
+            hidden,
+            norm,
+            layers,
+            local(self.o_proj.weight),
+            config.head_dim,
+            table,
+            self._head_norms(),
+            packing,
+            scores,
+            operator=context.recompute == "selective",
+        )
+        return output
+
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         config = self.config
@@ -196,12 +223,14 @@ class Attention(Block):
         config, normed = self.config, self.config.qk_norm == "head"
         if not config.rotary:
             return (self.q_norm(query), self.k_norm(key)) if normed else (query, key)
-        norms = None
-        if normed:
-            eps, offset = self.q_norm.eps, self.q_norm.offset
-            norms = HeadNorms(local(self.q_norm.weight), local(self.k_norm.weight), eps, offset)
         table = context.rotary(config.rotary, config.rotary_dim or config.head_dim)
-        return rotate_heads(query, key, table, norms)
+        return rotate_heads(query, key, table, self._head_norms())
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.config.qk_norm != "head":
+            return None
+        weights = local(self.q_norm.weight), local(self.k_norm.weight)
+        return HeadNorms(*weights, self.q_norm.eps, self.q_norm.offset)
 
     def _by_heads(self, features: Tensor) -> Tensor:
         """[T, heads · d] -> [T, heads, d]."""
@@ -220,12 +249,15 @@ class Attention(Block):
         own: Tensor = whole[tp.rank * kv_heads // tp.size].T
         return own
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
-        """Over whole sequences, wherever their keys are."""
+    def _scores(self) -> Scores:
         config = self.config
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
         sinks = None if self.sinks is None else local(self.sinks)
-        scores = Scores(scale=scale, window=config.window, softcap=config.softcap, sinks=sinks)
+        return Scores(scale=scale, window=config.window, softcap=config.softcap, sinks=sinks)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+        """Over whole sequences, wherever their keys are."""
+        scores = self._scores()
         if context.running is not None:
             return context.running.attend(self.name, query, key, value, scores)
         cut = context.microbatch.context

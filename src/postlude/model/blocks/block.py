@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from postlude.model.block_config import BlockConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, Gathered, Linear, NoNorm, RMSNorm
+from postlude.model.parallel import ColumnLinear, Gathered, Linear, NoNorm, RMSNorm, local
 from postlude.model.steps import Step, compute
+from postlude.ops.norm import Norm, takes_kernels
 from postlude.world.mesh import Mesh
 
 
@@ -49,6 +50,7 @@ class Block(nn.Module):
         self.norm_start = 1.0 - model.norm_offset
         self.norm = self._block_norm(model) if pre else NoNorm()
         self.post_norm = self._block_norm(model) if post else NoNorm()
+        self.plain = pre and not post and config.residual_scale == 1.0 and mesh.tp.group is None
 
     def _block_norm(self, model: ModelConfig) -> RMSNorm:
         return RMSNorm(model.hidden_size, model.norm_eps, tp=self.mesh.tp, offset=model.norm_offset)
@@ -104,9 +106,28 @@ class Block(nn.Module):
         added: Tensor = self.post_norm(output)
         return {"hidden": hidden + (added if self.residual_scale == 1.0 else added * self.residual_scale)}
 
+    def at_once(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+        """All of the block as one step of autograd, [T, H] -> [T, H], or None where it cannot be: see `ops.block_step`.
+
+        Asked for where `work` is of one rank, on a GPU that has Triton's kernels, between this norm and a plain sum.
+        """
+        return None
+
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
+        norm = self._norm_at_once(hidden)
+        done = None if norm is None else self.at_once(hidden, norm, context)
+        if done is not None:
+            return {"hidden": done}
         hidden, normed = self.norm.beside(hidden)
         return self.join(hidden, self.work(normed, context))
+
+    def _norm_at_once(self, hidden: Tensor) -> Norm | None:
+        if not (self.plain and hidden.is_cuda and hidden.requires_grad and torch.is_grad_enabled()):
+            return None
+        norm = self.norm
+        assert isinstance(norm, RMSNorm)
+        weight = local(norm.weight)
+        return Norm(weight, norm.eps, norm.offset) if takes_kernels(hidden, weight) else None
 
 
 def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator, *, norm: float = 1.0) -> None:

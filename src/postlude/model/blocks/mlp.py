@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -13,9 +14,10 @@ from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, Linear, RowLinear, products
+from postlude.model.parallel import ColumnLinear, Linear, RowLinear, local, products
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.gating import Activation, gated
+from postlude.ops.norm import Norm
 from postlude.world.mesh import Mesh
 
 
@@ -115,6 +117,16 @@ class MLP(Block):
     def together(self) -> tuple[tuple[ColumnLinear, ...], ...]:
         """The gate and what it multiplies, in the order in which they are stored."""
         return ((*(() if self.gate_proj is None else (self.gate_proj,)), self.up_proj),)
+
+    def at_once(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+        """Where nothing but products and the activation is asked for."""
+        config = self.config
+        if config.bias or config.alpha != 1.0 or config.limit is not None or config.up_offset:
+            return None
+        layers = [local(layer.weight) for layer in self.together()[0]]
+        steps = importlib.import_module("postlude.ops.block_step")  # which needs triton
+        output: Tensor = steps.mlp_step(hidden, norm, layers, local(self.down_proj.weight), config.activation)
+        return output
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
