@@ -22,6 +22,7 @@ from postlude.rollout.generator import Generator
 from postlude.rollout.protocol import Request
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.engine import HTTPEngine
+from postlude.rollout.servers.errors import ServerError
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of
 from tests.rollout.test_generator import teacher_forced
@@ -183,6 +184,27 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
     served.engine.update(str(served.directory), "start.2")
 
 
+def test_one_that_could_not_read_weights_stays_paused_until_it_has_read_others(served: Served, tmp_path: Path) -> None:
+    """It does not answer by weights that nobody knows, and says so to who comes next."""
+    if served.family != "llama":
+        pytest.skip("shown on one family")
+    with closing(HTTPEngine(served.url, retries=0)) as engine:
+        (server,) = engine.meet()
+        assert engine.longest(server) == 2048
+        with pytest.raises(ServerError) as lost:
+            engine.update(str(tmp_path / "nowhere"), "start.8")
+        print(lost.value)
+    with closing(HTTPEngine(served.url)) as engine, pytest.raises(ServerError, match="is paused, as one is that was"):
+        engine.meet()
+    greedy = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+    with closing(HTTPEngine(served.url)) as engine:
+        engine.update(str(served.directory), "start.9")
+        answered = engine.generate(PROMPTS, greedy)
+    expected = Generator(served.model).generate(PROMPTS, greedy)
+    assert [group[0].tokens for group in answered] == [group[0].tokens for group in expected]
+    assert {span.version for group in answered for span in group[0].versions} == {"start.9"}
+
+
 def test_a_tied_head_that_would_not_be_renewed_is_refused(tmp_path: Path) -> None:
     """vLLM 0.32 on a CPU keeps a packed copy of a tied head: answers after new weights are by the old one."""
     tied = tmp_path / "tied"
@@ -229,10 +251,11 @@ def test_grpo_by_a_vllm_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
         f"--rollout.python={PYTHON}",
         "--rollout.gpus=0",
         f"--rollout.environment={json.dumps(surroundings)}",
-        "--rollout.arguments=[--enforce-eager, --max-model-len, '2048']",
+        "--rollout.arguments=[--enforce-eager]",
     )
     more = ("--model=tiny-wide", "--optimizer.lr=1e-2", "--answers.temperature=0.8", *how)
     (rows,) = ranks(1, trained, str(tmp_path), *settings, *more)
     print([{name: row[name] for name in ("rollout_kl", "time/weights", "servers/reload_seconds")} for row in rows])
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
     assert [row["servers/failed"] for row in rows] == [0.0] * len(rows)
+    assert "'max_model_len': 256" in (tmp_path / "run" / "servers" / "0.log").read_text(), "the budget"
