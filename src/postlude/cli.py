@@ -23,7 +23,7 @@ from postlude.plan.machine import MACHINES
 from postlude.recipes.commands import RECIPES, Recipe
 from postlude.recipes.run.beginning import again
 from postlude.recipes.run.ending import DONE, FAILED, MISTAKE, RunFailed
-from postlude.verify.choices import OBJECTIVES, RECOMPUTE, TOLERANCES
+from postlude.verify.choices import OBJECTIVES, OVERLAPS, RECOMPUTE, TOLERANCES
 from postlude.version import __version__
 
 DTYPES = tuple(TOLERANCES)
@@ -120,9 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "--objective", action="append", choices=OBJECTIVES, help="what to minimise; may be repeated (default: grpo)"
     )
     command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
-    command.add_argument(
-        "--overlap", action="store_true", help="a forward and a backward take turns while tokens go to experts"
-    )
+    _add_overlap(command)
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
     command.add_argument("--tolerance", type=float, help=f"relative to the largest value (default: {limits})")
@@ -188,6 +186,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_overlap(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--overlap",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=OVERLAPS,
+        help="hide exchanges with experts behind compute; or, in a pipeline, fill its bubble with weight gradients",
+    )
+
+
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     command.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
@@ -208,7 +217,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
     command.add_argument("--layout", default="", metavar="dp_shard=2,ep=2", help="how to divide it (default: one rank)")
-    command.add_argument("--overlap", action="store_true", help="hide exchanges with experts behind compute")
+    _add_overlap(command)
     command.add_argument("--plain", action="store_true", help="with --overlap: draw a step without it, too")
     command.add_argument("--microbatches", type=int, help="of each data-parallel rank (default: 2·pp, at least 4)")
     command.add_argument("--tokens", type=int, default=512, help="of a microbatch (default: 512)")
@@ -229,7 +238,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seq", type=int, required=True, help="tokens of a sequence")
     command.add_argument("--budget", type=int, help="tokens of a microbatch (default: one sequence)")
     command.add_argument("--batch-tokens", type=int, help="tokens of a step (default: 4 microbatches a pipeline rank)")
-    command.add_argument("--overlap", action="store_true", help="hide experts' exchange behind another microbatch")
+    _add_overlap(command)
     command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
     command.add_argument("--mtp", type=int, default=0, metavar="DEPTHS", help="train so many tokens further ahead")
     command.add_argument(

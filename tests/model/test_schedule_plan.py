@@ -60,6 +60,25 @@ def planned(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
     return results
 
 
+def put_off(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
+    """All forwards, all backwards, and only then the gradients of weights."""
+    how = {"output_processor": processor, "output_processor_context": 0.1}
+    plans = [model.build_schedule_plan(microbatch, **how) for microbatch in microbatches]
+    results = [plan.forward() for plan in plans]
+    told: list[list[Any]] = [[], []]
+    for plan, result in zip(plans, results, strict=True):
+        in_turn(plan.backward_moves(result["loss"], complete=told[0].append, weights=False))
+    products = [name for name, each in model.named_parameters() if "attention" in name and each.ndim == 2]
+    assert products
+    assert all(gradients(model)[name] is None for name in products)
+    for plan in plans:
+        plan.make_weights(told[1].append)
+    assert told[0] == told[1]
+    assert told[0][-1] is model
+    assert all(not plan.later for plan in plans)
+    return results
+
+
 def assert_alike(one: LanguageModel, other: LanguageModel, results: list[Any], others: list[Any]) -> None:
     for result, expected in zip(others, results, strict=True):
         assert torch.equal(result["loss"], expected["loss"])
@@ -81,6 +100,15 @@ def test_taking_turns_changes_nothing(pattern: str, tied: bool, recompute: Any) 
     one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
     microbatches = batch(len(config.pattern.mtp))
     assert_alike(one, other, at_once(one, microbatches), planned(other, microbatches))
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.thorough), "full"])
+@pytest.mark.parametrize("pattern", ["[*E]{2}", "M[G-][S+E]/[*E]"])
+def test_weights_that_come_after_all_else_get_the_same(pattern: str, recompute: Any) -> None:
+    config = small_config(pattern, tied_head=True)
+    one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    microbatches = batch(len(config.pattern.mtp))
+    assert_alike(one, other, at_once(one, microbatches), put_off(other, microbatches))
 
 
 def test_one_depth_used_again_has_one_gradient() -> None:

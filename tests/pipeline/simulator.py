@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from postlude.pipeline.order import Action, Turn
 from postlude.plan.clock import Timeline, dependencies, replay
+
+USUAL = {"F": 1.0, "B": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ def simulate(
     return replay(schedule, stages=pp * vpp, seconds=lambda turn: times[turn[0].kind], transfer_seconds=transfer_time)
 
 
-def simulate_turns(schedule: Sequence[Sequence[Turn]], *, pp: int, vpp: int) -> Timeline:
-    """Every rank's turns, with a forward 1 and a backward 2."""
-    times = {"F": 1.0, "B": 2.0}
+def simulate_turns(
+    schedule: Sequence[Sequence[Turn]], *, pp: int, vpp: int, times: Mapping[str, float] = MappingProxyType(USUAL)
+) -> Timeline:
+    """Every rank's turns, by default with a forward 1 and a backward 2."""
     return replay(schedule, stages=pp * vpp, seconds=lambda turn: sum(times[action.kind] for action in turn))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from postlude.pipeline.executor import MOST_UNSENT
-from postlude.pipeline.order import Action, Turn, order, turns
-from postlude.plan.clock import DeadlockError, Timeline, dependencies
+from postlude.pipeline.order import ZERO_BUBBLE, Action, Turn, check_overlap, order, turns, zero_bubble
+from postlude.plan.clock import DeadlockError, Timeline, dependencies, most_held
 from tests.pipeline.simulator import simulate, simulate_turns, transfers
 
 Orders = tuple[tuple[Action, ...], ...]
@@ -276,6 +276,7 @@ def test_dependencies_cross_the_stages() -> None:
     assert written(dependencies(Action("F", 3, 5), stages=4)) == "F5@2"
     assert written(dependencies(Action("B", 3, 5), stages=4)) == "F5@3"
     assert written(dependencies(Action("B", 2, 5), stages=4)) == "F5@2 B5@3"
+    assert written(dependencies(Action("W", 2, 5), stages=4)) == "B5@2"
 
 
 def test_a_smaller_last_group_deadlocks() -> None:
@@ -372,3 +373,61 @@ def test_without_overlap_a_turn_is_an_action(pp: int, vpp: int) -> None:
         how = {"pp": pp, "vpp": vpp, "microbatches": 5, "rank": 0, "forward_only": forward_only}
         assert tuple(chain.from_iterable(turns(**how))) == order(**how)
         assert all(len(turn) == 1 for turn in turns(**how))
+
+
+def without_bubble(pp: int, microbatches: int) -> tuple[tuple[Turn, ...], ...]:
+    how = {"pp": pp, "vpp": 1, "microbatches": microbatches, "overlap": ZERO_BUBBLE}
+    return tuple(turns(rank=rank, **how) for rank in range(pp))
+
+
+def test_zero_bubble_as_the_paper_draws_it() -> None:
+    first, second = (zero_bubble(pp=2, microbatches=3, rank=rank) for rank in range(2))
+    assert written(first) == "F0@0 F1@0 B0@0 W0@0 F2@0 B1@0 W1@0 B2@0 W2@0"
+    assert written(second) == "F0@1 B0@1 F1@1 B1@1 W0@1 F2@1 B2@1 W1@1 W2@1"
+
+
+@pytest.mark.parametrize("pp", range(2, 9))
+def test_zero_bubble_is_1f1b_with_what_backwards_put_off(pp: int) -> None:
+    for microbatches, rank in product(counts(pp), range(pp)):
+        actions = tuple(chain.from_iterable(without_bubble(pp, microbatches)[rank]))
+        assert tuple(each for each in actions if each.kind != "W") == orders(pp, 1, microbatches)[rank]
+        made = [each for each in actions if each.kind == "W"]
+        assert made == [Action("W", rank, microbatch) for microbatch in range(microbatches)]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("times", [(1, 1, 1), (1, 2, 1), (2, 3, 1), (2, 2, 3)])
+def test_bubble_and_memory_of_zero_bubble_as_theory_says(pp: int, times: tuple[int, int, int]) -> None:
+    forward, backward, weights = times
+    for microbatches in counts(pp):
+        schedule = without_bubble(pp, microbatches)
+        found = simulate_turns(schedule, pp=pp, vpp=1, times=dict(zip("FBW", times, strict=True)))
+        plain = simulate(
+            orders(pp, 1, microbatches), pp=pp, vpp=1, forward_time=forward, backward_time=backward + weights
+        )
+        assert found.makespan <= plain.makespan
+        if microbatches >= pp:
+            work = microbatches * sum(times)
+            assert plain.makespan - work == (pp - 1) * sum(times)
+            assert found.makespan - work == (pp - 1) * (forward + max(0, backward - weights))
+        assert found.peak_in_flight == plain.peak_in_flight
+        both = [most_held(each, lambda _: 1.0, lambda _: 1.0) for each in schedule]
+        assert both == [min(pp, microbatches)] * pp
+
+
+def test_zero_bubble_without_its_backwards_is_the_plain_order() -> None:
+    how = {"pp": 4, "vpp": 2, "microbatches": 5, "rank": 1, "forward_only": True}
+    assert turns(overlap=ZERO_BUBBLE, **how) == turns(**how)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "shape", "sentence"),
+    [
+        (ZERO_BUBBLE, {"pp": 1, "vpp": 1}, "fills the bubble of a pipeline, but pp is 1. Use pp=2 or overlap=False"),
+        (ZERO_BUBBLE, {"pp": 2, "vpp": 3}, "has an order for one stage a rank, but vpp is 3. Use vpp=1"),
+        ("zb", {"pp": 2, "vpp": 1}, "overlap='zb' is unknown; use True, False or 'zero_bubble'"),
+    ],
+)
+def test_what_has_no_order_is_refused(overlap, shape: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_overlap(overlap, **shape)

@@ -58,6 +58,43 @@ def test_overlap_exposes_only_the_ends() -> None:
     assert (plain.in_flight, hidden.in_flight) == ((1,), (2,))
 
 
+def test_zero_bubble_leaves_a_third_of_the_bubble() -> None:
+    """Where all three take as long: (pp - 1)(F + B - W) of (pp - 1)(F + B + W), for as many in flight."""
+    layout, cost = Layout(pp=4), {"F": Work(1.0), "B": Work(1.0), "W": Work(1.0)}
+    plain = simulate(layout, lambda a: Work(2.0) if a.kind == "B" else cost[a.kind], microbatches=8)
+    filled = simulate(layout, lambda a: cost[a.kind], microbatches=8, overlap="zero_bubble")
+    assert (plain.seconds, filled.seconds) == (24 + 9, 24 + 3)
+    assert (plain.bubble, filled.bubble) == (pytest.approx(9 / 33), pytest.approx(3 / 27))
+    assert filled.in_flight == plain.in_flight == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_backward_and_what_it_puts_off_take_as_long_as_both_at_once(recompute: str) -> None:
+    model = model_of("tiny-moe", "pp=2,dp_shard=2,ep=2", recompute=recompute)
+    for stage in range(2):
+        whole, part, rest = model(Action("B", stage, 0)), *(model.apart(Action(kind, stage, 0)) for kind in "BW")
+        assert part.compute + rest.compute == pytest.approx(whole.compute)
+        assert (part.exchange + rest.exchange, part.waited + rest.waited) == (whole.exchange, whole.waited)
+        assert 0 < rest.compute < model(Action("F", stage, 0)).compute < part.compute
+    assert model.apart(Action("F", 0, 0)) == model(Action("F", 0, 0))
+    slow = Machine(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
+    last = model_of("tiny-dense", "pp=2,dp_shard=2", machine=slow)
+    assert [last.apart(Action(kind, 1, 7)).waited > 0 for kind in "BW"] == [False, True]  # sums come after all
+
+
+def test_a_forecast_with_zero_bubble_is_faster_and_counts_what_is_put_off() -> None:
+    model = model_of("tiny-dense", "pp=4")
+    plain, filled = forecast(model), forecast(model, overlap="zero_bubble")
+    assert filled.step.bubble < plain.step.bubble
+    assert filled.step.seconds < plain.step.seconds
+    assert filled.step.in_flight == plain.step.in_flight
+    held = [[each.activations for each in found.memory] for found in (plain, filled)]
+    assert held[1][0] == held[0][0]
+    assert all(more > less for less, more in zip(held[0][1:], held[1][1:], strict=True))
+    found = search(model_of("tiny-dense", budget=4096, length=4096), 4, 64 * 4096, overlap="zero_bubble")
+    assert {(each.model.layout.pp > 1, each.model.layout.vpp) for each in found.best} == {(True, 1)}
+
+
 def test_links_inside_a_node_and_between() -> None:
     assert ROUND.ring_rate(8, 1) == 100
     assert ROUND.ring_rate(16, 1) == 80  # eight links to the other node
@@ -147,6 +184,7 @@ def test_a_671b_model_is_planned_from_its_config_alone(large: Path, capsys) -> N
         ("--layout tp=3", "tp=3"),
         ("--layout dp_shard=2,ep=2", "has no experts to spread"),
         ("--search", "--search needs --gpus"),
+        ("--overlap zero_bubble", "fills the bubble of a pipeline, but pp is 1"),
         ("--gpu h1000", "GPU 'h1000' is unknown; use a100, h100"),
         ("--gpu numbers.json", "numbers.json does not exist"),
         ("--budget 64", "--budget is 64, but a sequence has 128 tokens"),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from postlude import Batch, Engine, Layout
 from postlude.objectives import SFT
+from postlude.pipeline.order import Overlap
 from postlude.plan.clock import most_held
 from postlude.plan.memory import schedule_of
 from postlude.trace.recorder import Recording
@@ -18,7 +19,7 @@ from tests.conftest import Ranks
 MICROBATCHES = 5
 
 
-def held(group: Any, layout: str, overlap: bool) -> int:
+def held(group: Any, layout: str, overlap: Overlap) -> int:
     """The most passes of a microbatch through a stage between the begin of its forward and the end of its backward."""
     engine = Engine("tiny-dense", layout=Layout.parse(layout), budget=16, device="cpu", overlap=overlap)
     recording = Recording(dist.get_rank(), torch.device("cpu"))
@@ -34,7 +35,9 @@ def held(group: Any, layout: str, overlap: bool) -> int:
     return max(sum(begin <= at < end for begin, end in passes.values()) for at, _ in passes.values())
 
 
-@pytest.mark.parametrize(("layout", "overlap"), [("pp=2", False), ("pp=2", True), ("pp=2,vpp=2", False)])
-def test_a_pipeline_holds_as_many_as_the_planner_counts(ranks: Ranks, layout: str, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "overlap"), [("pp=2", False), ("pp=2", True), ("pp=2", "zero_bubble"), ("pp=2,vpp=2", False)]
+)
+def test_a_pipeline_holds_as_many_as_the_planner_counts(ranks: Ranks, layout: str, overlap: Overlap) -> None:
     schedule = schedule_of(Layout.parse(layout), MICROBATCHES, overlap=overlap)
     assert ranks(2, held, layout, overlap) == [most_held(turns, lambda _: 1) for turns in schedule]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from postlude import pack
 from postlude.hf.load import read_model
 from postlude.layout import Layout, Stage
 from postlude.model import LanguageModel, ModelConfig, Pattern
+from postlude.model.schedule_plan import in_turn
 from postlude.plan.memory import estimate
 from postlude.plan.sizes import Held, parameters_in, sizes_of
+from tests.model.small import sequences, small_config
 
 MODELS = ("tiny-dense", "tiny-moe", "tiny-hybrid")
 
@@ -66,6 +70,33 @@ def test_activations_are_those_of_the_microbatches_in_flight(layout: str) -> Non
     if parsed.vpp == 1:
         assert [round(many / few) for many, few in zip(plain, one, strict=True)] == [4, 3, 2, 1]
         assert [round(more / few) for more, few in zip(shared, one, strict=True)] == [8, 6, 4, 2]
+
+
+def test_what_is_put_off_lasts_until_it_is_made() -> None:
+    config, pipeline = config_of("tiny-dense"), Layout(pp=4)
+    plain, filled = (estimate(config, pipeline, overlap=how, **HOW) for how in (False, "zero_bubble"))
+    hidden, blocks = config.hidden_size, [config.blocks[symbol] for symbol in "*-"]
+    one = sum(block.put_off(hidden) for block in blocks) * HOW["budget"] * HOW["compute_bytes"]
+    for rank, (less, more) in enumerate(zip(plain, filled, strict=True)):
+        layers = len(config.stage_layers(Stage(rank, 4)))
+        assert more.activations - less.activations == pytest.approx(rank * layers * one)
+        assert (more.gathered, more.working, more.head) == (less.gathered, less.working, less.head)
+
+
+@pytest.mark.parametrize("symbol", list("*SMG+-E"))
+def test_what_is_put_off_is_what_blocks_say(symbol: str) -> None:
+    """Within a tenth; heads of a few features leave more than their own."""
+    config = small_config(symbol, hidden_size=64)
+    (microbatch,) = pack(sequences(40, 24, 64), budget=128)
+    plan = LanguageModel(config).build_schedule_plan(microbatch, targets=True)
+    in_turn(plan.backward_moves(plan.forward().sum(), weights=False))
+    held = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for _, made in plan.later or ()
+        for each in (made.args[1:] if isinstance(made, partial) else [c.cell_contents for c in made.__closure__ or ()])
+        if isinstance(each, torch.Tensor)
+    }
+    assert sum(held.values()) == pytest.approx(config.blocks[symbol].put_off(64) * 4 * len(microbatch), rel=0.1)
 
 
 def test_depths_that_nobody_trains_are_held_and_no_more() -> None:

@@ -119,6 +119,10 @@ BAD = [
     ),
     sft("experts spread where there are none", "--layout=tp=2,ep=2", says=("ep is 2", "no experts", "Use ep=1")),
     sft("another number of ranks", "--layout=tp=2", "--nproc=3", says=(r"tp=2\) runs on 2", "3 are", "Start 2")),
+    sft(
+        "a bubble that is none", "--overlap=zero_bubble", says=("'zero_bubble' fills the bubble", "pp is 1", "Use pp=2")
+    ),
+    sft("an overlap that is none", "--overlap=zb", says=('"overlap" is "zb"', 'give true or false or "zero_bubble"')),
     sft("virtual stages alone", "--layout=vpp=2", says=("vpp=2", "at least 2", "Use vpp=1, or raise pp")),
     sft("an axis that is none", "--layout=pq=2", says=("'pq' is no axis", "the axes are pp, vpp")),
     # the model

@@ -175,7 +175,7 @@ ELSEWHERE = {
     "layout": "test_grpo.py and test_supervised.py: test_every_layout_gives_the_same_losses; tests/verify",
     "budget": "it divides the work and changes no number; tests/data/test_packing.py",
     "recompute": "it changes no number; tests/verify",
-    "overlap": "it changes no number; tests/engine/test_overlap.py",
+    "overlap": "it changes no number; tests/engine/test_overlap.py and test_zero_bubble.py",
     "gather_once": "it changes no number; tests/engine/test_sharding.py",
     "optimizer.moments": "tests/engine/test_optimizers.py",
     "optimizer.offload": "it changes no number; tests/engine/test_optimizers.py",

@@ -204,3 +204,10 @@ def test_recomputing_changes_nothing(ranks: Any, layout: Layout, recompute: Any)
 def test_overlapped_layouts_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
     report = check(ranks, Case(model, Layout.parse(layout), "grpo", overlap=True, initializer_range=0.1))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "layout"), [("tiny-moe", "pp=4"), ("tiny-hybrid", "tp=2,pp=2,cp=2,ep=2")])
+def test_layouts_that_put_off_weights_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
+    report = check(ranks, Case(model, Layout.parse(layout), "grpo", overlap="zero_bubble", initializer_range=0.1))
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)

@@ -12,6 +12,7 @@ from rich.table import Table
 from postlude.hf.load import read_description, read_model
 from postlude.layout import Layout
 from postlude.model import ModelConfig, Pattern
+from postlude.pipeline.order import check_overlap
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import Forecast, forecast
 from postlude.plan.machine import Machine, machine_named
@@ -64,6 +65,7 @@ def _model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -
         layout = Layout()
     else:
         layout = _layout(options, config)
+        check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
     tokens = options.batch_tokens or USUAL_MICROBATCHES * layout.pp * layout.dp * budget
     return CostModel(
         config=config,

@@ -19,6 +19,7 @@ from postlude.hf.source import Source
 from postlude.layout import Layout
 from postlude.model.recompute import Recompute
 from postlude.objectives import MTP, SFT
+from postlude.pipeline.order import ZERO_BUBBLE, Overlap, check_overlap
 from postlude.trace.chrome import as_json, trace
 from postlude.trace.recorder import Recording
 from postlude.trace.spans import Span, from_zero
@@ -27,6 +28,7 @@ from postlude.verify.cases import source_of
 from postlude.world.devices import check_device, default_device
 from postlude.world.launcher import on_ranks
 
+TITLES: dict[Overlap, str] = {False: "plain", True: "overlapped", ZERO_BUBBLE: ZERO_BUBBLE}
 PICTURE, EVENTS = "timeline.svg", "trace.json"
 
 
@@ -36,7 +38,7 @@ class Traced:
 
     source: Source
     layout: Layout
-    overlap: bool
+    overlap: Overlap
     microbatches: int
     tokens: int
     compute_dtype: torch.dtype | None = None
@@ -62,6 +64,7 @@ def run(options: argparse.Namespace) -> int | None:
     device = options.device or default_device()
     check_device(device)
     source, _ = source_of(options.model)
+    check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
     read_model(source)[1].fits(layout)  # no rank is started for what cannot be
     plain = Traced(
         source,
@@ -73,14 +76,12 @@ def run(options: argparse.Namespace) -> int | None:
         recompute=options.recompute,
         seed=options.seed,
     )
-    overlapped = replace(plain, overlap=True)
+    overlapped = replace(plain, overlap=options.overlap)
     chosen = [*([plain] if options.plain or not options.overlap else []), *([overlapped] if options.overlap else [])]
     found = on_ranks(record_all, chosen, device, nproc=layout.world_size, timeout=options.timeout, device=device)
     if not found:
         return None  # a rank other than the first, which writes
-    timelines = [
-        Timeline("overlapped" if each.overlap else "plain", spans) for each, spans in zip(chosen, found, strict=True)
-    ]
+    timelines = [Timeline(TITLES[each.overlap], spans) for each, spans in zip(chosen, found, strict=True)]
     write(timelines, options.to)
     console = Console()
     for line in (*(each.summary for each in timelines), f"wrote {options.to / PICTURE} and {options.to / EVENTS}"):

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from postlude.hf.load import read_model
 from postlude.layout import Layout
+from postlude.pipeline.order import check_overlap
 from postlude.verify.cases import Case, fitting, source_of
 from postlude.verify.choices import TOLERANCES
 from postlude.verify.compare import Report, compare_all
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     layouts = fitting(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
     for layout in layouts:
         config.fits(layout)  # no rank is started for what cannot be
+        check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
     objectives = options.objective or (["grpo", "dpo"] if options.grid else ["grpo"])
     cases = [
         Case(

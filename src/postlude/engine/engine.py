@@ -43,6 +43,7 @@ from postlude.ops.backend import ScanBackend
 from postlude.optimizer import AdamW, OptimizerConfig, Weights
 from postlude.parts import Staging
 from postlude.pipeline import Executor
+from postlude.pipeline.order import Overlap, check_overlap
 from postlude.trace.recorder import SILENT, Recorder
 from postlude.world.agreement import first_rank_says
 from postlude.world.devices import group_device
@@ -59,7 +60,8 @@ class Engine:
     With `mtp` it has the multi-token-prediction depths of the source's files, too, and depths are trained, by an
     objective that asks for them (`MTP`); without, they stay as they are. `recompute` and `scans` are `LanguageModel`'s.
     With `overlap` one microbatch's forward and another's backward take turns, so that exchanges with experts hide
-    behind compute, with the same result to the bit. Weights then stay whole for a step. With `gather_once`, and in a
+    behind compute, with the same result to the bit. Weights then stay whole for a step. With "zero_bubble" a pipeline's
+    backwards put off the gradients of weights, which are made in its bubble. With `gather_once`, and in a
     pipeline, so do gradients, which are summed once a step instead of once a microbatch: where ranks shard a model,
     each needs room for all of its stage's, in fp32. One that shards nothing has them whole anyway. `weights` says how
     they are stored between steps (`postlude.optimizer.Weights`): narrower than fp32 where no rank shares them.
@@ -82,7 +84,7 @@ class Engine:
         scans: ScanBackend = "auto",
         critic: bool = False,
         mtp: bool = False,
-        overlap: bool = False,
+        overlap: Overlap = False,
         gather_once: bool = False,
         weights: Weights = "fp32",
         seed: int = 0,
@@ -97,6 +99,7 @@ class Engine:
             )
         self.device = group_device() if device is None else torch.device(device)
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
+        check_overlap(overlap, pp=self.mesh.layout.pp, vpp=self.mesh.layout.vpp)
         self.budget = budget
         self.critic = critic
         self.mtp = mtp
@@ -149,7 +152,9 @@ class Engine:
             )
         if stage.predicts_ahead:
             stage.mtp.requires_grad_(self.mtp)
-        self.gathering[index] = shard(stage, self.mesh, self.compute_dtype, overlap=self.overlap, once=self.gather_once)
+        self.gathering[index] = shard(
+            stage, self.mesh, self.compute_dtype, planned=bool(self.overlap), once=self.gather_once
+        )
         return stage
 
     def _renew(self) -> None:

@@ -43,14 +43,14 @@ class Gathering(Protocol):
 
 
 def shard(
-    model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, overlap: bool = False, once: bool = False
+    model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, planned: bool = False, once: bool = False
 ) -> Gathering:
     """Shard a stage over the data-parallel ranks: what blocks keep apart, each logical layer, then the rest.
 
     Where there is one such rank, nothing is sharded. Gradients are summed, never divided: the one scale has divided
-    already. With `overlap` or `once`, and in a pipeline, weights stay whole between microbatches. With `once`, and in a
-    pipeline, gradients wait for the last backward; otherwise each microbatch's are summed at once, so that no rank ever
-    holds the gradient of more than a layer.
+    already. Where passes are `planned`, with `once`, and in a pipeline, weights stay whole between microbatches. With
+    `once`, and in a pipeline, gradients wait for the last backward; otherwise each microbatch's are summed at once, so
+    that no rank ever holds the gradient of more than a layer.
     """
     assert mesh.shards is not None
     assert mesh.expert_shards is not None
@@ -63,7 +63,7 @@ def shard(
             'Use weights="fp32", of which each rank stores a part, or a layout of tp and pp alone.'
         )
     once = once or mesh.pp.size > 1
-    whole_between = once or overlap
+    whole_between = once or planned
     even = functools.partial(_evenly, ranks=mesh.expert_shards.shape[-1])
     for part in apart:
         fully_shard(
@@ -83,7 +83,7 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             register_fsdp_forward_method(module, "hand_over")
-    return ByHand(model, once=once) if overlap else ByCalls(model, once=once)
+    return ByHand(model, once=once) if planned else ByCalls(model, once=once)
 
 
 def is_whole(mesh: Mesh, *, experts: bool) -> bool:

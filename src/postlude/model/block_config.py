@@ -63,6 +63,13 @@ class BlockConfig:
         """Numbers a token leaves for the backward, roughly: memory is estimated by it."""
         return 4 * hidden_size
 
+    def put_off(self, hidden_size: int) -> float:
+        """Numbers a token leaves for the gradients of weights, where its backward has put them off, roughly.
+
+        What products were made of, and the gradients of what they made; by default as much as for a backward.
+        """
+        return self.kept(hidden_size)
+
     def fits(self, layout: Layout, name: str) -> None:
         """Refuse a layout that cannot divide this block, in a sentence with the nearest that can; `name` is said."""
 

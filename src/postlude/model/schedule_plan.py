@@ -116,6 +116,7 @@ class SchedulePlan:
         self.context = context
         self.parts = _cut(steps)
         self.later: Later | None = [] if put_off else None
+        self.left: list[tuple[int, list[Gathered]]] = []  # how many were put off up to where these modules were done
 
     def forward(self) -> Any:
         """All of it at once. Returns what the last step wrote, as it is."""
@@ -150,11 +151,20 @@ class SchedulePlan:
             values = {name: value for name, value in values.items() if name in part.lasting} | kept
         raise AssertionError(f"no step writes {LEAVING!r}")
 
-    def backward_moves(self, output: Tensor, gradient: Tensor | None = None, complete: Complete | None = None) -> Moves:
+    def backward_moves(
+        self,
+        output: Tensor,
+        gradient: Tensor | None = None,
+        complete: Complete | None = None,
+        *,
+        weights: bool = True,
+    ) -> Moves:
         """Differentiate `output`, which was made from what the forward returned: add to every parameter's gradient.
 
-        `gradient` is that of `output`, if it is no scalar.
+        `gradient` is that of `output`, if it is no scalar. Without `weights`, what is put off is left for
+        `make_weights`; `complete` is told of modules with what they have here, and there again.
         """
+        make = self._make if weights else _leave
         recorder = self.context.recorder
         edges: list[Any] = [output]
         upstream: list[Tensor | None] = [gradient]
@@ -170,10 +180,10 @@ class SchedulePlan:
                     del arriving
                     # Some are made now, for the other's exchange, and some after its turn, for this one. What the last
                     # piece put off belongs to no module that is done.
-                    self._make(len(later) - fresh)
+                    make(len(later) - fresh)
                     self._tell(done, complete)
                     yield
-                    self._make((len(later) + 1) // 2)
+                    make((len(later) + 1) // 2)
                     part.left.gradient = arrive()
                 continue
             if part.pauses:
@@ -189,12 +199,24 @@ class SchedulePlan:
                     torch.autograd.backward(edges, upstream)
             edges, upstream = [], []
             fresh += len(later)
-            done += [module for each in reversed(part.steps) for module in each.completes]
+            completed = [module for each in reversed(part.steps) for module in each.completes]
+            if completed and not weights:
+                self.left.append((len(later), completed))
+            done += completed
             if not any(isinstance(each, Crossing) for each in self.parts[-3:]):
-                self._make(len(later))  # no exchange is near whose time they could fill
+                make(len(later))  # no exchange is near whose time they could fill
                 self._tell(done, complete)
-        self._make(len(later))
+        make(len(later))
         self._tell(done, complete)
+
+    def make_weights(self, complete: Complete | None = None) -> None:
+        """The gradients of weights that a backward has left, module by module, each of which is then told of."""
+        made = 0
+        for count, modules in self.left:
+            self._make(count - made)
+            self._tell(modules, complete)
+            made = count
+        self.left = []
 
     def _run(self, piece: Piece, values: dict[str, Any]) -> dict[str, Any]:
         """What the steps of a piece write, by name. Where all is recomputed, steps to be run once are left out."""
@@ -229,6 +251,10 @@ class SchedulePlan:
                 for module in done:
                     complete(module)
         done.clear()
+
+
+def _leave(count: int) -> None:
+    """Make none."""
 
 
 def in_turn(*all_moves: Moves) -> list[Any]:

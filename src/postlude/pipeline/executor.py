@@ -21,7 +21,7 @@ from postlude.model import LanguageModel, OutputProcessor
 from postlude.model.parallel import Gathered
 from postlude.model.schedule_plan import Complete, Moves, SchedulePlan, in_turn
 from postlude.ops.products import plain_products
-from postlude.pipeline.order import Action, Turn, turns
+from postlude.pipeline.order import Action, Overlap, Turn, turns
 from postlude.trace.recorder import SILENT, Recorder
 from postlude.world.mesh import Channel, Mesh
 
@@ -34,7 +34,8 @@ class Executor:
 
     `stages` maps global stage numbers to this rank's models, vpp of them. `dtype` is that of the hidden states between
     them; by default the parameters'. With `overlap` the forward of one microbatch and the backward of another take
-    turns, step by step, so that exchanges with experts are under way while the other computes.
+    turns, step by step, so that exchanges with experts are under way while the other computes; with "zero_bubble" a
+    backward sends its gradient on, and weights get theirs when the rank would wait for another stage.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Executor:
         mesh: Mesh | None = None,
         *,
         dtype: torch.dtype | None = None,
-        overlap: bool = False,
+        overlap: Overlap = False,
     ) -> None:
         self.mesh = mesh or Mesh.alone()
         self.pp, self.rank = self.mesh.pp.size, self.mesh.pp.rank
@@ -77,9 +78,9 @@ class Executor:
 
         `loss` takes a result to the scalar that is differentiated; gradients are added to the parameters'. Without it
         the pipeline runs forward only, and nothing is kept for a backward. All ranks of the pipeline pass the same
-        microbatches. `before_last_backward` is told of each stage when all but one of its backwards are done. With
-        overlap, `complete` is told of a stage's layer, or of the stage, when a backward is done with it. `recorder` is
-        told of everything.
+        microbatches. `before_last_backward` is told of each stage when all but one of its backwards are done, and what
+        they put off. With overlap, `complete` is told of a stage's layer, or of the stage, when a backward is done with
+        it; with "zero_bubble" once more when its weights have their gradients. `recorder` is told of everything.
 
         What an action starts from is asked for before the turn ahead of it is run. Backwards keep a rank from running
         ahead of the next one; forwards alone wait for what they have sent.
@@ -92,7 +93,9 @@ class Executor:
             forward_only=loss is None,
             overlap=self.overlap,
         )
-        last = {action.stage: action for turn in all_turns for action in turn if action.kind == "B"}
+        actions = [action for turn in all_turns for action in turn]
+        last = {action.stage: action for action in actions if action.kind != "F"}
+        ends = {(action.stage, action.microbatch): action for action in actions}
         results: dict[int, Any] = {}
         passes: dict[tuple[int, int], _Pass] = {}
         unsent = MOST_UNSENT if loss is None else None
@@ -104,35 +107,34 @@ class Executor:
                 moves = []
                 for action, given in zip(turn, arrived, strict=True):
                     place, stage = (action.stage, action.microbatch), self.stages[action.stage]
-                    if action.kind == "B":
+                    if action.kind != "F":
                         if before_last_backward is not None and last[action.stage] == action:
                             before_last_backward(stage)
-                        moves.append(passes[place].backward(given, functools.partial(complete, stage)))
+                        told_of, ending = functools.partial(complete, stage), ends[place] == action
+                        moves.append(passes[place].backward(action, given, told_of, ends=ending))
                         continue
                     if given is not None and loss is not None:
                         given.requires_grad_()
                     processor = (output_processor, output_processor_context) if stage.stage.last else (None, None)
                     told = recorder.of(action.microbatch)
                     passes[place] = _Pass(stage, microbatches[action.microbatch], given, told, *processor)
-                    planned = self.overlap and loss is not None
-                    moves.append(passes[place].forward(planned=planned))
+                    moves.append(passes[place].forward(planned=bool(self.overlap) and loss is not None))
                 for action, output in zip(turn, in_turn(*moves), strict=True):
                     place, stage = (action.stage, action.microbatch), self.stages[action.stage]
+                    passed = passes.pop(place) if ends[place] == action else passes[place]
                     if action.kind == "B":
                         if isinstance(result := results.get(action.microbatch), Tensor):
                             results[action.microbatch] = result.detach()  # its graph has done its work
-                        entry = passes.pop(place).entered
+                        entry, passed.entered, passed.left = passed.entered, None, None  # a W needs the plan alone
                         if entry is not None:
                             self.channels.send(action, _gradient(entry))
-                        continue
-                    if stage.stage.last:
+                    elif action.kind == "F" and stage.stage.last:
                         results[action.microbatch] = output
-                        passes[place].left = loss(output) if loss is not None else None
-                    else:
+                        passed.left = loss(output) if loss is not None else None
+                    elif action.kind == "F":
                         self.channels.send(action, output.detach(), unsent)
-                        passes[place].left = output
-                    if loss is None:
-                        del passes[place]
+                        passed.left = output
+                    del passed  # and what it holds, if it has ended
         with recorder.during("wait", "for what was sent"):
             self.channels.finish()
         return [results[index] for index in sorted(results)]
@@ -148,9 +150,13 @@ class Executor:
     def _start_of(
         self, action: Action, microbatches: Sequence[Microbatch], recorder: Recorder
     ) -> Callable[[], Tensor | None]:
-        """Ask for the activations an F starts from, or the gradient a B starts from: [T / tp, H], or None at an end."""
+        """Ask for the activations an F starts from, or the gradient a B starts from: [T / tp, H].
+
+        None at an end, and for a W, which starts from what its rank has.
+        """
         stage = self.stages[action.stage]
-        if stage.stage.first if action.kind == "F" else stage.stage.last:
+        at_an_end = stage.stage.first if action.kind == "F" else stage.stage.last
+        if action.kind == "W" or at_an_end:
             return lambda: None
         before = action.stage - 1 if action.kind == "F" else action.stage + 1
         shape = (len(microbatches[action.microbatch]) // self.mesh.tp.size, stage.config.hidden_size)
@@ -188,11 +194,17 @@ class _Pass:
         with self.recorder.during("forward", f"stage {self.stage.stage.index}"):
             return self.stage(self.microbatch, self.entered, **options)
 
-    def backward(self, gradient: Tensor | None, complete: Complete) -> Moves:
-        """The same for the backward of what `left` became."""
+    def backward(self, action: Action, gradient: Tensor | None, complete: Complete, *, ends: bool) -> Moves:
+        """The same for the backward of what `left` became, or for the gradients of weights that it put off.
+
+        It puts them off where a W is to come, so that it is not what `ends` the pass.
+        """
+        if action.kind == "W":
+            assert self.plan is not None
+            return self.plan.make_weights(complete)
         assert self.left is not None
         if self.plan is not None:
-            yield from self.plan.backward_moves(self.left, gradient, complete)
+            yield from self.plan.backward_moves(self.left, gradient, complete, weights=ends)
         else:
             with self.recorder.during("backward", f"stage {self.stage.stage.index}"):
                 self.left.backward(gradient)

@@ -1,4 +1,4 @@
-"""Which action a pipeline rank runs when, as plain data: 1F1B, and interleaved 1F1B when vpp > 1; overlapped or not.
+"""Which action a pipeline rank runs when, as plain data: 1F1B, interleaved when vpp > 1, overlapped, or zero-bubble.
 
 Stage s of the pp·vpp stages lives on rank s % pp, as its chunk s // pp. What an F makes goes to the next stage, what a
 B makes to the one before. Activations and gradients need a channel each, first in first out, in either direction
@@ -15,12 +15,20 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Literal
 
+ZERO_BUBBLE: Literal["zero_bubble"] = "zero_bubble"
+Overlap = bool | Literal["zero_bubble"]
+"""What a rank does where it would wait: nothing; with True a forward beside the backward of another microbatch, so that
+one computes while rows of the other are on their way; with "zero_bubble" the gradients of weights, in the bubble."""
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """The forward ("F") or the backward ("B") of one microbatch through one stage."""
+    """The forward ("F") or the backward ("B") of one microbatch through one stage; or what it puts off ("W").
 
-    kind: Literal["F", "B"]
+    Where there are Ws, a B makes the gradient that the stage before waits for, and a W those of weights.
+    """
+
+    kind: Literal["F", "B", "W"]
     stage: int
     microbatch: int
 
@@ -61,15 +69,20 @@ def order(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool
 
 
 def turns(
-    *, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool = False, overlap: bool = False
+    *, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool = False, overlap: Overlap = False
 ) -> tuple[Turn, ...]:
     """The order as turns of one action each; with `overlap` a forward and a backward share a turn wherever they can.
+
+    For "zero_bubble" see `zero_bubble`. It is the same for `forward_only`, where nothing is overlapped.
 
     Both begin with the turn and end with it, so what they start from has to be there a turn earlier: a rank warms up
     with one forward more than in interleaved order, and in plain 1F1B with one more a hop. It holds at most
     min(vpp·microbatches, 2(pp - rank) + (vpp - 1)g) forwards that await their backward, one more than interleaved
     order does, and the step is as long.
     """
+    if overlap == ZERO_BUBBLE and not forward_only:
+        check_overlap(overlap, pp=pp, vpp=vpp)
+        return tuple((action,) for action in zero_bubble(pp=pp, microbatches=microbatches, rank=rank))
     if not overlap or forward_only:
         actions = order(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, forward_only=forward_only)
         return tuple((action,) for action in actions)
@@ -78,6 +91,35 @@ def turns(
     shared = tuple(zip(forwards[warm_up:], backwards, strict=False))
     rest = backwards[len(shared) :]
     return (*((action,) for action in forwards[:warm_up]), *shared, *((action,) for action in rest))
+
+
+def zero_bubble(*, pp: int, microbatches: int, rank: int) -> tuple[Action, ...]:
+    """ZB-H1 (Qi et al., 2023): forwards and backwards as in 1F1B, but each rank puts off the weights' gradients of as
+    many microbatches as there are ranks before it.
+
+    So backwards come sooner to the ranks before, and what was put off is made when no backward is left to wait for. A
+    rank holds as many forwards that await their backward as in 1F1B, and of what is put off at most `rank` microbatches
+    when a forward begins: of both never more than pp, what the first rank holds. From pp microbatches on the bubble is
+    (pp - 1)(F + max(0, B - W)) where 1F1B's is (pp - 1)(F + B + W): a third of it, if all three take as long.
+    """
+    forwards, backwards, _ = _actions(pp, 1, microbatches, rank)
+    weights = [Action("W", each.stage, each.microbatch) for each in backwards]
+    warm_up = pp - rank - 1
+    found = forwards[:warm_up]
+    for index, backward in enumerate(backwards):
+        found += [*forwards[warm_up + index : warm_up + index + 1], backward]
+        found += weights[index - rank : index - rank + 1] if index >= rank else []
+    return (*found, *weights[max(0, microbatches - rank) :])
+
+
+def check_overlap(overlap: Overlap, *, pp: int, vpp: int) -> None:
+    """Refuse what there is no order for, in a sentence."""
+    if overlap not in (True, False, ZERO_BUBBLE):
+        raise ValueError(f"overlap={overlap!r} is unknown; use True, False or {ZERO_BUBBLE!r}.")
+    if overlap == ZERO_BUBBLE and pp == 1:
+        raise ValueError(f"overlap={overlap!r} fills the bubble of a pipeline, but pp is 1. Use pp=2 or overlap=False.")
+    if overlap == ZERO_BUBBLE and vpp > 1:
+        raise ValueError(f"overlap={overlap!r} has an order for one stage a rank, but vpp is {vpp}. Use vpp=1.")
 
 
 def _actions(pp: int, vpp: int, microbatches: int, rank: int) -> tuple[list[Action], list[Action], int]:

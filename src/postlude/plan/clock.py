@@ -49,11 +49,16 @@ class Timeline:
 
 
 def dependencies(action: Action, *, stages: int) -> tuple[Action, ...]:
-    """What must have finished before: for an F the stage before it, for a B its own F and the B of the stage after."""
+    """What must have finished before: for an F the stage before it, for a B its own F and the B of the stage after.
+
+    A W has its own B before it.
+    """
     stage, microbatch = action.stage, action.microbatch
     assert 0 <= stage < stages
     if action.kind == "F":
         return (Action("F", stage - 1, microbatch),) if stage > 0 else ()
+    if action.kind == "W":
+        return (Action("B", stage, microbatch),)
     forward = Action("F", stage, microbatch)
     return (forward, Action("B", stage + 1, microbatch)) if stage < stages - 1 else (forward,)
 
@@ -93,18 +98,23 @@ def replay(
     return Timeline(schedule, start, finish)
 
 
-def most_held(turns: Sequence[Turn], size: Callable[[int], float]) -> float:
+def most_held(
+    turns: Sequence[Turn], size: Callable[[int], float], put_off: Callable[[int], float] = lambda stage: 0.0
+) -> float:
     """The most that forwards of one rank hold at one time until their backward; `size` says what one of a stage does.
 
     In a turn of both, the forward holds all of its own before the backward has let go. Forwards that no backward
-    follows hold nothing.
+    follows hold nothing. Backwards that a W follows go on to hold `put_off`.
     """
-    awaited = {(action.stage, action.microbatch) for turn in turns for action in turn if action.kind == "B"}
+    awaited = {(action.kind, action.stage, action.microbatch) for turn in turns for action in turn}
     held = most = 0.0
     for turn in turns:
-        held += sum(size(a.stage) for a in turn if a.kind == "F" and (a.stage, a.microbatch) in awaited)
+        held += sum(size(a.stage) for a in turn if a.kind == "F" and ("B", a.stage, a.microbatch) in awaited)
         most = max(most, held)
         held -= sum(size(action.stage) for action in turn if action.kind == "B")
+        held += sum(put_off(a.stage) for a in turn if a.kind == "B" and ("W", a.stage, a.microbatch) in awaited)
+        most = max(most, held)
+        held -= sum(put_off(action.stage) for action in turn if action.kind == "W")
     return most
 
 

@@ -1,6 +1,7 @@
 """What one action of a schedule takes, from FLOPs, bytes and link speeds: the cost model, written out.
 
-A forward takes its FLOPs over the GPU's rate, a backward twice that, and once more where a layer is made again.
+A forward takes its FLOPs over the GPU's rate, a backward twice that, and once more where a layer is made again. Of the
+backward the gradients of layers' weights can be an action of their own.
 Tokens that are gathered for tensor or context parallelism are waited for. Exchanges with experts are waited for, too,
 unless another microbatch's compute hides them: that is the schedule's affair (`forecast.py`). Gathers of weights and
 sums of gradients run behind the action that they belong to, and are waited for where they take longer.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from postlude.layout import Layout, Stage
@@ -92,6 +93,19 @@ class CostModel:
         table = self.once if action.microbatch == which else self.works
         return table[action.kind, action.stage]
 
+    def apart(self, action: Action) -> Work:
+        """The same where a backward puts off the gradients of weights: a W makes them, and the last of them sums."""
+        if action.kind == "F":
+            return self(action)
+        stage = Stage(action.stage, self.layout.stages)
+        made = self._seconds(self._weight_flops(stage))
+        if action.kind == "B":
+            whole = self.works["B", action.stage]
+            return replace(whole, compute=whole.compute - made)
+        once = action.microbatch == self.microbatches - 1
+        summed = self._weights("B", self.sizes.stage(stage), once)
+        return Work(made, waited=max(0.0, summed - made))
+
     @property
     def transfer_seconds(self) -> float:
         """From one pipeline rank to the next: this rank's tokens, [T / tp, H]."""
@@ -133,6 +147,18 @@ class CostModel:
             total += (1 + depths) * 2.0 * hidden * config.vocab_size + depths * 4.0 * hidden**2
         return total
 
+    def _weight_flops(self, stage: Stage) -> float:
+        """Of the gradients of weights that a backward can put off, a token: all but the head's."""
+        config, hidden = self.config, self.config.hidden_size
+        depths = len(config.pattern.mtp) if self.mtp and stage.last else 0
+        blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
+        each = sum(count * (block.flops(hidden) - block.attends(NOMINAL_LENGTH)) for block, count in blocks)
+        return each + depths * 4.0 * hidden**2
+
+    def _seconds(self, flops: float) -> float:
+        """Of so many FLOPs a token, for a microbatch."""
+        return flops * self.tokens / (self.machine.flops * self.machine.efficiency)
+
     def _counts(self, stage: Stage) -> Counter[str]:
         return Counter(symbols_of(self.config, stage, self.mtp))
 
@@ -142,7 +168,7 @@ class CostModel:
         hidden, size = config.hidden_size, self.compute_bytes
         times = 1.0 if kind == "F" else 2.0 + AGAIN[self.recompute]
         trips = 2.0 if kind == "B" and self.recompute == "full" else 1.0  # a backward moves what its forward did
-        compute = times * self._flops(stage) * self.tokens / (machine.flops * machine.efficiency)
+        compute = times * self._seconds(self._flops(stage))
         by_tp = sum(count * block.moved_by_tp(hidden) for block, count in blocks) * (layout.tp - 1)
         by_cp = sum(count * block.moved_by_cp(layout.cp) for block, count in blocks)
         waited = by_tp / machine.ring_rate(layout.tp, 1) + by_cp / machine.ring_rate(layout.cp, layout.tp)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from postlude.layout import Layout
-from postlude.pipeline.order import Action, Turn
+from postlude.pipeline.order import ZERO_BUBBLE, Action, Overlap, Turn
 from postlude.plan.clock import Timeline, replay
 from postlude.plan.cost import CostModel, Work
 from postlude.plan.memory import Memory, estimate, schedule_of
@@ -43,7 +43,7 @@ class Forecast:
     """What a step will take."""
 
     model: CostModel
-    overlap: bool
+    overlap: Overlap
     step: StepTime
     memory: list[Memory]
     """Of each pipeline rank."""
@@ -89,12 +89,13 @@ def simulate(
     cost: Callable[[Action], Work],
     *,
     microbatches: int,
-    overlap: bool = False,
+    overlap: Overlap = False,
     transfer_seconds: float = 0.0,
     after: float = 0.0,
 ) -> StepTime:
     """Run a step's schedule on the clock. `cost` may be a `CostModel`, or give what was measured.
 
+    With "zero_bubble" it is asked for what a B takes without its weights' gradients, and a W with: `CostModel.apart`.
     `after` are seconds that follow the last backward: the optimizer's.
     """
     schedule = schedule_of(layout, microbatches, overlap=overlap)
@@ -112,12 +113,12 @@ def simulate(
     return StepTime(timeline, timeline.makespan + after, *means)
 
 
-def forecast(model: CostModel, *, overlap: bool = False, moments: float = 2, device: str = "cuda") -> Forecast:
+def forecast(model: CostModel, *, overlap: Overlap = False, moments: float = 2, device: str = "cuda") -> Forecast:
     """A step of the cost model's layout: its time, and each pipeline rank's memory."""
     layout = model.layout
     step = simulate(
         layout,
-        model,
+        model.apart if overlap == ZERO_BUBBLE else model,
         microbatches=model.microbatches,
         overlap=overlap,
         transfer_seconds=model.transfer_seconds,
@@ -126,7 +127,7 @@ def forecast(model: CostModel, *, overlap: bool = False, moments: float = 2, dev
     return Forecast(model, overlap, step, memory_of(model, overlap=overlap, moments=moments, device=device))
 
 
-def memory_of(model: CostModel, *, overlap: bool, moments: float = 2, device: str = "cuda") -> list[Memory]:
+def memory_of(model: CostModel, *, overlap: Overlap, moments: float = 2, device: str = "cuda") -> list[Memory]:
     """What each pipeline rank needs."""
     return estimate(
         model.config,

@@ -17,7 +17,7 @@ from postlude.model.blocks import BLOCKS, Block
 from postlude.model.recompute import Recompute
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
 from postlude.optimizer import Weights
-from postlude.pipeline.order import Turn, turns
+from postlude.pipeline.order import Overlap, Turn, turns
 from postlude.plan.clock import most_held
 from postlude.plan.sizes import Sizes, layers_of, sizes_of, total
 
@@ -39,7 +39,7 @@ class Memory:
     """Whole weights while they are used, in the dtype of computation; where gradients are summed once a step, those
     too."""
     activations: int
-    """What the forward of microbatches in flight keeps for their backward."""
+    """What the forward of microbatches in flight keeps for their backward, and a backward for what it puts off."""
     working: int
     """What the backward of a layer holds besides, and makes again where it recomputes."""
     head: int
@@ -70,7 +70,7 @@ def estimate(
     frozen: int = 0,
     device: str = "cpu",
     microbatches: int | None = None,
-    overlap: bool = False,
+    overlap: Overlap = False,
     gather_once: bool = False,
     weights: Weights = "fp32",
     mtp: bool = True,
@@ -95,7 +95,8 @@ def estimate(
         last = stages[-1].last
         held = {stage.index: _kept(config, stage, recompute, mtp) for stage in stages}
         own = schedule_of(layout, microbatches, overlap=overlap)[rank]
-        in_flight = most_held(own, lambda stage, held=held: held[stage])  # type: ignore[misc]
+        put_off = {stage.index: _put_off(config, stage, mtp) for stage in stages}
+        in_flight = most_held(own, held.__getitem__, put_off.__getitem__)
         at_work = max(_at_work(config, stage, recompute, mtp) for stage in stages)
         found.append(
             Memory(
@@ -115,18 +116,18 @@ def estimate(
     return found
 
 
-def schedule_of(layout: Layout, microbatches: int | None, *, overlap: bool) -> tuple[tuple[Turn, ...], ...]:
+def schedule_of(layout: Layout, microbatches: int | None, *, overlap: Overlap) -> tuple[tuple[Turn, ...], ...]:
     """The turns of every pipeline rank; without a number, of enough microbatches that no more would be in flight."""
     return _schedule(layout.pp, layout.vpp, 4 * layout.pp if microbatches is None else microbatches, overlap)
 
 
 @lru_cache(maxsize=64)  # a search asks for few of them many times
-def _schedule(pp: int, vpp: int, microbatches: int, overlap: bool) -> tuple[tuple[Turn, ...], ...]:
+def _schedule(pp: int, vpp: int, microbatches: int, overlap: Overlap) -> tuple[tuple[Turn, ...], ...]:
     return tuple(turns(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, overlap=overlap) for rank in range(pp))
 
 
 def _gathered(
-    sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, overlap: bool, once: bool
+    sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, overlap: Overlap, once: bool
 ) -> int:
     """Whole weights beside the stored ones: a layer's and the next one's; or all of the rank's.
 
@@ -181,6 +182,13 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
         kept = layers * hidden
     outside = hidden * (2 * stage.last + 6 * depths)  # the final norm's; a depth's two norms and their projection
     return kept + outside
+
+
+def _put_off(config: ModelConfig, stage: Stage, mtp: bool) -> float:
+    """Numbers that one token leaves for the gradients of a stage's weights, where its backward has put them off."""
+    depths = len(config.pattern.mtp) if mtp and stage.last else 0
+    own = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
+    return sum(block.put_off(config.hidden_size) for block in own) + 3 * config.hidden_size * depths
 
 
 def _at_work(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:

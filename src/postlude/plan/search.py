@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from postlude.layout import Layout, Stage
 from postlude.model.blocks import BLOCKS
+from postlude.pipeline.order import ZERO_BUBBLE, Overlap, check_overlap
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import Forecast, forecast, memory_of
 from postlude.plan.memory import STORED
@@ -31,7 +32,7 @@ class Found:
     """Bytes that a rank needs at least, as far as was looked."""
 
 
-def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: bool = False, most: int = 5) -> Found:
+def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap = False, most: int = 5) -> Found:
     """The fastest layouts of `gpus` GPUs for steps of at least `batch_tokens` tokens, all else as in `start`."""
     room, least, fitting = ROOM * start.machine.memory, math.inf, 0
     ranked: list[tuple[float, int, CostModel]] = []
@@ -41,6 +42,7 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: bool = Fa
         if microbatches < layout.pp or start.budget % (2 * layout.cp * layout.tp):
             continue
         with suppress(ValueError):
+            check_overlap(overlap, pp=layout.pp, vpp=layout.vpp)
             start.config.fits(layout)
             fitting += 1
             key = layout.tp, layout.ep
@@ -97,15 +99,19 @@ def _divisors(number: int, most: int) -> list[int]:
     return [each for each in range(1, min(number, most) + 1) if number % each == 0 and (each & (each - 1)) == 0]
 
 
-def _foretold(model: CostModel, overlap: bool) -> float:
-    """Seconds for a token by theory: the busiest rank's work, and a bubble of (pp - 1) / (vpp · microbatches)."""
+def _foretold(model: CostModel, overlap: Overlap) -> float:
+    """Seconds for a token by theory: the busiest rank's work, and a bubble of (pp - 1) / (vpp · microbatches).
+
+    With "zero_bubble" a third of it, as if all actions took as long.
+    """
     layout = model.layout
     busy = [0.0] * layout.pp
     for (kind, stage), work in model.works.items():
-        exposed = work.exchange if not overlap else max(0.0, work.exchange - work.compute)
+        exposed = max(0.0, work.exchange - work.compute) if overlap is True else work.exchange
         busy[stage % layout.pp] += work.compute + work.waited + exposed
         busy[stage % layout.pp] += (model.once[kind, stage].waited - work.waited) / model.microbatches
-    rounds = model.microbatches + (layout.pp - 1) / layout.vpp
+    bubble = (layout.pp - 1) / layout.vpp / (3 if overlap == ZERO_BUBBLE else 1)
+    rounds = model.microbatches + bubble
     return max(busy) * rounds / (model.microbatches * layout.dp)
 
 

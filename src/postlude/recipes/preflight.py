@@ -27,6 +27,7 @@ from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer, read_model, with_depths
 from postlude.hf.source import Source
 from postlude.model import ModelConfig
+from postlude.pipeline.order import check_overlap
 from postlude.plan.memory import Memory, estimate
 from postlude.plan.sizes import parameters_in
 from postlude.recipes.ahead import source_of, told
@@ -339,6 +340,7 @@ def _layout(subject: Subject) -> str:
             f"{subject.start.ranks}."
         )
     config.fits(layout)
+    check_overlap(subject.config.overlap, pp=layout.pp, vpp=layout.vpp)
     if layout.ep > 1 and not any(block.has_experts for block in config.blocks.values()):
         raise ValueError(f"ep is {layout.ep}, but {subject.config.model} has no experts to spread. Use ep=1.")
     return f"{layout} on {_ranks(layout.world_size)}"

@@ -19,6 +19,7 @@ from postlude.layout import Layout
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
 from postlude.model.recompute import Recompute
+from postlude.pipeline.order import Overlap
 from postlude.verify.choices import GRID
 
 BUDGET = 32
@@ -36,7 +37,7 @@ class Case:
     layout: Layout
     objective: str = "grpo"
     recompute: Recompute = "none"
-    overlap: bool = False
+    overlap: Overlap = False
     compute_dtype: torch.dtype = torch.float32
     tied: bool | None = None
     initializer_range: float | None = None

@@ -9,6 +9,7 @@ from postlude.layout import Layout
 from postlude.objectives import SFT, Objective, PolicyGradient, Preference, ReferenceKL
 
 RECOMPUTE = ("none", "selective", "full")
+OVERLAPS = ("zero_bubble",)  # beside yes and no
 
 # Of the largest value. Half precision rounds each rank's part by itself, so layouts differ by a few of its steps.
 TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3})

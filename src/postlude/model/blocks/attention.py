@@ -107,6 +107,10 @@ class AttentionConfig(BlockConfig):
         heads = 6 * self.heads if self.output_gate else 3 * self.heads
         return 3 * hidden_size + self.head_dim * (heads + 4 * self.kv_heads)
 
+    def put_off(self, hidden_size: int) -> float:
+        """The norm's output and the heads; gradients of queries, keys, values, a gate, and the output."""
+        return 2 * hidden_size + self.head_dim * ((3 if self.output_gate else 2) * self.heads + 2 * self.kv_heads)
+
     def fits(self, layout: Layout, name: str) -> None:
         """Each tensor-parallel rank has query heads of its own, and whole key heads or an even part of one."""
         if not self._divided_by(layout.tp):

@@ -88,6 +88,10 @@ class GatedDeltaConfig(BlockConfig):
         """
         return 3 * hidden_size + 3 * (2 * self.keys + self.values) + 6 * self.values
 
+    def put_off(self, hidden_size: int) -> float:
+        """The norm's output and the gated heads; gradients of queries, keys, values, gates, and the output."""
+        return 2 * hidden_size + 2 * self.keys + 3 * self.values + 2 * self.value_heads
+
     def fits(self, layout: Layout, name: str) -> None:
         """Each tensor- and context-parallel rank has key heads of its own, and the value heads that go with them."""
         ranks = layout.tp * layout.cp

@@ -115,6 +115,11 @@ class LatentAttentionConfig(BlockConfig):
         latents = 2 * (self.latent_size + (self.query_latent_size or 0)) + self.rope_dim
         return 3 * hidden_size + latents + self.heads * (4 * self.query_dim + 3 * self.value_dim)
 
+    def put_off(self, hidden_size: int) -> float:
+        """The norm's output, latents and the heads; gradients of latents, queries, keys, values, and the output."""
+        latents = 2 * (self.latent_size + (self.query_latent_size or 0)) + self.rope_dim
+        return 2 * hidden_size + latents + self.heads * (self.query_dim + self.nope_dim + 2 * self.value_dim)
+
     def fits(self, layout: Layout, name: str) -> None:
         """Each tensor-parallel rank has heads of its own."""
         if self.heads % layout.tp:

@@ -104,6 +104,10 @@ class MambaConfig(BlockConfig):
         """The norm's input and output; x, B and C before and after the convolution; z; the scan's output, twice."""
         return 3 * hidden_size + 3 * (self.inner + 2 * self.shared) + 5 * self.inner
 
+    def put_off(self, hidden_size: int) -> float:
+        """The norm's output and the gated heads; gradients of x, B, C, z, steps, and the output."""
+        return 2 * hidden_size + 3 * self.inner + 2 * self.shared + self.heads
+
     def fits(self, layout: Layout, name: str) -> None:
         """Each tensor- and context-parallel rank has heads of its own, and whole groups or an even part of one."""
         if not self._divided_by(layout.tp, layout.cp):

@@ -98,6 +98,10 @@ class MLPConfig(GatedConfig):
         """The norm's input and output, and every feature before and after the activation."""
         return 3 * hidden_size + self.intermediate_size * (4 if self.gated else 2)
 
+    def put_off(self, hidden_size: int) -> float:
+        """The norm's output and the features; gradients of those before the activation, and of the output."""
+        return 2 * hidden_size + self.intermediate_size * (3 if self.gated else 2)
+
 
 class MLP(Block):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""

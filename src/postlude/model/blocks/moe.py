@@ -135,6 +135,14 @@ class MoEConfig(GatedConfig):
         chosen = self.top_k * (2 * (self.latent_size or hidden_size) + wide * self.intermediate_size)
         return 3 * hidden_size + chosen + wide * self.shared_intermediate_size + 2 * self.experts
 
+    def put_off(self, hidden_size: int) -> float:
+        """As an MLP, for each chosen expert and a shared one; the norm's output, and the gradients of the scores."""
+        wide = 3 if self.gated else 2
+        chosen = self.top_k * (2 * (self.latent_size or hidden_size) + wide * self.intermediate_size)
+        outputs = hidden_size if self.shared_intermediate_size or self.latent_size else 0
+        others = hidden_size + outputs + 2 * self.latent_size + self.experts
+        return chosen + wide * self.shared_intermediate_size + others
+
     def fits(self, layout: Layout, name: str) -> None:
         """Each expert-parallel rank holds as many experts."""
         if self.experts % layout.ep:

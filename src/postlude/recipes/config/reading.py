@@ -137,6 +137,8 @@ def _sentence(error: ValidationError, node: Node, written: Written) -> ConfigErr
         if part in kinds and (len(kinds) > 1 or part == ""):
             node = kinds[str(part)]
             continue
+        if not kinds and len(schema.alternatives(node)) > 1:
+            break  # what follows is which of several it was not
         if first["type"] == "missing" and place == len(first["loc"]) - 1:
             return _missing(written, str(part), kinds[""]["properties"][part])
         node = _inside(node, part)

@@ -412,9 +412,10 @@ class Training(Model):
     """Multi-token prediction of the tokens that are learned, beside the objective; none leaves it out."""
     recompute: Recompute = "none"
     """What is computed again in the backward instead of kept."""
-    overlap: bool = False
-    """Whether one microbatch's forward and another's backward take turns, so that exchanges with experts hide behind
-    compute. It keeps one more microbatch and whole weights."""
+    overlap: bool | Literal["zero_bubble"] = False
+    """What a rank does where it would wait. True: one microbatch's forward and another's backward take turns, so that
+    exchanges with experts hide behind compute; it keeps one more microbatch and whole weights. "zero_bubble": a
+    pipeline's backwards put off the gradients of weights, which are made in its bubble."""
     gather_once: bool = False
     """Whether weights are gathered and gradients summed once a step instead of once a microbatch, where ranks share
     them. Each then needs room for all of its stage's weights and gradients."""
