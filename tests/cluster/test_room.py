@@ -6,6 +6,7 @@ import logging
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from postlude.cluster import gang
+from postlude.cluster.crews import ActorCrew
 from postlude.cluster.driving import Job
 from postlude.cluster.gang import Gang
 from postlude.cluster.joining import LOCAL, Needs, check_room, missing
@@ -25,6 +27,7 @@ from postlude.rollout.servers import starting
 from postlude.rollout.servers.errors import ServerError
 from postlude.rollout.servers.machine import Program
 from postlude.rollout.servers.starting import Started
+from postlude.rollout.workers import WorkerError
 from tests.cluster.conftest import QUIET
 from tests.rollout.test_starting import saying, until
 
@@ -137,6 +140,20 @@ def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said
         return len(made_up.own) > 4
 
     Gang._wait(SimpleNamespace(needs=needs, group=SimpleNamespace(wait=come)), lambda: None, 10.0)  # type: ignore[arg-type]
+
+
+def test_workers_without_a_place_are_waited_for_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        closing(ActorCrew(b"", "judge", 1, timeout=1.0, cpus=0.5, patience=100.0)) as crew,
+        caplog.at_level(logging.WARNING, "postlude"),
+    ):
+        crew._limit()
+        crew.idle_since = time.monotonic() - 70
+        assert 0 < (crew._limit() or 0) < 31, "then it is said, or given up"
+        assert "no worker of judge has a place yet; each takes 0.5 CPU(s) of the cluster." in caplog.text
+        crew.idle_since = time.monotonic() - 101
+        with pytest.raises(WorkerError, match="no place for a worker of judge for 100 s; each takes"):
+            crew._limit()
 
 
 @pytest.mark.slow

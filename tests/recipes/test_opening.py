@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +22,13 @@ from tests.conftest import Ranks
 ALL = ["Conversations", "GatheredGenerator", "SingleTurn"]
 
 
-def trainer_of(recipe: str, directory: str) -> grpo.GRPOTrainer | distill.DistillTrainer:
+def trainer_of(recipe: str, directory: str, budget: int = 64) -> grpo.GRPOTrainer | distill.DistillTrainer:
     place = Path(directory)
     rows = [json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(12)]
     (place / "tasks.jsonl").write_text("".join(rows))
     (place / "judge.py").write_text("def score(prompt, completion, example):\n    return 0.0\n")
     under = "data." if recipe == "distill" else ""
-    words = [f"--run={place}/run", "--budget=64", f"--{under}environment=dataset"]
+    words = [f"--run={place}/run", f"--budget={budget}", f"--{under}environment=dataset"]
     words += [f"--{under}environment.path={place}/tasks.jsonl", f"--{under}environment.reward={place}/judge.py:score"]
     words += [f"--{under}environment.workers=0", f"--{under}answers.max_new_tokens=2"]
     if recipe == "grpo":
@@ -75,6 +76,19 @@ def test_what_is_open_is_closed_where_a_later_part_fails(
 ) -> None:
     recipe = "grpo" if "grpo" in part else "distill"
     assert ranks(1, fails, str(tmp_path), recipe, part) == [(closed, 0)]
+
+
+def rooms(group: Any, directory: str) -> list[int]:
+    found = []
+    for budget in (64, 70_000):
+        with closing(trainer_of("grpo", directory, budget)) as trainer:
+            assert isinstance(trainer.rollouts.engine, GatheredGenerator)  # type: ignore[union-attr]
+            found.append(trainer.rollouts.engine.generator.max_batch_tokens)  # type: ignore[union-attr]
+    return found
+
+
+def test_the_generator_has_room_for_a_sequence_of_the_budget(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1, rooms, str(tmp_path)) == [[65_536, 70_000]]
 
 
 def seeds(group: Any, directory: str) -> list[set[int]]:

@@ -156,8 +156,8 @@ def _started(
     """One start of all ranks: what each answered, and why they ended if not all have a value."""
     import ray
 
-    relay = _relay(needs.ranks)
     gang = Gang(needs, signalled.check_early, job.timeout, patient=patient)
+    relay = _relay(needs.ranks)  # after that, since nobody ends it where there is no room
     try:
         servers = Nodes(Path(job.config.run).expanduser().absolute() / SERVERS)
         hire = Actors(job.settings.worker_cpus, max(START_LIMIT, job.timeout))

@@ -23,6 +23,7 @@ from postlude.recipes.run.directory import check_run, open_run
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.run.surroundings import surroundings
 from postlude.recipes.serving import of_servers, served
+from postlude.recipes.started import native_length
 from postlude.recipes.verdict import EVALUATED
 from postlude.recipes.where import HERE, Where
 from postlude.rollout.conversations import Answered
@@ -102,4 +103,4 @@ def _engine(config: EvalConfig, tokenizer: Any, device: str, where: Where) -> Ra
         device=device,
         mtp=config.answers.draft is not None,
     ).eval()
-    return SharedGenerator(model, tokenizer, draft=config.answers.draft)
+    return SharedGenerator(model, tokenizer, draft=config.answers.draft, **native_length(config.budget))

@@ -34,6 +34,7 @@ from postlude.recipes.started import (
     describe_model,
     devices_left,
     here,
+    native_length,
     own_length,
     program_of,
     started_length,
@@ -71,7 +72,7 @@ def engine_of(
     `budget` is the most tokens that are asked for, prompt and answer together. `beside`: the trainer goes on meanwhile.
     """
     if isinstance(rollout, Native):
-        return GatheredGenerator(engine, tokenizer, draft=answers.draft, routing=routing)
+        return GatheredGenerator(engine, tokenizer, draft=answers.draft, routing=routing, **native_length(budget))
     way: dict[str, Any] = {}
     if isinstance(rollout, Sync):
         way = {"sync": rollout.sync, "seconds": rollout.sync_timeout, "check_every": rollout.check_every}

@@ -67,6 +67,11 @@ def own_length(config: ModelConfig, tokenizer: Any) -> int | None:
     return min(positions, getattr(tokenizer, "model_max_length", positions))
 
 
+def native_length(budget: int) -> dict[str, int]:
+    """What a generator is to be told so that a sequence of the budget has room."""
+    return {"max_batch_tokens": budget} if budget > USUAL_LENGTH else {}
+
+
 def started_length(rollout: Generators | StartedVLLM, model: str, own: int | None) -> Length | None:
     """What limits servers that are started: your words for them, or the model's own length; None if nothing does."""
     vllm = isinstance(rollout, StartedVLLM)
@@ -108,7 +113,7 @@ def program_of(
         command = [sys.executable, "-m", "postlude", "serve", model, "--host", "{host}", "--port", "{port}"]
         command += ["--dtype", written, "--device", where, "--threads", str(rollout.threads)]
         command += ["--empty"] if empty else []
-        command += [GENERATOR_LENGTH, str(budget)] if budget > USUAL_LENGTH else []
+        command += [GENERATOR_LENGTH, str(budget)] if native_length(budget) else []
         environment = {"OMP_NUM_THREADS": str(rollout.threads)}
     else:
         command = [_python(rollout), "-m", ENTRY, "--model", model, "--host", "{host}", "--port", "{port}"]
