@@ -297,6 +297,8 @@ class Engine:
     @property
     def _own_parameters(self) -> list[nn.Parameter]:
         """Those of `parameters` that this stage speaks for."""
+        if self.layout.pp == 1:
+            return list(self.parameters.values())
         return [each for name, each in self.parameters.items() if not self._is_second_copy(name)]
 
     def evaluate(

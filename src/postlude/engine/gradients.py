@@ -24,8 +24,8 @@ def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> T
     """
     chunks, shares = list[Tensor](), list[float]()
     for tensor, alike in tensors:
-        flat = held(tensor).reshape(-1)
-        cut = [flat] if flat.numel() <= CHUNK else flat.split(CHUNK)
+        part = held(tensor)
+        cut = [part] if part.numel() <= CHUNK else part.reshape(-1).split(CHUNK)
         chunks += cut
         shares += [1.0 / alike] * len(cut)
     squares = torch.zeros((), dtype=torch.float64, device=device)

@@ -89,7 +89,7 @@ def local(parameter: Tensor) -> Tensor:
 def held(parameter: Tensor) -> Tensor:
     """The very memory this rank stores of a parameter or its gradient, whatever it is cut over. No gradient."""
     if not is_shared(parameter):
-        return parameter.detach()
+        return parameter.detach() if parameter.requires_grad else parameter
     with torch.no_grad():
         part: Tensor = parameter.to_local()
     return part
