@@ -190,6 +190,7 @@ def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path,
         give_up=heard.append,
     )
     monkeypatch.setattr(starting, "LOOKED", 0.01)
+    monkeypatch.setattr(starting, "SETTLED", 0.01)
     monkeypatch.setattr(starting, "_answers", lambda url, body=None: True)
     ends = iter([False, False])
     gone = Machines(lambda: None if next(ends, True) is False else tail(tmp_path / "gone.log"), lambda: None)
@@ -206,6 +207,15 @@ def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path,
         started.watch(engine)
         until(lambda: "http://8001" in heard)
     assert heard[0] == "http://8000 cannot be looked after: no such actor"
+    heard.clear()
+    engine.fleet.servers = [SimpleNamespace(url="http://8000", state="gone", problem="cannot be reached")]
+    known = iter([None, None])
+    dying = Machines(lambda: next(known, "was ended by signal 9"), lambda: None)
+    with closing(Started(FAKE, 1, dying)) as started:
+        started.start()
+        started.watch(engine)
+        until(lambda: "http://8001" in heard)
+    assert heard[0] == "http://8000 was ended by signal 9", "as is known a moment after it is not reached any more"
 
 
 def test_the_first_error_of_a_log_is_told_before_its_last_lines(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from postlude.rollout.servers.errors import ServerError
 from postlude.rollout.servers.machine import Machine, Program, Running
 
 LOOKED = 0.2  # seconds between two looks at all servers
+SETTLED = 0.5  # seconds after which it is known why a server is not reached any more, if it has ended
 SAID = 30.0  # seconds without a place for a server after which that is said, again and again
 ANSWERED_WITHIN = 5.0
 NOTICED_WITHIN = 10.0  # seconds after which it is known that a server ended, on a busy machine
@@ -107,9 +108,13 @@ class Started:
                 coming = place.deadline is not None
                 try:
                     problem = self._problem(place)
+                    if problem is None and (problem := _given_up(engine, place.running.url)):
+                        if self._closing.wait(SETTLED):
+                            return
+                        problem = self._problem(place) or problem  # that it ended says more, and is known by then
                 except Exception as error:  # of whatever machine it is: the others are watched on
                     problem = f"cannot be looked after: {error}"
-                if problem := problem or _given_up(engine, place.running.url):
+                if problem:
                     self._replace(place, problem, engine, known=not coming)
                 elif coming and place.deadline is None:
                     engine.join(place.running.url)
