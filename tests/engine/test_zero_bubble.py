@@ -80,3 +80,9 @@ def test_two_steps_in_packed_microbatches_of_unequal_length(ranks: Any, recomput
 )
 def test_every_layout(ranks: Any, size: int, layout: str, pattern: str, options: dict[str, Any]) -> None:
     assert_one(ranks(size, both, layout, config(pattern), options))
+
+
+@pytest.mark.thorough
+def test_a_depth_that_is_repeated(ranks: Any) -> None:
+    """Its stage puts off nothing, and has Ws all the same."""
+    assert_one(ranks(2, both, "pp=2", config("[*-][*E]/[*-]/[*-]", mtp_repeated=True), {}))

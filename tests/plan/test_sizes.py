@@ -83,6 +83,13 @@ def test_what_is_put_off_lasts_until_it_is_made() -> None:
         assert (more.gathered, more.working, more.head) == (less.gathered, less.working, less.head)
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_stage_with_a_repeated_depth_puts_off_nothing(repeated: bool) -> None:
+    config = replace(config_of("tiny-dense", "/[*-]/[*-]"), mtp_repeated=repeated)
+    plain, filled = (estimate(config, Layout(pp=2), overlap=how, **HOW)[1] for how in (False, "zero_bubble"))
+    assert (filled.activations == plain.activations) == repeated
+
+
 @pytest.mark.parametrize("symbol", list("*SMG+-E"))
 def test_what_is_put_off_is_what_blocks_say(symbol: str) -> None:
     """Within a tenth; heads of a few features leave more than their own."""

@@ -21,7 +21,7 @@ from postlude.model.blocks import BLOCKS, Block
 from postlude.model.recompute import Recompute
 from postlude.pipeline.order import Action
 from postlude.plan.machine import Machine
-from postlude.plan.memory import STORED, symbols_of
+from postlude.plan.memory import STORED, puts_off, symbols_of
 from postlude.plan.sizes import Held, Sizes, sizes_of
 
 AGAIN: Mapping[Recompute, float] = {"none": 0.0, "selective": 0.1, "full": 1.0}
@@ -148,8 +148,10 @@ class CostModel:
         return total
 
     def _weight_flops(self, stage: Stage) -> float:
-        """Of the gradients of weights that a backward can put off, a token: all but the head's."""
+        """Of the gradients of weights that a backward puts off, a token: all but the head's."""
         config, hidden = self.config, self.config.hidden_size
+        if not puts_off(config, stage):
+            return 0.0
         depths = len(config.pattern.mtp) if self.mtp and stage.last else 0
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
         each = sum(count * (block.flops(hidden) - block.attends(NOMINAL_LENGTH)) for block, count in blocks)

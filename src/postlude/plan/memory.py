@@ -184,8 +184,15 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
     return kept + outside
 
 
+def puts_off(config: ModelConfig, stage: Stage) -> bool:
+    """Whether a stage's backward can leave the gradients of weights for later: not where one is used twice."""
+    return not (stage.last and config.pattern.mtp and config.mtp_repeated)
+
+
 def _put_off(config: ModelConfig, stage: Stage, mtp: bool) -> float:
     """Numbers that one token leaves for the gradients of a stage's weights, where its backward has put them off."""
+    if not puts_off(config, stage):
+        return 0.0
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     own = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
     return sum(block.put_off(config.hidden_size) for block in own) + 3 * config.hidden_size * depths
