@@ -72,15 +72,17 @@ def test_coded_logits_give_the_gradient(columns: int, bias: bool, softcap: bool)
     state = torch.full((4, 6), torch.nan, device=DEVICE)
     buffer = torch.zeros(6, -(-columns // 64) * 64, dtype=HALF, device=DEVICE)
     codes = buffer[:, :columns]
-    partial = coded.encode(operands.hidden, operands.weight, shift, rows, columns, codes, state)
-    results, exact = triton_epilogue.results(state), torch_epilogue.results(expected)
+    partial, results = coded.encode(operands.hidden, operands.weight, shift, rows, columns, codes, state)
+    exact, again = torch_epilogue.results(expected), triton_epilogue.results(state)
+    for name in ("logprob", "entropy", "normalizer"):
+        assert torch.equal(getattr(results, name), getattr(again, name))
     for name in ("logprob", "entropy", "lse"):
         assert_close(getattr(results, name), getattr(exact, name), name, scale=float(exact.state.abs().max()))
     ones = torch.ones(6, device=DEVICE)
     upstream = Upstream(ones, ones, ones)
     wanted = torch_epilogue.coefficients(slab.rows, exact.normalizer, exact.entropy, upstream, None)
     gradient = torch_epilogue.differentiate(slab, wanted, torch.float64)
-    got = coded.decode(codes, partial, rows, state, wanted.float(), masked=bias)
+    got = coded.decode(codes, partial, rows, results, upstream, masked=bias)
     assert got.data_ptr() == buffer.data_ptr()
     assert_close(got, gradient, "gradient", within=2.0**-7)
     if shift is not None and columns > 5 and not softcap:  # a softcap makes minus infinity a number
@@ -92,20 +94,20 @@ def test_coded_logits_do_not_hide_what_is_not_a_number() -> None:
     operands.hidden[1, 1] = torch.nan
     state = torch.zeros(4, 6, device=DEVICE)
     codes = torch.zeros(6, 320, dtype=HALF, device=DEVICE)[:, :300]
-    partial = coded.encode(operands.hidden, operands.weight, None, rows, 300, codes, state)
-    results, ones = triton_epilogue.results(state), torch.ones(6, device=DEVICE)
+    partial, results = coded.encode(operands.hidden, operands.weight, None, rows, 300, codes, state)
+    ones = torch.ones(6, device=DEVICE)
     assert results.logprob.isnan().tolist() == [False, True, False, False, False, False]
-    made = triton_epilogue.coefficients(rows, results.normalizer, results.entropy, Upstream(ones, None), None)
-    gradient = coded.decode(codes, partial, rows, state, made, masked=False)
+    gradient = coded.decode(codes, partial, rows, results, Upstream(ones, None), masked=False)
     assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == results.logprob.isnan().tolist()
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["begun early", "ignored"])
 @pytest.mark.parametrize("memory_budget", [None, 4000], ids=["one slab", "slabs"])
-def test_objective_of_coded_logits(memory_budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objective_of_coded_logits(memory_budget: int | None, ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole of `linear_objective`, as a GPU runs it: a few slabs, whose sum is rounded once each."""
     monkeypatch.setattr(problem, "operand_dtype", lambda dtype, _: dtype)
     operands = Operands.random(9, 16, 301, device=DEVICE)
-    operands.targets[4] = -100
+    operands.targets[4] = -100 if ignored else 300
     operands.hidden = operands.hidden.detach().to(HALF).requires_grad_()
     operands.weight = operands.weight.detach().to(HALF).requires_grad_()
 

@@ -98,7 +98,13 @@ class TestOnTheGpu:
                 arguments = (operands.hidden, operands.weight, operands.targets)
                 stats = linear_logprobs(*arguments, entropy=True, lse=True, target_count=count)
                 results = (stats.logprob, stats.entropy, stats.lse)
-                answers.append((*results, *operands.gradients(results)))
+                # Slabs of 52 tokens, of which the first is what begins.
+                swept = linear_objective(
+                    *arguments, lambda logprob, _, __: logprob, lse=True, target_count=count, memory_budget=1_000_000
+                )
+                gradients = torch.autograd.grad(swept.loss, operands.leaves())
+                swept_stats = (swept.token_loss, swept.stats.lse, swept.loss)
+                answers.append((*results, *operands.gradients(results), *swept_stats, *gradients))
             for early, told in zip(*answers, strict=True):
                 assert torch.equal(early, told)
 

@@ -8,6 +8,7 @@ logits are gone: 6·N·H·V, a floor 25 % lower.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -26,10 +27,10 @@ from postlude.ops.linear_logprobs.api import (
 )
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import PLAIN, LogitKeywords, Logits
-from postlude.ops.linear_logprobs.plan import plan_coded_sweep, plan_sweep
+from postlude.ops.linear_logprobs.plan import plan_sweep
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state
-from postlude.ops.linear_logprobs.sweep import CodedProjection, Gradients, Head, Projection, Wanted
+from postlude.ops.linear_logprobs.sweep import EarlySweep, Gradients, Head, Projection, TokenSweep, Wanted
 
 TokenObjective = Callable[[Tensor, Tensor | None, Any], Tensor]
 
@@ -75,13 +76,19 @@ def linear_objective(
     logits are made among them, are those of `linear_logprobs`.
     """
     how = how.but(**changes)
-    problem = resolve(hidden, weight, targets, how)
+    tensors = hidden, weight, how.bias
+    wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in tensors))
+    wants_gradient = torch.is_grad_enabled() and (wanted.hidden or wanted.weight or wanted.bias)
+    early = None
+    if wants_gradient and how.group is None:
+        early = EarlySweep(Head(flat_hidden(hidden), weight, how.bias), wanted)
+    problem = resolve(hidden, weight, targets, how, early)
     mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor.detach(), targets)))
     asked = Asked(entropy=entropy, lse=lse, hit=hit)
-    wants_gradient = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, how.bias))
-    if problem.group is None and wants_gradient and torch.is_grad_enabled():
+    if problem.group is None and wants_gradient:
+        begun = None if early is None else early.of(problem)
         loss, token_losses, *results = _OneSweep.apply(
-            flat_hidden(hidden), weight, how.bias, problem, token_objective, mine, asked
+            flat_hidden(hidden), weight, how.bias, problem, token_objective, mine, asked, begun
         )
     else:
         logprobs, entropies, *others = token_results(hidden, weight, how.bias, problem, asked)
@@ -107,13 +114,16 @@ class _OneSweep(torch.autograd.Function):
         objective: TokenObjective,
         columns: Any,
         asked: Asked,
+        begun: TokenSweep | None,
     ) -> tuple[Tensor | None, ...]:
         wanted = Wanted(*ctx.needs_input_grad[:3])
         head = Head(problem.take(hidden), weight, bias)
         with without_autocast(hidden.device):
-            results, losses, ctx.gradients = _sweep(
-                head, problem, wanted, objective=objective, columns=columns, entropy=asked.entropy
-            )
+            sweep = begun or _planned(head, problem, wanted)
+            gradients = Gradients(head, problem, wanted, sweep.plan, sweep.shape, exact=sweep.exact)
+            losses = _walk(sweep, problem, gradients, objective=objective, columns=columns, entropy=asked.entropy)
+            results = problem.epilogue.results(sweep.state)
+        ctx.gradients = gradients
         ctx.problem = problem
         outputs = problem.put(losses), *at_positions(results, problem, asked)
         ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
@@ -126,36 +136,48 @@ class _OneSweep(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("linear_objective's gradients were used up by an earlier backward; run it again first.")
         hidden, weight, bias = gradients.finish(scale)
-        return None if hidden is None else ctx.problem.put(hidden), weight, bias, None, None, None, None
+        return None if hidden is None else ctx.problem.put(hidden), weight, bias, None, None, None, None, None
 
 
-def _sweep(
-    head: Head, problem: Problem, wanted: Wanted, *, objective: TokenObjective, columns: Any, entropy: bool
-) -> tuple[Results, Tensor, Gradients]:
-    """Statistics and losses [n] of the projected tokens, and the gradients of the losses' sum."""
-    coded = problem.coded
-    shape, budget, exact = problem.shape(head.hidden.shape[1], coded=coded), problem.memory_budget, True
-    if coded:
-        plan, exact = plan_coded_sweep(shape, weight_gradient=wanted.weight, memory_budget=budget)
-    else:
-        cast = head.weight.dtype != problem.operand
-        plan = plan_sweep(shape, weight_gradient=wanted.weight, weight_cast=cast, memory_budget=budget)
+def _planned(head: Head, problem: Problem, wanted: Wanted) -> TokenSweep:
+    """A sweep of which nothing is done."""
+    shape, budget = problem.shape(head.hidden.shape[1], coded=problem.coded), problem.memory_budget
+    if problem.coded:
+        return TokenSweep.coded(head, problem.rows, shape, problem.operand, wanted, budget)
+    cast = head.weight.dtype != problem.operand
+    plan = plan_sweep(shape, weight_gradient=wanted.weight, weight_cast=cast, memory_budget=budget)
     state = empty_state(shape.rows, problem.compute, head.hidden.device)
-    losses = torch.zeros(shape.rows, dtype=problem.compute, device=head.hidden.device)
-    gradients = Gradients(head, problem, wanted, plan, shape, exact=exact)
-    projection = (CodedProjection if coded else Projection)(head, problem, plan, shape)
-    for rows, vocabulary in plan.slabs(shape):
-        part = state[:, rows]
-        projection.score(rows, vocabulary, part, entropy=entropy)
-        results = problem.epilogue.results(part)
-        losses[rows], upstream = _differentiate(objective, results, _map_tensors(columns, itemgetter(rows)), entropy)
-        picked = problem.rows[rows]
-        coefficients = problem.epilogue.coefficients(picked, results.normalizer, results.entropy, upstream, None)
-        gradients.add(*projection.differentiate(part, coefficients))
-    return problem.epilogue.results(state), losses, gradients
+    return TokenSweep(shape, plan, True, state, Projection(head, problem, plan, shape))
 
 
-def _differentiate(objective: TokenObjective, results: Results, columns: Any, entropy: bool) -> tuple[Tensor, Upstream]:
+def _walk(
+    sweep: TokenSweep,
+    problem: Problem,
+    gradients: Gradients,
+    *,
+    objective: TokenObjective,
+    columns: Any,
+    entropy: bool,
+) -> Tensor:
+    """The losses [n] of the projected tokens. Their statistics go to the sweep's state, the gradients of the losses'
+    sum to `gradients`.
+    """
+    # A slab's kernels take about a millisecond, in which the host has to launch the next one's: little is done by it.
+    projection, scored, losses = sweep.projection, sweep.first, []
+    for rows, vocabulary in sweep.plan.slabs(sweep.shape):
+        results = scored or projection.score(rows, vocabulary, sweep.state[:, rows], entropy=entropy)
+        mine, scored = _map_tensors(columns, itemgetter(rows)), None
+        loss, upstream = _differentiate(objective, results, mine, entropy=entropy)
+        gradients.add(*projection.differentiate(results, upstream))
+        losses.append(loss)
+    if not losses:
+        return torch.zeros(0, dtype=problem.compute, device=sweep.state.device)
+    return torch.cat(losses).to(problem.compute)
+
+
+def _differentiate(
+    objective: TokenObjective, results: Results, columns: Any, *, entropy: bool
+) -> tuple[Tensor, Upstream]:
     """The losses [n] of a slab, and their sum's gradients with respect to log-prob and entropy."""
     with torch.enable_grad():
         logprob = results.logprob.detach().requires_grad_()
@@ -164,8 +186,15 @@ def _differentiate(objective: TokenObjective, results: Results, columns: Any, en
     if not losses.requires_grad:
         return losses, Upstream(None, None)
     leaves = [logprob] if entropies is None else [logprob, entropies]
-    gradients = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
+    with torch.autograd.set_multithreading_enabled(False):  # handing this little to another thread takes longer
+        arriving = _one(losses.dtype, losses.device).expand(losses.shape)
+        gradients = torch.autograd.grad(losses, leaves, arriving, allow_unused=True)
     return losses.detach(), Upstream(*gradients) if entropy else Upstream(gradients[0], None)
+
+
+@functools.cache
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=dtype, device=device)
 
 
 def _call(objective: TokenObjective, logprob: Tensor, entropy: Tensor | None, columns: Any) -> Tensor:

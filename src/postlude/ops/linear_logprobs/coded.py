@@ -25,13 +25,16 @@ from postlude.ops.linear_logprobs.fused import (
     PARTIAL_BYTES,
     STAGES,
     WARPS,
+    all_have_targets,
+    counted,
     join_tiles,
     multiprocessors,
     products_of,
     scaled,
     tile_of,
 )
-from postlude.ops.linear_logprobs.statistics import Picked
+from postlude.ops.linear_logprobs.statistics import Census, Picked, Results, Upstream
+from postlude.ops.linear_logprobs.triton_epilogue import empty_results
 
 TILE_COLUMNS = GRADIENT_TILE[1]
 CODE_BYTES = 2 + PARTIAL_BYTES / TILE_COLUMNS
@@ -49,73 +52,97 @@ _FARTHEST = tl.constexpr(8388608.0 + 65535.0)  # 32 nats and more below its tile
 
 
 def encode(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Picked, columns: int, codes: Tensor, state: Tensor
-) -> Tensor:
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Picked | Census,
+    columns: int,
+    codes: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Results]:
     """Code the logits of hidden [n, H] on the first `columns` of weight [V, H] into `codes` [n, columns], and find
-    their `state` [4, n]. What the codes are relative to is returned: [3, tiles, n], the best of each tile first.
+    their `state` [4, n]. What the codes are relative to is returned, [3, tiles, n], the best of each tile first; and
+    the results of the state.
+
+    A census is of all positions of a call, of which these rows are the first n; see `Kernels.accumulate`.
     """
     count, features = hidden.shape
     block_rows, block_columns, block_features = GRADIENT_TILE
     tiles = -(-columns // TILE_COLUMNS)
     partial = torch.empty(3, tiles, count, dtype=torch.float32, device=hidden.device)
     programs = multiprocessors(hidden.device)
-    _encode_kernel[(programs,)](
+    census = rows if isinstance(rows, Census) else None
+    tensors = (
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
         TensorDescriptor.from_tensor(codes, [block_rows, block_columns // 2]),
-        count,
-        columns,
-        features,
+        *((None, None) if census is None else (census.told.number, census.told.passed)),
         rows.targets,
-        rows.factor,
-        1.0 if rows.inner is None else rows.inner,
+        None if census else rows.factor,
         bias,
         partial,
         state,
-        state.stride(0),
-        SOFTCAP=rows.inner is not None,
-        ROWS=block_rows,
-        COLUMNS=block_columns,
-        FEATURES=block_features,
-        GROUP=GROUP,
-        PROGRAMS=programs,
-        num_warps=WARPS,
+    )
+    numbers = (count, rows.targets.shape[0], columns, features, 1.0 if rows.inner is None else rows.inner)
+    constants = (rows.inner is not None, *GRADIENT_TILE, GROUP, programs)
+    _encode(
+        (programs, 1, 1),
+        tensors,
+        (*numbers, state.stride(0), *counted(census)),
+        (census.ignore_index if census else 0, *constants),
+        WARPS,
         num_stages=STAGES,
     )
-    join_tiles(partial, slice(0, columns), rows.targets, state)
-    return partial
+    if census:
+        census.told.launched()
+    results = empty_results(state)
+    join_tiles(partial, slice(0, columns), rows.targets, state, results)
+    return partial, results
 
 
 def decode(
-    codes: Tensor, partial: Tensor, rows: Picked, state: Tensor, coefficients: Tensor, *, masked: bool
+    codes: Tensor, partial: Tensor, rows: Picked, results: Results, upstream: Upstream, *, masked: bool
 ) -> Tensor:
     """Overwrite `codes` [n, columns] with the gradient of the products that they stand for.
 
     If `masked`, minus infinity was among the logits, and gets no gradient at all.
     """
-    tensors = (codes, partial, rows.targets, rows.factor, state, coefficients)
-    numbers = (codes.shape[0], state.stride(0), coefficients.stride(0))
+    arriving = upstream.logprob, upstream.entropy, upstream.lse
+    made = results.state, results.normalizer, results.entropy
+    tensors = (*arriving, codes, partial, rows.targets, rows.factor, *made)
+    strides = (0 if row is None else row.stride(0) for row in arriving)
+    inner = 1.0 if rows.inner is None else rows.inner
+    numbers = (codes.shape[0], results.state.stride(0), *strides, inner)
     tiles = min(DECODED_TILES, triton.next_power_of_2(partial.shape[1]))
     constants = (codes.stride(0), rows.inner is not None, masked, tiles, TILE_COLUMNS)
     _decode((codes.shape[0], 1, 1), tensors, numbers, constants, DECODING_WARPS)
     return codes
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count", "positions", "stop", "features", "inner", "state_stride", "factor", "low", "high"]
+)
 def _encode_kernel(
     hidden,
     weight,
     codes,
-    count,
-    stop,
-    features,
+    told,
+    passed,
     targets,
     factors,
-    inner,
     bias,
     partial,
     state,
+    count,
+    positions,
+    stop,
+    features,
+    inner,
     state_stride,
+    factor,
+    low,
+    high,
+    IGNORED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -126,6 +153,8 @@ def _encode_kernel(
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop, COLUMNS)
     plane = column_tiles.to(tl.int64) * count
+    if factors is None:  # a census
+        row_tiles = tl.where(all_have_targets(targets, positions, IGNORED, low, high, told, passed), row_tiles, 0)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
         row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
         first = column_tile * COLUMNS
@@ -133,9 +162,13 @@ def _encode_kernel(
         row = row_tile * ROWS + tl.arange(0, ROWS)
         # In halves: the second's registers are free while the first is stored.
         left, right = tl.split(tl.permute(tl.reshape(products, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
-        left = _logits(left, row, first, count, stop, targets, factors, inner, bias, state, state_stride, SOFTCAP)
+        if factors is None:
+            scale = tl.zeros((ROWS,), tl.float32) + factor
+        else:
+            scale = tl.load(factors + row, mask=row < count, other=0.0)
+        left = _logits(left, row, first, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP)
         second = first + COLUMNS // 2
-        right = _logits(right, row, second, count, stop, targets, factors, inner, bias, state, state_stride, SOFTCAP)
+        right = _logits(right, row, second, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP)
         maximum = tl.maximum(tl.max(left, 1), tl.max(right, 1))
         total, moment, code = _code(left - maximum[:, None])
         codes.store([row_tile * ROWS, first], code.to(codes.dtype, bitcast=True))
@@ -149,15 +182,13 @@ def _encode_kernel(
 
 
 @triton.jit
-def _logits(
-    products, row, first, count, stop, targets, factors, inner, bias, state, state_stride, SOFTCAP: tl.constexpr
-):
+def _logits(products, row, first, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP: tl.constexpr):
     columns: tl.constexpr = products.shape[1]
     column = (first + tl.arange(0, columns))[None, :]
     live = row < count
     if bias is not None:
         products += tl.load(bias + column, mask=column < stop, other=0.0)
-    logit, _ = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
+    logit, _ = scaled(products, scale[:, None], inner, bias, SOFTCAP)
     target = tl.load(targets + row, mask=live, other=-1)
     held = live & (target >= first) & (target < tl.minimum(first + columns, stop))
     if tl.max(held.to(tl.int32), 0) > 0:
@@ -175,17 +206,24 @@ def _code(gap):
     return tl.sum(share, 1), tl.sum(share * gap, 1), code
 
 
-@triton.jit(do_not_specialize=["count", "state_stride", "coefficient_stride"])
+@triton.jit(do_not_specialize=["count", "state_stride", "logprob_stride", "entropy_stride", "lse_stride", "inner"])
 def _decode_kernel(
+    logprobs,
+    entropies,
+    lses,
     codes,
     best,
     targets,
     factors,
     state,
-    coefficients,
+    normalizer,
+    row_entropies,
     count,
     state_stride,
-    coefficient_stride,
+    logprob_stride,
+    entropy_stride,
+    lse_stride,
+    inner,
     STRIDE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
@@ -195,12 +233,14 @@ def _decode_kernel(
     row = tl.program_id(0).to(tl.int64)
     codes += row * STRIDE
     best += row
-    coefficients += row
-    maximum = tl.load(coefficients)
-    log_total = tl.load(coefficients + coefficient_stride)
-    at_target = tl.load(coefficients + 2 * coefficient_stride)
-    constant = tl.load(coefficients + 3 * coefficient_stride)
-    linear = tl.load(coefficients + 4 * coefficient_stride)
+    maximum = tl.load(normalizer + row)
+    log_total = tl.load(normalizer + count + row)
+    slope = tl.load(factors + row) * inner
+    at_target = slope * 0.0 if logprobs is None else tl.load(logprobs + row * logprob_stride) * slope
+    linear = slope * 0.0 if entropies is None else tl.load(entropies + row * entropy_stride) * slope
+    constant = at_target + linear * tl.load(row_entropies + row)
+    if lses is not None:
+        constant -= tl.load(lses + row * lse_stride) * slope
     # To the end of the stride, past the last column: whole steps, and what lies there is nobody's.
     for start in range(0, STRIDE, TILES * COLUMNS):
         tile = tl.arange(0, TILES)[:, None]
@@ -230,4 +270,4 @@ def _decode_kernel(
     tl.store(codes + tl.load(targets + row), gradient.to(codes.dtype.element_ty))
 
 
-_decode = Launcher(_decode_kernel)
+_encode, _decode = Launcher(_encode_kernel), Launcher(_decode_kernel)

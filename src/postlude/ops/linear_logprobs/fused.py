@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from postlude.ops.launch import Launcher
 from postlude.ops.linear_logprobs import statistics
-from postlude.ops.linear_logprobs.statistics import Census, Picked
-from postlude.ops.linear_logprobs.triton_epilogue import floored, tanh
+from postlude.ops.linear_logprobs.statistics import Census, Picked, Results
+from postlude.ops.linear_logprobs.triton_epilogue import floored, store_results, tanh
 
 # rows × columns × features of a tile, by measurement on an H200. 8 warps and 3 stages fill its shared memory.
 STATISTICS_TILE = (256, 128, 64)
@@ -51,31 +51,24 @@ def accumulate(
     partial = torch.empty(3, tiles, count, dtype=torch.float32, device=hidden.device)
     programs = multiprocessors(hidden.device)
     census = rows if isinstance(rows, Census) else None
-    _accumulate_kernel[(programs,)](
+    tensors = (
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
-        count,
-        columns.start,
-        columns.stop,
-        features,
+        *((census.told.number, census.told.passed) if census and columns.start == 0 else (None, None)),
         rows.targets,
         None if census else rows.factor,
-        1.0 if rows.inner is None else rows.inner,
         bias,
         partial,
         state,
-        state.stride(0),
-        census.factor if census else 1.0,
-        census.ignore_index if census else 0,
-        *(census.allowed if census else (0, 0)),
-        *((census.told.number, census.told.passed) if census and columns.start == 0 else (None, None)),
-        SOFTCAP=rows.inner is not None,
-        ROWS=block_rows,
-        COLUMNS=block_columns,
-        FEATURES=block_features,
-        GROUP=GROUP,
-        PROGRAMS=programs,
-        num_warps=WARPS,
+    )
+    numbers = (count, columns.start, columns.stop, features, 1.0 if rows.inner is None else rows.inner)
+    constants = (rows.inner is not None, *STATISTICS_TILE, GROUP, programs)
+    _accumulate(
+        (programs, 1, 1),
+        tensors,
+        (*numbers, state.stride(0), *counted(census)),
+        (census.ignore_index if census else 0, *constants),
+        WARPS,
         num_stages=STAGES,
     )
     if census and columns.start == 0:
@@ -83,11 +76,20 @@ def accumulate(
     join_tiles(partial, columns, rows.targets, state)
 
 
-def join_tiles(partial: Tensor, columns: slice, targets: Tensor, state: Tensor) -> None:
-    """Join what the tiles of `columns` left, [3, tiles, n], to the rows' `state` [4, n]; column 0 begins it anew."""
+def counted(census: Census | None) -> tuple[float, int, int]:
+    """What kernels are given of a census: the factor of all, and from where to where targets are allowed."""
+    return (1.0, 0, 0) if census is None else (census.factor, *census.allowed)
+
+
+def join_tiles(partial: Tensor, columns: slice, targets: Tensor, state: Tensor, results: Results | None = None) -> None:
+    """Join what the tiles of `columns` left, [3, tiles, n], to the rows' `state` [4, n]; column 0 begins it anew.
+
+    If there are `results` to be made of the state, they are, too.
+    """
     _, tiles, count = partial.shape
+    made = (None, None, None) if results is None else (results.logprob, results.entropy, results.normalizer)
     numbers = (tiles, count, columns.stop, state.stride(0))
-    _join((triton.cdiv(count, 32), 1, 1), (partial, targets, state), numbers, (columns.start == 0, 32, 32), 4)
+    _join((triton.cdiv(count, 32), 1, 1), (partial, targets, state, *made), numbers, (columns.start == 0, 32, 32), 4)
 
 
 def differentiate(
@@ -103,29 +105,19 @@ def differentiate(
     count, features = hidden.shape
     block_rows, block_columns, block_features = GRADIENT_TILE
     programs = multiprocessors(hidden.device)
-    _differentiate_kernel[(programs,)](
+    tensors = (
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
         TensorDescriptor.from_tensor(out, [block_rows, block_columns // 2]),
-        count,
-        columns.start,
-        columns.stop,
-        features,
         rows.targets,
         rows.factor,
-        1.0 if rows.inner is None else rows.inner,
         bias,
         coefficients,
-        coefficients.stride(0),
-        SOFTCAP=rows.inner is not None,
-        ROWS=block_rows,
-        COLUMNS=block_columns,
-        FEATURES=block_features,
-        GROUP=GROUP,
-        PROGRAMS=programs,
-        num_warps=WARPS,
-        num_stages=STAGES,
     )
+    inner = 1.0 if rows.inner is None else rows.inner
+    numbers = (count, columns.start, columns.stop, features, inner, coefficients.stride(0))
+    constants = (rows.inner is not None, *GRADIENT_TILE, GROUP, programs)
+    _differentiate((programs, 1, 1), tensors, numbers, constants, WARPS, num_stages=STAGES)
     return out
 
 
@@ -170,27 +162,27 @@ def scaled(products, factor, inner, bias, SOFTCAP: tl.constexpr):
     return logit, slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "start", "stop", "features", "inner", "state_stride", "factor", "low", "high"])
 def _accumulate_kernel(
     hidden,
     weight,
+    told,
+    passed,
+    targets,
+    factors,
+    bias,
+    partial,
+    state,
     count,
     start,
     stop,
     features,
-    targets,
-    factors,
     inner,
-    bias,
-    partial,
-    state,
     state_stride,
     factor,
-    ignore_index,
     low,
     high,
-    told,
-    passed,
+    IGNORED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -202,12 +194,7 @@ def _accumulate_kernel(
     column_tiles = tl.cdiv(stop - start, COLUMNS)
     plane = column_tiles.to(tl.int64) * count
     if factors is None:  # a census
-        kept, ignored = _count(targets, count, ignore_index, low, high, BLOCK=4096)
-        if told is not None:  # the host looks there already
-            number = ignored.to(tl.int64) * 4294967296 + kept
-            tl.store(told, number, mask=tl.program_id(0) == 0)
-            tl.atomic_xchg(passed, 1, mask=tl.program_id(0) == 0, sem="release", scope="sys")  # not before it is seen
-        row_tiles = tl.where(kept == count, row_tiles, 0)
+        row_tiles = tl.where(all_have_targets(targets, count, IGNORED, low, high, told, passed), row_tiles, 0)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
         row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
         first = start + column_tile * COLUMNS
@@ -239,7 +226,17 @@ def _accumulate_kernel(
 
 
 @triton.jit
-def _count(targets, count, ignore_index, low, high, BLOCK: tl.constexpr):
+def all_have_targets(targets, count, ignored: tl.constexpr, low, high, told, passed):
+    """Whether every target is one; how many are, and how many are ignored, is told."""
+    kept, without = _count(targets, count, ignored, low, high, BLOCK=4096)
+    if told is not None:  # the host looks there already
+        tl.store(told, without.to(tl.int64) * 4294967296 + kept, mask=tl.program_id(0) == 0)
+        tl.atomic_xchg(passed, 1, mask=tl.program_id(0) == 0, sem="release", scope="sys")  # not before it is seen
+    return kept == count
+
+
+@triton.jit
+def _count(targets, count, ignore_index: tl.constexpr, low, high, BLOCK: tl.constexpr):
     # Every program counts for itself: they start together, and this is a few microseconds for tens of thousands.
     kept = 0
     ignored = 0
@@ -258,6 +255,9 @@ def _join_kernel(
     partial,
     targets,
     state,
+    logprobs,
+    entropies,
+    normalizer,
     tiles,
     count,
     stop,
@@ -306,6 +306,11 @@ def _join_kernel(
     tl.store(place, highest, mask=live)
     tl.store(place + state_stride, total, mask=live)
     tl.store(place + 2 * state_stride, moment, mask=live)
+    if logprobs is not None:
+        if BEGINS:
+            tl.debug_barrier()  # its target's logit may be another thread's
+        at_target = tl.load(place + 3 * state_stride, mask=live, other=0.0)
+        store_results(highest, total, moment, at_target, logprobs, entropies, normalizer, row, count, live)
 
 
 @triton.jit
@@ -320,20 +325,20 @@ def _merge(maximum, total, moment, other_maximum, other_total, other_moment):
     return highest, total * decay + other_total * other_decay, moment
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "start", "stop", "features", "inner", "coefficient_stride"])
 def _differentiate_kernel(
     hidden,
     weight,
     gradients,
+    targets,
+    factors,
+    bias,
+    coefficients,
     count,
     start,
     stop,
     features,
-    targets,
-    factors,
     inner,
-    bias,
-    coefficients,
     coefficient_stride,
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -403,4 +408,8 @@ def _gradient(
     return gradient
 
 
-_join = Launcher(_join_kernel)
+_accumulate, _join, _differentiate = (
+    Launcher(_accumulate_kernel),
+    Launcher(_join_kernel),
+    Launcher(_differentiate_kernel),
+)

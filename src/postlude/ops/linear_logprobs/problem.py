@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Problem:
         size = self.compute.itemsize
         logit_bytes: float = self.operand.itemsize if fused else self.epilogue.LOGIT_COPIES * size
         if coded:
-            logit_bytes = self.coding().CODE_BYTES
+            logit_bytes = coding().CODE_BYTES
         device = self.rows.targets.device.type
         return Shape(self.rows.targets.shape[0], self.columns, hidden, logit_bytes, size, device)
 
@@ -62,27 +63,20 @@ class Problem:
         """Whether coding() can hold these logits: their gradients take its codes' place."""
         return self.fused and self.operand in HALF
 
-    def coding(self) -> Coding:
-        """The kernels of one sweep, where `coded`."""
-        return cast(Coding, importlib.import_module("postlude.ops.linear_logprobs.coded"))
-
-    def kernels(self) -> Kernels:
-        """Those that project and finish in one, where `fused`."""
-        return _kernels()
-
 
 def resolve(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     how: Logits,
-    early: Callable[[Census, int, Kernels, int | None], None] | None = None,
+    early: Callable[[Census, int, torch.dtype, int | None], bool] | None = None,
 ) -> Problem:
     """Check the arguments, find the tokens to project and make their per-token numbers.
 
     Without a `target_count` the host waits once, for how many there are and whether all is well. Where it can, it has
     `early` begin before that, as if every position had a target: the kernels count them first, and the device is at
-    work while the host waits. Arguments of `early` are the census, this shard's columns, kernels and memory budget.
+    work while the host waits. Arguments of `early` are the census, this shard's columns, the operands' dtype and the
+    memory budget; it says whether it has begun.
     """
     _check_shapes(hidden, weight, targets, how.bias)
     logit_scale, softcap = float(how.logit_scale), how.softcap
@@ -111,13 +105,13 @@ def resolve(
     factor = None if isinstance(temperatures, Tensor) or vocab_start else scale / temperatures
     if count is None and early is not None and fused and factor is not None and positions and columns:
         told = Told.make(targets.device)
-        early(Census(targets, factor, inner, ignore_index, allowed, told), columns, _kernels(), how.memory_budget)
-        count, ignored = told.wait()  # the only wait for the device
-        if count + ignored < positions:
-            raise _outside(targets, ignore_index, allowed)
-        if count == positions:
-            # A copy, for backward: what was handed in may be overwritten before that.
-            rows = Picked(targets.clone(), torch.full_like(targets, factor, dtype=compute), inner)
+        if early(Census(targets, factor, inner, ignore_index, allowed, told), columns, operand, how.memory_budget):
+            count, ignored = told.wait()  # the only wait for the device
+            if count + ignored < positions:
+                raise _outside(targets, ignore_index, allowed)
+            if count == positions:
+                # A copy, for backward: what was handed in may be overwritten before that.
+                rows = Picked(targets.clone(), torch.full_like(targets, factor, dtype=compute), inner)
     if rows is None:
         selection = epilogue.select(
             targets,
@@ -154,9 +148,16 @@ def resolve(
     )
 
 
-def _kernels() -> Kernels:
-    """Projection and epilogue in one. Imported here: the module needs triton."""
+@functools.cache
+def kernels() -> Kernels:
+    """Those that project and finish in one, where a problem is `fused`. Imported here: the module needs triton."""
     return cast(Kernels, importlib.import_module("postlude.ops.linear_logprobs.fused"))
+
+
+@functools.cache
+def coding() -> Coding:
+    """The kernels of one sweep, where a problem is `coded`."""
+    return cast(Coding, importlib.import_module("postlude.ops.linear_logprobs.coded"))
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

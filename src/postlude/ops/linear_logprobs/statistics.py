@@ -203,16 +203,20 @@ class Coding(Protocol):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: Picked,
+        rows: Picked | Census,
         columns: int,
         codes: Tensor,
         state: Tensor,
-    ) -> Tensor:
-        """Code the logits of hidden [n, H] on the first `columns` of weight; what that is relative to is returned."""
+    ) -> tuple[Tensor, Results]:
+        """Code the logits of hidden [n, H] on the first `columns` of weight, and find their `state` [4, n].
+
+        What the codes are relative to is returned, and the results of the state.
+        A census is of all positions of a call, of which these rows are the first n. It is as in `Kernels.accumulate`.
+        """
         ...
 
     def decode(
-        self, codes: Tensor, partial: Tensor, rows: Picked, state: Tensor, coefficients: Tensor, *, masked: bool
+        self, codes: Tensor, partial: Tensor, rows: Picked, results: Results, upstream: Upstream, *, masked: bool
     ) -> Tensor:
         """Overwrite `codes` [n, columns] with the gradient of the products that they stand for.
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from postlude.ops.linear_logprobs import gemm
-from postlude.ops.linear_logprobs.plan import Plan, Shape, plan_gradients, plan_statistics, plan_tiles
-from postlude.ops.linear_logprobs.problem import Problem
+from postlude.ops.linear_logprobs.plan import (
+    Plan,
+    Shape,
+    plan_coded_sweep,
+    plan_gradients,
+    plan_statistics,
+    plan_tiles,
+)
+from postlude.ops.linear_logprobs.problem import Problem, coding, kernels
 from postlude.ops.linear_logprobs.statistics import (
     Block,
     Census,
     Epilogue,
-    Kernels,
     Picked,
+    Results,
     Slab,
     TopK,
+    Upstream,
     empty_state,
     transform,
 )
@@ -73,16 +81,19 @@ class Projection:
             bias=bias,
         )
 
-    def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> None:
-        """Project `rows` on `columns`, keep that, and join its logits to the rows' `state` [4, rows]."""
+    def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
+        """Project `rows` on all `columns`, and keep that. What it comes to, by the rows' `state` [4, rows]."""
         self.current = self.slab(rows, columns)
         self.problem.epilogue.accumulate(self.current, state, entropy=entropy)
+        return self.problem.epilogue.results(state)
 
-    def differentiate(self, state: Tensor, coefficients: Tensor) -> tuple[Block, Tensor]:
-        """The gradient [rows, columns] of the products kept by `score`, from `gradient_coefficients` [5, rows]."""
+    def differentiate(self, results: Results, upstream: Upstream) -> tuple[Block, Tensor]:
+        """The gradient [rows, columns] of the products kept by `score`, of what arrives at its results."""
         slab, self.current = self.current, None
         assert slab is not None, "nothing was scored"
-        return slab, self.problem.epilogue.differentiate(slab, coefficients, self.problem.operand)
+        epilogue = self.problem.epilogue
+        coefficients = epilogue.coefficients(slab.rows, results.normalizer, results.entropy, upstream, None)
+        return slab, epilogue.differentiate(slab, coefficients, self.problem.operand)
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Block, Tensor]:
         """Project again, and turn `gradient_coefficients` [5, n] into the products' gradient [rows, columns]."""
@@ -110,39 +121,65 @@ class FusedProjection:
         """The gradient [rows, columns] of the products, from `gradient_coefficients` [5, n]."""
         hidden, weight = self.head.hidden[rows], self.head.weight
         out = self.buffer[: hidden.shape[0], : columns.stop - columns.start]
-        self.problem.kernels().differentiate(
-            hidden, weight, self.bias, self.problem.rows[rows], columns, coefficients[:, rows], out
-        )
+        kernels().differentiate(hidden, weight, self.bias, self.problem.rows[rows], columns, coefficients[:, rows], out)
         block = Block(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
         return block, out
 
 
 class CodedProjection:
-    """`Projection`'s `score` and `differentiate`, with the logits held in sixteen bits between the two."""
+    """`Projection`'s `score` and `differentiate`, with the logits held in sixteen bits between the two.
 
-    def __init__(self, head: Head, problem: Problem, plan: Plan, shape: Shape) -> None:
+    `rows` may be a census while the first slab is scored.
+    """
+
+    def __init__(self, head: Head, rows: Picked | Census, operand: torch.dtype, plan: Plan, shape: Shape) -> None:
         self.head = head
-        self.problem = problem
-        rows, columns = plan.largest(shape)
-        self.codes = torch.empty(rows, _whole_steps(columns), dtype=problem.operand, device=head.hidden.device)
+        self.rows = rows
+        most, columns = plan.largest(shape)
+        self.codes = torch.empty(most, _whole_steps(columns), dtype=operand, device=head.hidden.device)
         self.bias = _fused_bias(head)
-        self.current: tuple[Block, Picked, Tensor, Tensor] | None = None
+        self.current: tuple[Block, Tensor, Tensor] | None = None
 
-    def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> None:
+    def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
         """As there; the state begins here, and entropy costs nothing."""
-        self.current = None  # and with it what the last slab's codes were relative to
-        hidden, weight, picked = self.head.hidden[rows], self.head.weight, self.problem.rows[rows]
+        hidden, weight = self.head.hidden[rows], self.head.weight
+        picked = self.rows if isinstance(self.rows, Census) else self.rows[rows]
         codes = self.codes[: hidden.shape[0], : columns.stop]
-        partial = self.problem.coding().encode(hidden, weight, self.bias, picked, columns.stop, codes, state)
+        partial, results = coding().encode(hidden, weight, self.bias, picked, columns.stop, codes, state)
         block = Block(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
-        self.current = block, picked, codes, partial
+        self.current = block, codes, partial
+        return results
 
-    def differentiate(self, state: Tensor, coefficients: Tensor) -> tuple[Block, Tensor]:
+    def differentiate(self, results: Results, upstream: Upstream) -> tuple[Block, Tensor]:
         """As there."""
         assert self.current is not None, "nothing was scored"
-        block, picked, codes, partial = self.current
-        masked = self.bias is not None
-        return block, self.problem.coding().decode(codes, partial, picked, state, coefficients, masked=masked)
+        (block, codes, partial), self.current = self.current, None
+        assert isinstance(self.rows, Picked), "the census is not over"
+        picked, masked = self.rows[block.row_range], self.bias is not None
+        return block, coding().decode(codes, partial, picked, results, upstream, masked=masked)
+
+
+@dataclass(frozen=True)
+class TokenSweep:
+    """One sweep over tokens: its plan, where its state [4, n] and logits are, and whether the weight's gradient is
+    summed in the compute dtype (`exact`). The first slab may have been scored, to `first`.
+    """
+
+    shape: Shape
+    plan: Plan
+    exact: bool
+    state: Tensor
+    projection: Projection | CodedProjection
+    first: Results | None = None
+
+    @staticmethod
+    def coded(
+        head: Head, rows: Picked | Census, shape: Shape, operand: torch.dtype, wanted: Wanted, budget: int | None
+    ) -> TokenSweep:
+        """With logits held in sixteen bits each."""
+        plan, exact = plan_coded_sweep(shape, weight_gradient=wanted.weight, memory_budget=budget)
+        state = torch.empty(4, shape.rows, dtype=torch.float32, device=head.hidden.device)  # begun slab by slab
+        return TokenSweep(shape, plan, exact, state, CodedProjection(head, rows, operand, plan, shape))
 
 
 class GradientSum:
@@ -224,24 +261,54 @@ class EarlyStatistics:
         self.head = head
         self.state: Tensor | None = None
 
-    def __call__(self, census: Census, columns: int, kernels: Kernels, memory_budget: int | None) -> None:
+    def __call__(self, census: Census, columns: int, operand: torch.dtype, memory_budget: int | None) -> bool:
         """Begin."""
         shape = Shape(census.targets.shape[0], columns, self.head.hidden.shape[1])
-        self.state = _fused_statistics(self.head, kernels, census, shape, memory_budget)
+        self.state = _fused_statistics(self.head, census, shape, memory_budget)
+        return True
 
     def of(self, problem: Problem) -> Tensor | None:
         """The state of a problem that turned out to be this one."""
         return self.state if problem.kept is None else None
 
 
-def _fused_statistics(
-    head: Head, kernels: Kernels, rows: Picked | Census, shape: Shape, memory_budget: int | None
-) -> Tensor:
-    tiles = plan_tiles(shape, kernels.STATISTICS_TILE[1], kernels.PARTIAL_BYTES, memory_budget)
+class EarlySweep:
+    """Likewise the first slab of one sweep over tokens, where logits can be held in sixteen bits each."""
+
+    def __init__(self, head: Head, wanted: Wanted) -> None:
+        self.head = head
+        self.wanted = wanted
+        self.begun: TokenSweep | None = None
+
+    def __call__(self, census: Census, columns: int, operand: torch.dtype, memory_budget: int | None) -> bool:
+        """Begin."""
+        if operand not in gemm.HALF:
+            return False
+        features, device = self.head.hidden.shape[1], census.targets.device.type
+        shape = Shape(census.targets.shape[0], columns, features, coding().CODE_BYTES, device=device)
+        begun = TokenSweep.coded(self.head, census, shape, operand, self.wanted, memory_budget)
+        rows, vocabulary = next(begun.plan.slabs(shape))
+        first = begun.projection.score(rows, vocabulary, begun.state[:, rows], entropy=True)
+        self.begun = replace(begun, first=first)
+        return True
+
+    def of(self, problem: Problem) -> TokenSweep | None:
+        """The sweep of a problem that turned out to be this one."""
+        begun, self.begun = self.begun, None  # where it is another, its memory is free
+        if begun is None or problem.kept is not None:
+            return None
+        assert isinstance(begun.projection, CodedProjection)
+        begun.projection.rows = problem.rows
+        return begun
+
+
+def _fused_statistics(head: Head, rows: Picked | Census, shape: Shape, memory_budget: int | None) -> Tensor:
+    fused = kernels()
+    tiles = plan_tiles(shape, fused.STATISTICS_TILE[1], fused.PARTIAL_BYTES, memory_budget)
     bias = _fused_bias(head)
     state = torch.empty(4, shape.rows, dtype=torch.float32, device=head.hidden.device)
     for _, columns in tiles.slabs(shape):
-        kernels.accumulate(head.hidden, head.weight, bias, rows, columns, state)
+        fused.accumulate(head.hidden, head.weight, bias, rows, columns, state)
     return state
 
 
@@ -249,7 +316,7 @@ def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) 
     """State [4, n] of this shard's logits, and their top k if that is any."""
     shape, device = problem.shape(head.hidden.shape[1]), head.hidden.device
     if problem.fused and not topk and shape.rows and shape.columns:
-        return _fused_statistics(head, problem.kernels(), problem.rows, shape, problem.memory_budget), None
+        return _fused_statistics(head, problem.rows, shape, problem.memory_budget), None
     state = empty_state(shape.rows, problem.compute, device)
     top = TopK.empty(shape.rows, topk, problem.compute, device) if topk else None
     if not (shape.rows and shape.columns):

@@ -92,10 +92,15 @@ def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
     )
 
 
+def empty_results(state: Tensor) -> Results:
+    """Room for those of a state [4, n]."""
+    count = state.shape[1]
+    return Results(state, state.new_empty(count), state.new_empty(count), state.new_empty(2, count))
+
+
 def results(state: Tensor) -> Results:
     """See `Epilogue.results`."""
-    count = state.shape[1]
-    made = Results(state, state.new_empty(count), state.new_empty(count), state.new_empty(2, count))
+    count, made = state.shape[1], empty_results(state)
     tensors = (state, made.logprob, made.entropy, made.normalizer)
     _results((triton.cdiv(count, ROW_BLOCK), 1, 1), tensors, (state.stride(0), count), (ROW_BLOCK,), 4)
     return made
@@ -304,6 +309,12 @@ def _results_kernel(state, logprobs, entropies, normalizer, state_stride, count,
     total = tl.load(place + state_stride, mask=live, other=1.0)
     moment = tl.load(place + 2 * state_stride, mask=live, other=0.0)
     target = tl.load(place + 3 * state_stride, mask=live, other=0.0)
+    store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, live)
+
+
+@triton.jit
+def store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, live):
+    """Of the states of some rows."""
     log_total = tl.log(total)
     entropy = log_total - moment / total
     tl.store(logprobs + row, (target - maximum) - log_total, mask=live)
