@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from postlude import load_model, load_tokenizer
 from postlude.hf.builtin import tiny_hybrid
 from postlude.model import LanguageModel
 from postlude.model.pattern import Pattern
+from postlude.ops import few_rows
 from postlude.ops.linear import side_by_side
 from postlude.rollout.generator import Generator
 from postlude.rollout.paged_run import PagedRun, Slots
@@ -130,6 +132,23 @@ def test_bf16_stays_near_a_forward_of_the_whole_answer(pattern: str) -> None:
     flat = [one for group in answered for one in group]
     for one, logprobs in zip(flat, teacher_forced(model, asked, answered), strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
+
+
+@pytest.mark.gpu
+def test_few_rows_take_products_of_their_own_and_more_add_in_place(monkeypatch) -> None:
+    """Both stay near a forward of the whole answer, as above; four products a layer in every step of few."""
+    model = hybrid("[*-]{2}", torch.bfloat16).to("cuda")
+    kernels, taken = importlib.import_module("postlude.ops.few_rows_triton"), []
+    product = kernels.product
+    monkeypatch.setattr(kernels, "product", lambda *given, **how: (taken.append(1), product(*given, **how))[1])
+    for count, products in ((few_rows.MOST, 2 * 8), (few_rows.MOST + 1, 0)):  # a step is made, and then recorded
+        taken.clear()
+        asked = [[place, 5, 9] * 10 for place in range(count)]
+        generator = Generator(model)
+        answered = generator.generate(asked, Sampling(max_new_tokens=40, ignore_eos=True))
+        assert len(taken) == products
+        for one, logprobs in zip([one for (one,) in answered], teacher_forced(model, asked, answered), strict=True):
+            torch.testing.assert_close(torch.tensor(one.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -13,6 +13,7 @@ from postlude.data import Microbatch
 from postlude.model.recompute import Recompute
 from postlude.ops.attention import Scores
 from postlude.ops.backend import ScanBackend
+from postlude.ops.few_rows import COUNTERS
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, rotary_table
 from postlude.trace.recorder import SILENT, Recorder
@@ -97,6 +98,7 @@ class ForwardContext:
         self.recorder = recorder
         self.real = self._real()
         self.reports: dict[str, Tensor] = {}
+        self._counters: Tensor | None = None
         self._done: set[str] = set()
         self._tables: dict[tuple[RotaryConfig, int], tuple[Tensor, Tensor]] = {}
 
@@ -112,6 +114,13 @@ class ForwardContext:
             with torch.no_grad():
                 self._tables[key] = rotary_table(config, self.microbatch.positions, width)
         return self._tables[key]
+
+    @property
+    def counters(self) -> Tensor:
+        """For programs of one kernel of this forward that count themselves: see `few_rows.add_product`."""
+        if self._counters is None:
+            self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.microbatch.tokens.device)
+        return self._counters
 
     def routing(self, name: str) -> Tensor | None:
         """Which experts block `name` is to send this rank's tokens to, [T / tp, top_k or more]; None if it chooses.

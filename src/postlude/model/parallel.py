@@ -220,6 +220,13 @@ def products(hidden: Tensor, *layers: Linear | ColumnLinear, one: bool = False) 
     return linears(hidden, weights, biases, one=one)
 
 
+def joined_weight(layers: Sequence[Linear | ColumnLinear]) -> Tensor | None:
+    """The weights of these layers as one, where `lay_together` has put them so and none has a bias; else None."""
+    if any(layer.bias is not None for layer in layers):
+        return None
+    return side_by_side([local(layer.weight) for layer in layers])
+
+
 @torch.no_grad()
 def lay_together(layers: Sequence[Linear | ColumnLinear]) -> None:
     """Put the weights of these layers one after the other in memory, so that `products` of them can be one product.

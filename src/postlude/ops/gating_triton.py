@@ -62,8 +62,8 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _activated(value, ACTIVATION: tl.constexpr):
-    # The activation and its derivative.
+def activated(value, ACTIVATION: tl.constexpr):
+    """The activation and its derivative."""
     if ACTIVATION == "silu":
         sigmoid = tl.sigmoid(value)
         result = value * sigmoid
@@ -106,7 +106,7 @@ def _forward_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     held = (row < rows) & (column < WIDTH)
     left = tl.load(gate + row * GATE_STRIDE + column, mask=held, other=0.0).to(tl.float32)
-    result, _ = _activated(left, ACTIVATION)
+    result, _ = activated(left, ACTIVATION)
     if GATED:
         result *= tl.load(up + row * UP_STRIDE + column, mask=held, other=0.0).to(tl.float32)
     tl.store(output + row * WIDTH + column, result.to(output.dtype.element_ty), mask=held)
@@ -136,7 +136,7 @@ def _backward_kernel(
     held = (row < rows) & (column < WIDTH)
     left = tl.load(gate + row * GATE_STRIDE + column, mask=held, other=0.0).to(tl.float32)
     arrived = tl.load(gradient + row * GRADIENT_STRIDE + column, mask=held, other=0.0).to(tl.float32)
-    result, slope = _activated(left, ACTIVATION)
+    result, slope = activated(left, ACTIVATION)
     at = row * RESULT_STRIDE + column
     if GATED:
         right = tl.load(up + row * UP_STRIDE + column, mask=held, other=0.0).to(tl.float32)

@@ -18,6 +18,7 @@ from postlude.ops.decode_attention import DecodeAttention
 
 PAGE = 64  # tokens
 WIDEST = 256  # of a head, for which the kernel's tiles have room
+COUNTERS = 256
 
 
 def new_store(pages: int, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -34,6 +35,7 @@ def attend_pages(
     table: Tensor,
     lengths: Tensor,
     scores: Scores,
+    counters: Tensor | None = None,
     *,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -41,13 +43,14 @@ def attend_pages(
 
     Query [n, heads, width], key [n, kv_heads, width], value [n, kv_heads, v], stores [pages, PAGE, kv_heads, width] and
     [..., v], `table` [n, most] int32, `lengths` [n] int64 -> [n, heads, v]. Heads share key heads in equal groups. An
-    idle row writes nothing, and what it gets means nothing.
+    idle row writes nothing, and what it gets means nothing. `counters` [COUNTERS] int32 are zero, and are so
+    afterwards: see `few_rows.add_product`.
     """
     widest = max(query.shape[-1], value.shape[-1])
     refused = f"its tiles have room for heads of {WIDEST}, and these have {widest}" if widest > WIDEST else None
     if takes_triton("attend_pages", backend, query.device, query.dtype, refused=refused):
         kernels = importlib.import_module("postlude.ops.paged_attention_triton")
-        attended: Tensor = kernels.attend(query, key, value, keys, values, table, lengths, scores)
+        attended: Tensor = kernels.attend(query, key, value, keys, values, table, lengths, scores, counters)
         return attended
     running = lengths.nonzero()[:, 0]
     last = lengths[running] - 1

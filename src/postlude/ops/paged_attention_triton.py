@@ -1,7 +1,7 @@
 """Flash decoding over pages: a program reads the keys of one sequence and key head once, for all heads of its group.
 
-Where few sequences run, the keys of each are split over several programs, and a second kernel joins their parts. How
-many is fixed by the number of rows alone, so lengths stay on the device.
+Where few sequences run, the keys of each are split over several programs, and the last of them to end joins their
+parts. How many is fixed by the number of rows alone, so lengths stay on the device.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.attention import Scores
+from postlude.ops.paged_attention import COUNTERS
 
-PROGRAMS = 512  # that a kernel should have at least: four for each of a GPU's processors
+PROGRAMS = 2 * COUNTERS  # that a kernel should have at least: about four for each of a GPU's processors
 MOST_SPLITS = 16
 LEAST = 16  # rows of a product
 
@@ -29,6 +30,7 @@ def attend(
     table: Tensor,
     lengths: Tensor,
     scores: Scores,
+    counters: Tensor | None = None,
 ) -> Tensor:
     """See `paged_attention.attend_pages`."""
     count, heads, width = query.shape
@@ -38,13 +40,15 @@ def attend(
     output = torch.empty(count, heads, made, dtype=query.dtype, device=device)
     parts = output if splits == 1 else torch.empty(count, heads, splits, made, dtype=torch.float32, device=device)
     weights = parts if splits == 1 else torch.empty(count, heads, splits, 2, dtype=torch.float32, device=device)
+    if splits > 1 and counters is None:
+        counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     block = min(page, 64 if max(width, made) * query.element_size() <= 256 else 32)
     common = {"GROUP": group, "VALUE": made, "SPLITS": splits, "SINKS": scores.sinks is not None}
     sizes = {"VALUES": max(LEAST, triton.next_power_of_2(made)), "ROWS": max(LEAST, triton.next_power_of_2(group))}
     _attend_kernel[(count, kv_heads, splits)](
         *(query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2]),
         *(keys, *keys.stride()[:3], values, *values.stride()[:3]),
-        *(table, table.stride(0), lengths, scores.sinks, output, parts, weights),
+        *(table, table.stride(0), lengths, scores.sinks, output, parts, weights, counters if splits > 1 else None),
         *(scores.scale, scores.softcap or 0.0, scores.window or 0),
         WIDTH=width,
         FEATURES=max(LEAST, triton.next_power_of_2(width)),
@@ -57,16 +61,6 @@ def attend(
         num_warps=4,
         num_stages=3 if query.element_size() == 2 else 2,
     )
-    if splits > 1:
-        _join_kernel[(count, heads)](
-            *(parts, weights, scores.sinks, output, heads),
-            VALUE=made,
-            VALUES=sizes["VALUES"],
-            SPLITS=splits,
-            PARTS=triton.next_power_of_2(splits),
-            SINKS=scores.sinks is not None,
-            num_warps=2,
-        )
     return output
 
 
@@ -96,6 +90,7 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
     output,
     parts,
     weights,
+    counters,
     scale,
     softcap,
     window,
@@ -167,51 +162,44 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
         highest = higher
 
     heads = tl.num_programs(1) * GROUP
+    at = output + (row * heads + head)[:, None] * VALUE + made[None, :]
+    held = own[:, None] & (made < VALUE)[None, :]
     if SPLITS == 1:
-        if SINKS:
-            sink = tl.load(sinks + head, mask=own, other=0.0).to(tl.float32)
-            top = tl.maximum(highest, sink)
-            kept = tl.exp(highest - top)
-            seen, total = seen * kept[:, None], total * kept + tl.exp(sink - top)
-        at = output + (row * heads + head)[:, None] * VALUE + made[None, :]
-        result = seen / tl.maximum(total, 1e-30)[:, None]
-        tl.store(at, result.to(output.dtype.element_ty), mask=own[:, None] & (made < VALUE)[None, :])
+        _finish(highest, total, seen, sinks, head, own, at, held, SINKS)
     else:
-        part = (row * heads + head) * SPLITS + split
-        tl.store(parts + part[:, None] * VALUE + made[None, :], seen, mask=own[:, None] & (made < VALUE)[None, :])
+        first_part = (row * heads + head) * SPLITS
+        part = first_part + split
+        tl.store(parts + part[:, None] * VALUE + made[None, :], seen, mask=held)
         tl.store(weights + part * 2, highest, mask=own)
         tl.store(weights + part * 2 + 1, total, mask=own)
+        tl.debug_barrier()  # all threads have stored before one says so
+        counter = counters + row * tl.num_programs(1) + key_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            tl.debug_barrier()
+            highest = tl.full((ROWS,), -1e30, tl.float32)  # of an idle row there is none
+            total = tl.zeros((ROWS,), tl.float32)
+            seen = tl.zeros((ROWS, VALUES), tl.float32)
+            for number in range(SPLITS):  # in their order, whichever came last
+                part = first_part + number
+                best = tl.load(weights + part * 2, mask=own, other=float("-inf"), cache_modifier=".cg")
+                theirs = tl.load(weights + part * 2 + 1, mask=own, other=0.0, cache_modifier=".cg")
+                from_part = parts + part[:, None] * VALUE + made[None, :]
+                held_there = tl.load(from_part, mask=held, other=0.0, cache_modifier=".cg")
+                higher = tl.maximum(highest, best)
+                before, share = tl.exp(highest - higher), tl.exp(best - higher)
+                seen = seen * before[:, None] + held_there * share[:, None]
+                total = total * before + theirs * share
+                highest = higher
+            _finish(highest, total, seen, sinks, head, own, at, held, SINKS)
+            tl.store(counter, 0)
 
 
 @triton.jit
-def _join_kernel(
-    parts,
-    weights,
-    sinks,
-    output,
-    heads,
-    VALUE: tl.constexpr,
-    VALUES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, made = tl.arange(0, PARTS), tl.arange(0, VALUES)
-    there = split < SPLITS
-    part = (row * heads + head) * SPLITS + split
-    highest = tl.load(weights + part * 2, mask=there, other=float("-inf"))
-    total = tl.load(weights + part * 2 + 1, mask=there, other=0.0)
-    top = tl.maximum(tl.max(highest, 0), -1e30)  # of an idle row there is none
+def _finish(highest, total, seen, sinks, head, own, at, held, SINKS: tl.constexpr):
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
-        top = tl.maximum(top, sink)
-    share = tl.exp(highest - top)
-    seen = tl.load(
-        parts + part[:, None] * VALUE + made[None, :], mask=there[:, None] & (made < VALUE)[None, :], other=0.0
-    )
-    whole = tl.sum(total * share, 0)
-    if SINKS:
-        whole += tl.exp(sink - top)
-    result = tl.sum(seen * share[:, None], 0) / tl.maximum(whole, 1e-30)
-    tl.store(output + (row * heads + head) * VALUE + made, result.to(output.dtype.element_ty), mask=made < VALUE)
+        sink = tl.load(sinks + head, mask=own, other=0.0).to(tl.float32)
+        top = tl.maximum(highest, sink)
+        kept = tl.exp(highest - top)
+        seen, total = seen * kept[:, None], total * kept + tl.exp(sink - top)
+    result = seen / tl.maximum(total, 1e-30)[:, None]
+    tl.store(at, result.to(at.dtype.element_ty), mask=held)

@@ -16,7 +16,7 @@ from postlude.model.context import Begin, GoOn, Inputs, Recur, Scan, States, Sto
 from postlude.ops.attention import Scores, attend
 from postlude.ops.backend import Backend, takes_triton
 from postlude.ops.packing import Packing
-from postlude.ops.paged_attention import PAGE, attend_pages, new_store
+from postlude.ops.paged_attention import COUNTERS, PAGE, attend_pages, new_store
 from postlude.rollout.draw import Settings, draw
 
 TOKEN, LENGTH, COUNT, LIMIT, KEY, TOP_K = range(6)  # columns of a row; see `Rows`
@@ -104,7 +104,8 @@ class PagedCache:
         self._states: dict[str, States] = {}
         self._last: dict[str, States] = {}  # after the sequences that the last forward took as wholes, [count, ...]
         self._table = self._lengths = torch.empty(0, device=device)
-        self._begun: tuple[Packing, Tensor] | None = None
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self._begun: tuple[Packing, Tensor, Tensor] | None = None
 
     @property
     def size_in_bytes(self) -> int:
@@ -122,16 +123,16 @@ class PagedCache:
         first = Packing.from_lengths([len(own) for own in pages], self.device).cu_seqlens.long()
         positions = packing.positions()
         page = inside[first[packing.sequence_index()] + positions // PAGE]
-        self._begun = packing, page * PAGE + positions % PAGE
+        self._begun = packing, page, positions % PAGE
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """See `Running.attend`."""
         keys, values = self._stores_for(name, (key, value))
         if self._begun is None:
-            return attend_pages(query, key, value, keys, values, self._table, self._lengths, scores)
-        packing, places = self._begun
+            return attend_pages(query, key, value, keys, values, self._table, self._lengths, scores, self._counters)
+        packing, pages, slots = self._begun
         for store, each in ((keys, key), (values, value)):
-            store[places // PAGE, places % PAGE] = each
+            store[pages, slots] = each
         return attend(query, key, value, packing, packing, scores)
 
     def grow(self, name: str, inputs: Inputs, new: Inputs, go_on: GoOn, begin: Begin) -> Tensor:

@@ -15,9 +15,19 @@ from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, usual_heads
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, ColumnRMSNorm, RMSNorm, RowLinear, local, products, stored
+from postlude.model.parallel import (
+    ColumnLinear,
+    ColumnRMSNorm,
+    RMSNorm,
+    RowLinear,
+    joined_weight,
+    local,
+    products,
+    stored,
+)
 from postlude.ops.attention import LONG, Scores, attend, fused_fits
 from postlude.ops.collectives import gather_from_sequence
+from postlude.ops.few_rows import add_product, normed_product
 from postlude.ops.gating import gated
 from postlude.ops.norm import Norm
 from postlude.ops.paged_attention import WIDEST
@@ -205,12 +215,27 @@ class Attention(Block):
         )
         return output
 
+    def generated(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+        """See `Block`."""
+        layers = self.together()[0]
+        joined = joined_weight(layers)
+        if joined is None or self.o_proj.bias is not None:
+            return None
+        projected = normed_product(hidden, norm, joined).split([len(local(layer.weight)) for layer in layers], -1)
+        return add_product(hidden, self._heads(projected, context), local(self.o_proj.weight), context.counters)
+
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
-        config = self.config
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         # A norm keeps queries and keys as they came; without one they are let go of, and so lie by themselves.
-        query, key, value, *gates = products(hidden, *self.together()[0], one=config.qk_norm is not None)
+        projected = products(hidden, *self.together()[0], one=self.config.qk_norm is not None)
+        output: Tensor = self.o_proj(self._heads(projected, context))
+        return output
+
+    def _heads(self, projected: Sequence[Tensor], context: ForwardContext) -> Tensor:
+        """What this rank's heads see, [T, heads · d], of queries, keys, values and maybe a gate."""
+        config = self.config
+        query, key, value, *gates = projected
         if config.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         key, value = self._own_heads(key), self._own_heads(value)
@@ -219,8 +244,7 @@ class Attention(Block):
         heads = self._attend(query, key, value, context).flatten(-2)
         for gate in gates:
             heads = gated(gate, heads, "sigmoid")
-        output: Tensor = self.o_proj(heads)
-        return output
+        return heads
 
     def _prepared(self, query: Tensor, key: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Queries and keys, [T, heads, d], each head normalised and turned by its position where that is asked."""

@@ -113,13 +113,30 @@ class Block(nn.Module):
         """
         return None
 
+    def generated(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+        """Likewise while tokens are generated, by kernels that do more at once and know no gradients.
+
+        `hidden` may be overwritten.
+        """
+        return None
+
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
         norm = self._norm_at_once(hidden)
         done = None if norm is None else self.at_once(hidden, norm, context)
+        if done is None:
+            done = self._generated(hidden, context)
         if done is not None:
             return {"hidden": done}
         hidden, normed = self.norm.beside(hidden)
         return self.join(hidden, self.work(normed, context))
+
+    def _generated(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
+        if context.running is None or hidden.dtype != torch.bfloat16 or not hidden.is_cuda or torch.is_grad_enabled():
+            return None
+        norm = self.norm
+        if not self.plain or not isinstance(norm, RMSNorm):
+            return None
+        return self.generated(hidden, Norm(local(norm.weight), norm.eps, norm.offset), context)
 
     def _norm_at_once(self, hidden: Tensor) -> Norm | None:
         if not (self.plain and hidden.is_cuda and hidden.requires_grad and torch.is_grad_enabled()):

@@ -14,8 +14,9 @@ from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, Linear, RowLinear, local, products
+from postlude.model.parallel import ColumnLinear, Linear, RowLinear, joined_weight, local, products
 from postlude.ops.collectives import gather_from_sequence
+from postlude.ops.few_rows import add_product, gated_product
 from postlude.ops.gating import Activation, gated
 from postlude.ops.norm import Norm
 from postlude.world.mesh import Mesh
@@ -102,6 +103,11 @@ class MLPConfig(GatedConfig):
         """The norm's output and the features; gradients of those before the activation, and of the output."""
         return 2 * hidden_size + self.intermediate_size * (3 if self.gated else 2)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is products and the activation alone."""
+        return not self.bias and self.alpha == 1.0 and self.limit is None and not self.up_offset
+
 
 class MLP(Block):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
@@ -125,12 +131,20 @@ class MLP(Block):
     def at_once(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """Where nothing but products and the activation is asked for."""
         config = self.config
-        if config.bias or config.alpha != 1.0 or config.limit is not None or config.up_offset:
+        if not config.is_plain:
             return None
         layers = [local(layer.weight) for layer in self.together()[0]]
         steps = importlib.import_module("postlude.ops.block_step")  # which needs triton
         output: Tensor = steps.mlp_step(hidden, norm, layers, local(self.down_proj.weight), config.activation)
         return output
+
+    def generated(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+        """See `Block`. Where a gate's activation alone stands between its products."""
+        config, joined = self.config, joined_weight(self.together()[0])
+        if joined is None or not config.gated or not config.is_plain:
+            return None
+        features = gated_product(hidden, norm, joined, config.activation)
+        return add_product(hidden, features, local(self.down_proj.weight), context.counters)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
