@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from postlude.ops.linear import _Linears, linear, linears, make_gradients, putting_off, side_by_side, sum_where_made
+from postlude.ops.linear import (
+    Later,
+    _Linears,
+    linear,
+    linears,
+    make_gradients,
+    putting_off,
+    side_by_side,
+    sum_where_made,
+)
 from tests.equality import assert_equal
 
 
@@ -66,12 +75,13 @@ def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
             assert_equal(actual, wanted, f"gradient {index}", 1e-14)
 
 
+@pytest.mark.parametrize("put", [False, True])
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize(
     ("laid", "arrives", "products"), [("weights", "columns", 1), ("weights", "apart", 3), ("apart", "columns", 3)]
 )
-def test_what_lies_together_is_one_product(one: bool, laid: str, arrives: str, products: int) -> None:
-    """As on CUDA: weights, their sums, and gradients that are columns of one tensor."""
+def test_what_lies_together_is_one_product(put: bool, one: bool, laid: str, arrives: str, products: int) -> None:
+    """As on CUDA: weights, their sums, and gradients that are columns of one tensor; put off as it would be now."""
     rows, apart, _ = operands()
     upstream = torch.randn(5, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected_rows = upstream @ torch.cat(apart).detach()
@@ -81,13 +91,15 @@ def test_what_lies_together_is_one_product(one: bool, laid: str, arrives: str, p
     totals = torch.ones(11, 4, dtype=torch.float64).split([6, 3, 2])
     for weight, total in zip(weights, totals, strict=True):
         weight.requires_grad_().gradient_total = total
+    later: Later = []
     with Products() as forward:
-        made = _Linears.apply(rows, None, True, one, 3, *weights, *[None] * 3)
+        made = _Linears.apply(rows, later if put else None, True, one, 3, *weights, *[None] * 3)
     for product, weight in zip(made, weights, strict=True):
         assert_equal(product, rows @ weight.T, "product", 1e-14)
     parts = torch.cat(made, 1) if arrives == "columns" else torch.cat([each * 1.0 for each in made], 1)
     with Products() as backward:
         parts.backward(upstream)
+        make_gradients(later)
     assert_equal(rows.grad, expected_rows, "gradient of rows", 1e-14)
     assert_equal(torch.cat(totals), expected_totals, "sums", 1e-14)
     assert forward.count == (1 if one and laid == "weights" else 3)

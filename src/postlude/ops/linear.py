@@ -54,7 +54,8 @@ def list_for(weight: Tensor) -> Later | None:
 
 def make_gradients(put_off: Later) -> None:
     """Add each weight's gradient to that of what the weight was made from, all in one backward: each one costs."""
-    made = [(weight, gradient()) for weight, gradient in put_off]
+    with torch.no_grad():  # as in the backward
+        made = [(weight, gradient()) for weight, gradient in put_off]
     left = [(weight, gradient) for weight, gradient in made if gradient is not None]
     if left:
         torch.autograd.backward([weight for weight, _ in left], [gradient for _, gradient in left])
@@ -244,10 +245,14 @@ def product_gradients(
         if needs:
             weight = _joined(weights[run], 0)
             for_rows = gradient.mm(weight) if for_rows is None else for_rows.addmm_(gradient, weight)
-        totals = _totals(given[run]) if later is None and all(asked[run]) else []
+        totals = _totals(given[run]) if all(asked[run]) else []
         total = side_by_side(totals) if totals else None
         if total is not None:
-            _add_product(total, gradient, rows)
+            add = functools.partial(_add_product, total, gradient, rows)
+            if later is None:
+                add()
+            else:  # one product then, too: several would not be the same to the bit
+                later.append((given[run][0], add))
             for_weights += [None] * len(totals)
         else:
             for_weights += [
