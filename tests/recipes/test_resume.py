@@ -80,6 +80,7 @@ def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows:
     assert names == kept, "what was saved after it is not lost"
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_anothers_checkpoint(tmp_path: Path, rows: str) -> None:
     words = ["sft", rows, *SMALL, "--held_out.rows=3", "--held_out.every=1"]
     assert main([*words, "--run", str(tmp_path / "one"), "--steps=2"]) == 0

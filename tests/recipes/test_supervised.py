@@ -148,6 +148,7 @@ def test_gradients_that_are_not_finite_end_the_run(ranks: Ranks, tmp_path: Path)
     assert rows[1]["skipped"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Path) -> None:
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{each}+1="} for each in range(12)])
     (tmp_path / "judge.py").write_text(
@@ -200,6 +201,7 @@ def test_a_dataset_that_cannot_be_learned_is_refused_before_the_run(
         ranks(1, trained, "sft", str(tmp_path), f"--data.path={path}", *settings)
 
 
+@pytest.mark.slow
 def test_long_rows_may_be_left_out_or_cut(ranks: Ranks, tmp_path: Path) -> None:
     rows = [{"text": "12345 " * length} for length in (2, 4, 60, 5, 6, 7)]
     path = write(tmp_path / "rows.jsonl", rows)

@@ -149,6 +149,7 @@ def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
     return [(each.task.example["fault"], each.score) for each in found[::SAMPLES]], summary(found)
 
 
+@pytest.mark.slow
 def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
     ((found, metrics),) = ranks(1, faulty)
     sentences = {

@@ -110,6 +110,7 @@ def test_the_first_failure_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture)
     assert len(caplog.records) == 2
 
 
+@pytest.mark.slow
 def test_a_hung_worker_is_ended_with_what_it_started(tmp_path: Path) -> None:
     workers = Workers(start_child_and_hang, count=1, timeout=LIMIT)
     (outcome,) = workers.call_all([(str(tmp_path),)])
@@ -297,6 +298,7 @@ MATH = [
 ]
 
 
+@pytest.mark.slow
 def test_mathematical_answers_are_compared_as_mathematics() -> None:
     pytest.importorskip("math_verify")
     with RewardPool(MathReward(), workers=1, timeout=20.0) as pool:
