@@ -79,8 +79,7 @@ class RowCache:
         self._decode = DecodeAttention(lengths, longest, each) if decoded else None
         self._prefill = prefill
         self._begun = slice(first, first + (0 if prefill is None else prefill.count - (padding > 0)))
-        rows = torch.arange(decoded, device=self.device) * self.capacity + lengths - each
-        places = (rows[:, None] + torch.arange(each, device=self.device)).flatten()
+        places = and_after(torch.arange(decoded, device=self.device) * self.capacity + (lengths - each), each)
         if prefill is not None:
             inside = (prefill.sequence_index() + first) * self.capacity + prefill.positions()
             places = torch.cat((places, inside[: prefill.total - padding]))
@@ -204,6 +203,11 @@ class RowCache:
     def stored(self, name: str) -> Stores:
         """All that `put` kept under `name`."""
         return self._stores[name]
+
+
+def and_after(firsts: Tensor, each: int) -> Tensor:
+    """`firsts` [n] and those after them, `each` in all of every one: [n · each]."""
+    return firsts if each == 1 else (firsts[:, None] + torch.arange(each, device=firsts.device)).flatten()
 
 
 def _with_rows(state: Tensor, rows: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from postlude.data.microbatch import IGNORE, Microbatch
 from postlude.model import OutputInputs
 from postlude.ops.packing import Packing
-from postlude.rollout.cache import RowCache
+from postlude.rollout.cache import RowCache, and_after
 from postlude.world.mesh import Axis
 
 
@@ -41,11 +41,12 @@ def packed(
     total += padding
     keys = torch.tensor(ends, dtype=torch.int64, device=device)
     prefill = Packing.from_lengths(lengths, device) if lengths else None
-    positions = (keys[:, None] - each + torch.arange(each, device=device)).flatten()
+    positions = and_after(keys - each, each)
+    next_tokens = going_on.flatten()
     cache.expect(keys, max(ends, default=0), prefill, padding, each=each, first=first)
     places = torch.arange(total, device=device)
     return Microbatch(
-        tokens=torch.cat((going_on.flatten(), torch.tensor(tokens, dtype=torch.int64, device=device))),
+        tokens=torch.cat((next_tokens, next_tokens.new_tensor(tokens))) if tokens else next_tokens,
         packing=Packing.from_lengths([each] * count + lengths, device),
         positions=positions if prefill is None else torch.cat((positions, prefill.positions())),
         targets=torch.full_like(places, IGNORE),

@@ -306,8 +306,9 @@ class _Run:
         beginning = [[*answer.prompt.tokens, *answer.tokens] for answer in prefilled]
         ends = [answer.length + each - 1 for answer in decoded]
         microbatch = packed(self.cache, self.model.mesh.tp, going_on, ends, beginning)
-        lasts = microbatch.cu_seqlens[1 : answers + 1].long() - 1
-        places = torch.cat((lasts[:count] - (each - 1), lasts[count:], *([lasts[:count]] if each > 1 else [])))
+        places = microbatch.cu_seqlens[1 : answers + 1].long() - 1
+        if guesses is not None:
+            places = torch.cat((places[:count] - 1, places[count:], places[:count]))
         logits, states = self.model(
             microbatch, output_processor=logits_at, output_processor_context=places, running=self.cache
         )
