@@ -20,9 +20,9 @@ import torch
 
 from postlude.cluster.joining import Needs, check_room, missing, why
 from postlude.cluster.relay import heed, spoken
-from postlude.rollout.servers.machine import HeldPort
 from postlude.world.last_words import RankError, Word
 from postlude.world.launcher import SIGNALS, on_ranks
+from postlude.world.ports import HeldPort
 
 LOOKED = 0.5  # seconds between two looks whether ranks have a place
 WAITING, SAID = 5.0, 60.0  # seconds without a place after which it is said that ranks wait for one, and again

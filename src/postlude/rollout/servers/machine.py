@@ -1,19 +1,20 @@
 """Where servers are started (`Machine`): this machine (`Here`), or others. What is started is a `Program`.
 
-It needs the standard library alone, as it may have to be at hand on other machines.
+Of others than Postlude it needs the standard library alone, as it may have to be at hand on other machines.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from postlude.world.ports import HeldPort
 
 KEEPER = Path(__file__).with_name("keeper.py")
 STOPPED_WITHIN = 10.0  # seconds
@@ -64,26 +65,6 @@ class Machine(Protocol):
     def start(self, program: Program) -> Running:
         """Start one, without waiting until it is ready."""
         ...
-
-
-class HeldPort:
-    """A port of this machine that was free, and that nobody else is given until it is released.
-
-    A socket is bound to it and does not listen. Linux then gives it to none who asks for any port, also of another run,
-    and lets a server listen there that sets SO_REUSEADDR, as servers do; elsewhere it is released at once.
-    """
-
-    def __init__(self, host: str) -> None:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((host, 0))
-        self.number: int = self._socket.getsockname()[1]
-        if sys.platform != "linux":
-            self.release()
-
-    def release(self) -> None:
-        """Let others have it."""
-        self._socket.close()
 
 
 class Here:
