@@ -74,7 +74,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
         (4, 0.6, 4, 0.4, True),  # each beside a rank
         (4, 0.6, 5, 0.4, False),
         (4, 0.6, 8, 0.2, True),
-        (4, 0.7, 4, 0.4, False),  # what is left of two GPUs is no share of one
+        (4, 0.7, 1, 0.4, False),  # what is left of two GPUs is no share of one
         (2, 0.6, 6, 0.4, True),  # two beside ranks, and two on each of the others
         (2, 1.0, 2, 1.0, True),
         (2, 0.6, 3, 1.0, False),
