@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 torch.backends.mkldnn.enabled = False  # see ops/products.py: the models of tests are small
+
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")  # a busy machine is slow, and nothing else is wrong with it
 
 PATIENCE = 60  # seconds; a rank that waits longer is stuck
 CALLS = 40  # of a pool, before its ranks are new ones: a group of theirs wakes a hundred times a second, and none ends

@@ -1,7 +1,7 @@
 """The planner against its own promises and against naive packers that are plainly right."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from postlude.data import plan_bins
@@ -51,7 +51,6 @@ def costs_descending(bins, lengths):
     return sorted((bin_cost(members, lengths) for members in bins), reverse=True)
 
 
-@settings(deadline=None)
 @given(lengths_and_budget(), st.integers(1, 9))
 def test_every_sequence_once_within_budget_in_the_callers_order(case, multiple_of):
     lengths, budget = case
@@ -61,7 +60,6 @@ def test_every_sequence_once_within_budget_in_the_callers_order(case, multiple_o
     assert all(members == sorted(members) for members in bins)
 
 
-@settings(deadline=None)
 @given(lengths_and_budget(), st.integers(1, 9))
 def test_as_few_bins_as_first_fit_and_best_fit_rounded_up_to_the_multiple(case, multiple_of):
     lengths, budget = case
@@ -93,7 +91,6 @@ def test_a_bin_too_full_for_one_sequence_takes_a_later_one_that_just_fits():
     assert plan_bins(lengths, 600_000) == [[0, 4], [1, 2, 3, 5]]
 
 
-@settings(deadline=None)
 @given(lengths_and_budget(), st.integers(0, 5))
 def test_evening_equals_the_naive_one_and_is_never_worse_than_no_evening(case, spare):
     lengths, budget = case
@@ -117,7 +114,6 @@ def test_long_sequences_weigh_more_than_their_tokens():
     assert tokens_beside[True] < tokens_beside[False]
 
 
-@settings(deadline=None)
 @given(lengths_and_budget(), st.integers(1, 9))
 def test_costliest_bins_come_first(case, multiple_of):
     lengths, budget = case
@@ -125,7 +121,6 @@ def test_costliest_bins_come_first(case, multiple_of):
     assert [bin_cost(members, lengths) for members in bins] == costs_descending(bins, lengths)
 
 
-@settings(deadline=None)
 @given(lengths_and_budget(), st.randoms(use_true_random=False))
 def test_the_costs_do_not_depend_on_the_order_of_the_sequences(case, generator):
     lengths, budget = case

@@ -50,7 +50,7 @@ def fields(microbatch: Microbatch) -> dict[str, torch.Tensor]:
     return named | dict(microbatch.columns)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(some_lengths, sizes, multiples)
 def test_every_real_token_is_on_one_rank_with_all_that_belongs_to_it(lengths, size, multiple_of):
     for whole in packed(lengths):
@@ -63,7 +63,7 @@ def test_every_real_token_is_on_one_rank_with_all_that_belongs_to_it(lengths, si
             assert torch.equal(held[order], values[whole.places.argsort()]), name
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(some_lengths, sizes, multiples)
 def test_ranks_are_even_and_padding_is_no_more_than_it_must_be(lengths, size, multiple_of):
     unit = 2 * size if size > 1 else 1
@@ -82,7 +82,7 @@ def test_ranks_are_even_and_padding_is_no_more_than_it_must_be(lengths, size, mu
                 assert getattr(part, name) == getattr(whole, name)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(some_lengths, sizes, multiples)
 def test_padding_is_told_apart_and_holds_nothing(lengths, size, multiple_of):
     for whole in packed(lengths):
@@ -95,7 +95,7 @@ def test_padding_is_told_apart_and_holds_nothing(lengths, size, multiple_of):
             assert not any(column[padding].any() for column in part.columns.values())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(some_lengths, st.integers(2, 5), multiples)
 def test_chunks_are_the_zigzag_and_positions_go_on(lengths, size, multiple_of):
     for whole in packed(lengths):
@@ -109,7 +109,7 @@ def test_chunks_are_the_zigzag_and_positions_go_on(lengths, size, multiple_of):
             assert len(straight) >= whole.packing.lengths[sequence]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(some_lengths, sizes, multiples, st.booleans(), st.sampled_from([(), (3,)]))
 def test_scattered_parts_equal_the_unpacked_whole(lengths, size, multiple_of, shifted, trailing):
     microbatches = packed(lengths)
@@ -135,7 +135,7 @@ def test_scatter_takes_what_a_head_gives():
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(some_lengths, st.integers(2, 4), multiples, st.sampled_from([None, 1, 3, 8]), st.integers(0, 100))
 def test_attention_in_parts_equals_attention_to_the_whole(softcap, lengths, size, multiple_of, window, seed):
     """The gather is a concatenation here; what padding holds is random, so that it would show."""
@@ -160,7 +160,7 @@ def test_attention_in_parts_equals_attention_to_the_whole(softcap, lengths, size
     assert_equal(*gradients, "gradients", tolerance=1e-12)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(some_lengths, st.integers(2, 5))
 def test_every_rank_attends_to_as_many_keys(lengths, size):
     for whole in packed(lengths):

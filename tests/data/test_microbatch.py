@@ -14,7 +14,7 @@ from postlude.world.mesh import Axis
 some_lengths = st.lists(st.integers(1, 9), max_size=8)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(some_lengths)
 def test_slices_positions_and_sequence_index_agree_with_the_lengths(lengths):
     packing = Packing.from_lengths(lengths)
@@ -27,7 +27,7 @@ def test_slices_positions_and_sequence_index_agree_with_the_lengths(lengths):
     assert packing.cu_seqlens.dtype == torch.int32
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(some_lengths, st.sampled_from([(), (3,), (2, 2)]))
 def test_sum_equals_each_sequence_summed_alone(lengths, trailing):
     packing = Packing.from_lengths(lengths)

@@ -27,7 +27,7 @@ def by_sequence(microbatches):
     ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(batches())
 def test_each_sequence_is_packed_once_with_its_positions_and_next_tokens(batch):
     sequences, budget, multiple_of = batch
@@ -42,7 +42,7 @@ def test_each_sequence_is_packed_once_with_its_positions_and_next_tokens(batch):
         assert microbatch.positions[where].tolist() == list(range(len(tokens)))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(batches())
 def test_places_are_those_in_the_sequences_laid_end_to_end(batch):
     sequences, budget, multiple_of = batch
@@ -55,7 +55,7 @@ def test_places_are_those_in_the_sequences_laid_end_to_end(batch):
     assert all(microbatch.padding == 0 and microbatch.real is None for microbatch in microbatches)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(batches())
 def test_the_batch_knows_its_counts_before_the_step(batch):
     sequences, budget, multiple_of = batch
@@ -69,7 +69,7 @@ def test_the_batch_knows_its_counts_before_the_step(batch):
     ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(batches(), st.sampled_from([(), (3,), (2, 2)]))
 def test_columns_lie_where_their_token_is_predicted(batch, trailing):
     sequences, budget, multiple_of = batch
@@ -86,7 +86,7 @@ def test_columns_lie_where_their_token_is_predicted(batch, trailing):
         assert spread == [per_sequence[index]] * (len(sequences[index]) - 1) + [0.0]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(batches(), st.sampled_from([(), (3,)]), st.randoms(use_true_random=False))
 def test_unpack_undoes_pack(batch, trailing, generator):
     sequences, budget, multiple_of = batch
@@ -102,7 +102,7 @@ def test_unpack_undoes_pack(batch, trailing, generator):
         assert not returned[0].any()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(batches())
 def test_unpacked_targets_are_the_tokens(batch):
     sequences, budget, _ = batch
@@ -113,7 +113,7 @@ def test_unpacked_targets_are_the_tokens(batch):
         assert targets.tolist() == [0, *sequence[1:].tolist()]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(batches(), st.integers(1, 8))
 def test_truncation_equals_packing_what_is_left(batch, budget):
     sequences, _, multiple_of = batch

@@ -12,7 +12,7 @@ from postlude.ops.linear import sum_where_made
 from tests.equality import assert_equal
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tokens=st.integers(0, 20), top_k=st.integers(1, 4), experts=st.integers(4, 9), seed=st.integers(0, 99))
 def test_sorting_by_expert_and_back(tokens: int, top_k: int, experts: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -73,7 +73,7 @@ def check(given: list[Tensor], lengths: list[int], chunk: int, tolerance: float,
         assert_equal(one.cpu(), other, f"gradient of {name}", tolerance)
 
 
-@settings(max_examples=14, deadline=None, derandomize=True)
+@settings(max_examples=14, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     chunk=st.sampled_from([1, 2, 7, 16, 64]),
@@ -91,7 +91,7 @@ def test_chunks_equal_the_recurrence(
 
 
 @pytest.mark.slow
-@settings(max_examples=16, deadline=None, derandomize=True)
+@settings(max_examples=16, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
     chunk=st.sampled_from([16, 50, 64]),

@@ -49,14 +49,14 @@ def heads(draw: st.DrawFn) -> tuple[Operands, dict[str, Any]]:
     return operands, options
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(heads())
 def test_equals_the_dense_head(head: tuple[Operands, dict[str, Any]]) -> None:
     operands, options = head
     same(operands, **options)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 999),
     exponent=st.integers(-8, 9),

@@ -49,7 +49,7 @@ def two_passes(operands: Operands, columns: PolicyColumns, **options: Any) -> tu
     return losses.sum(), losses
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(0, 14),
     vocabulary=st.integers(1, 40),

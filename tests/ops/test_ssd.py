@@ -76,7 +76,7 @@ def assert_alike(given: list[Tensor], lengths, chunk: int, tolerance: float = 1e
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6).filter(lambda lengths: sum(lengths) <= 400),
     chunk=st.sampled_from([1, 2, 7, 16, 64, 128]),

@@ -9,7 +9,7 @@ from itertools import chain, product
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
@@ -295,7 +295,6 @@ def test_a_smaller_last_group_deadlocks() -> None:
         simulate(lists, pp=4, vpp=3)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(2, 4), st.integers(1, 3), st.integers(1, 6))
 def test_a_schedule_out_of_order_is_found_or_keeps_its_dependencies(data, pp, vpp, microbatches) -> None:
     lists = [list(actions) for actions in orders(pp, vpp, microbatches)]

@@ -179,7 +179,7 @@ runs = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(runs)
 def test_what_is_written_is_read_back(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +187,7 @@ def test_what_is_written_is_read_back(run: Run) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(runs)
 def test_other_readers_of_yaml_agree_on_what_is_written(run: Run) -> None:
     read = yaml.safe_load(to_yaml(run))
@@ -195,7 +195,7 @@ def test_other_readers_of_yaml_agree_on_what_is_written(run: Run) -> None:
         assert read[each] == getattr(run, each)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     runs, st.lists(st.tuples(st.sampled_from(["steps", "name", "objective.entropy", "layout.tp"]), st.integers(1, 9)))
 )
