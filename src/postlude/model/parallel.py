@@ -216,7 +216,7 @@ class ColumnLinear(nn.Module):
 
 def products(hidden: Tensor, *layers: Linear | ColumnLinear, one: bool = False) -> tuple[Tensor, ...]:
     """What each of `layers` makes of the same tokens, [T, in] -> [T, out] each. `one`: as `linears` says."""
-    weights, biases = zip(*((local(layer.weight), _local_or_none(layer.bias)) for layer in layers), strict=True)
+    weights, biases = [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers]
     return linears(hidden, weights, biases, one=one)
 
 

@@ -33,17 +33,18 @@ class DecodeAttention:
         # A store is read as it lies: to widen it would copy all of it.
         lies_right = width == values.shape[-1] and width <= FLASH_WIDTH and width % FLASH_STEP == 0
         # The heads that share a key head become its queries: they see the same keys, and nothing has to be repeated.
-        grouped = query.unflatten(0, (-1, self.each)).unflatten(2, (keys.shape[2], -1))
+        grouped = query.view(-1, self.each, keys.shape[2], query.shape[1] // keys.shape[2], width)
         attention = self.flash if lies_right and flash_fits(query, scores) else self.padded
-        return attention(grouped, keys, values, scores).flatten(2, 3).flatten(0, 1)
+        return attention(grouped, keys, values, scores).reshape(*query.shape[:2], values.shape[-1])
 
     def padded(self, grouped: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         """All rows up to the longest in one call, what lies past each row's end masked. Copies no key.
 
         `grouped` [n, each, kv_heads, group, width] -> [..., v]. Every key in the store must be finite.
         """
-        asked, group = grouped.transpose(1, 2).flatten(2, 3), grouped.shape[3]  # [n, kv_heads, each · group, width]
-        key, value = (store[: len(grouped), : self.longest].transpose(1, 2) for store in (keys, values))
+        count, each, kv_heads, group, width = grouped.shape
+        asked = grouped.transpose(1, 2).reshape(count, kv_heads, each * group, width)
+        key, value = (store[:count, : self.longest].transpose(1, 2) for store in (keys, values))
         mask = self._mask(scores.window, asked.dtype, group)
         if scores.softcap is None and scores.sinks is None:
             seen = F.scaled_dot_product_attention(asked, key, value, attn_mask=mask, scale=scores.scale)
@@ -53,8 +54,7 @@ class DecodeAttention:
                 rated = scores.softcap * torch.tanh(rated / scores.softcap)
             sinks = None if scores.sinks is None else scores.sinks.view(-1, group).repeat(1, self.each)[..., None]
             seen = softmax(rated + mask, sinks).to(value.dtype) @ value
-        output: Tensor = seen.unflatten(2, (self.each, group)).transpose(1, 2)
-        return output
+        return seen.view(count, kv_heads, each, group, -1).transpose(1, 2)
 
     def flash(self, grouped: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         """Flash attention on the store as it lies. CUDA, bf16 or fp16.
@@ -95,11 +95,11 @@ class DecodeAttention:
         group = group if self.each > 1 else 1  # one row of the mask serves all heads
         if (window, dtype, group) not in self._masks:
             places = torch.arange(self.longest, device=self.lengths.device)
-            past = torch.stack([places - self._seen(place)[:, None] for place in range(self.each)], 1)  # own key: -1
-            hidden = past >= 0 if window is None else (past >= 0) | (past < -window)
+            seen = and_after(self.lengths - self.each + 1, self.each).view(-1, 1, self.each, 1)
+            hidden = places >= seen if window is None else (places >= seen) | (places < seen - window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             mask.masked_fill_(hidden, float("-inf"))
-            self._masks[window, dtype, group] = mask.repeat_interleave(group, dim=1)[:, None]
+            self._masks[window, dtype, group] = mask if group == 1 else mask.repeat_interleave(group, dim=2)
         return self._masks[window, dtype, group]
 
     def _key_borders(self, window: int | None, capacity: int, place: int = 0) -> Tensor:
@@ -115,3 +115,8 @@ class DecodeAttention:
     def _seen(self, place: int) -> Tensor:
         """[n]: how many keys of its row the token at `place` of the newest `each` may see."""
         return self.lengths - (self.each - 1 - place)
+
+
+def and_after(firsts: Tensor, each: int) -> Tensor:
+    """`firsts` [n] and those after them, `each` in all of every one: [n · each]."""
+    return firsts if each == 1 else (firsts[:, None] + torch.arange(each, device=firsts.device)).flatten()

@@ -96,7 +96,7 @@ def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows` [T, in], `weight` [out, in] -> [T, out]."""
-    if list_for(weight) is None and (gradient_total(weight) is None or not torch.is_grad_enabled()):
+    if not torch.is_grad_enabled() or (list_for(weight) is None and gradient_total(weight) is None):
         return F.linear(rows, weight, bias)
     return _products(rows, (weight,), (bias,), one=False)[0]
 

@@ -84,9 +84,12 @@ class RotaryConfig:
 
 
 def rotary_table(config: RotaryConfig, positions: Tensor, width: int) -> Table:
-    """Cosine and sine for `positions` [T], fp32 [T, 1, width], the halves repeated, ready to broadcast over heads."""
+    """Cosine and sine for `positions` [T], fp32 [T, 1, width], ready to broadcast over heads.
+
+    Both halves are of the same angles, but in the second the sine has the other sign: it is of the pair's other member.
+    """
     angles = positions.to(torch.float32)[:, None] * config.frequencies(width, positions.device)
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    angles = torch.cat((angles, -angles), dim=-1)[:, None, :]
     return angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
 
 
@@ -98,9 +101,8 @@ def rotate(vectors: Tensor, table: Table) -> Tensor:
     turned = table[0].shape[-1]
     if turned < vectors.shape[-1]:
         return torch.cat((rotate(vectors[..., :turned], table), vectors[..., turned:]), dim=-1)
-    cos, sin = (part.to(vectors.dtype) for part in table)
-    first, second = vectors.chunk(2, dim=-1)
-    return vectors * cos + torch.cat((-second, first), dim=-1) * sin
+    cos, sin = table[0].to(vectors.dtype), table[1].to(vectors.dtype)
+    return torch.addcmul(vectors * cos, vectors.roll(turned // 2, -1), sin, value=-1)
 
 
 def paired(vectors: Tensor) -> Tensor:

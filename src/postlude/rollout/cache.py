@@ -9,7 +9,7 @@ from torch import Tensor
 
 from postlude.model.context import AttendStores, Begin, GoOn, Inputs, Recur, Scan, States, Stores
 from postlude.ops.attention import Scores, attend
-from postlude.ops.decode_attention import DecodeAttention
+from postlude.ops.decode_attention import DecodeAttention, and_after
 from postlude.ops.packing import Packing
 
 
@@ -101,12 +101,14 @@ class RowCache:
     def grow(self, name: str, inputs: Inputs, new: Inputs, go_on: GoOn, begin: Begin) -> Tensor:
         """See `Running.grow`."""
         stores = self.put(name, new)
-        decoded, outputs = self._decoded * self._each, []
-        if self._decode is not None:
-            outputs.append(go_on(tuple(each[:decoded] for each in inputs), stores, self._decode))
-        if self._prefill is not None:
-            outputs.append(begin(tuple(each[decoded:] for each in inputs), self._prefill))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        if self._prefill is None:
+            assert self._decode is not None  # a forward of nothing is not asked for
+            return go_on(inputs, stores, self._decode)
+        if self._decode is None:
+            return begin(inputs, self._prefill)
+        decoded = self._decoded * self._each
+        going_on = go_on(tuple(each[:decoded] for each in inputs), stores, self._decode)
+        return torch.cat((going_on, begin(tuple(each[decoded:] for each in inputs), self._prefill)))
 
     def recur(self, name: str, inputs: Inputs, step: Recur, scan: Scan) -> Tensor:
         """See `Running.recur`."""
@@ -196,18 +198,14 @@ class RowCache:
         """
         if name not in self._stores:
             self._stores[name] = tuple(each.new_zeros(self.rows, self.capacity, *each.shape[1:]) for each in new)
-        for store, each in zip(self._stores[name], new, strict=True):
-            store.flatten(0, 1).index_copy_(0, self._places, each[: len(self._places)])
-        return self._stores[name]
+        stores, kept = self._stores[name], len(self._places)
+        for store, each in zip(stores, new, strict=True):
+            store.flatten(0, 1).index_copy_(0, self._places, each[:kept])
+        return stores
 
     def stored(self, name: str) -> Stores:
         """All that `put` kept under `name`."""
         return self._stores[name]
-
-
-def and_after(firsts: Tensor, each: int) -> Tensor:
-    """`firsts` [n] and those after them, `each` in all of every one: [n · each]."""
-    return firsts if each == 1 else (firsts[:, None] + torch.arange(each, device=firsts.device)).flatten()
 
 
 def _with_rows(state: Tensor, rows: int) -> Tensor:

@@ -76,7 +76,7 @@ def draw(logits: Tensor, settings: Settings, counts: Tensor) -> tuple[Tensor, Te
         scaled = scaled / settings.temperature
     if settings.all_greedy:
         tokens = scaled.argmax(-1)
-        logprobs = scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
+        logprobs = scaled.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         return tokens, logprobs, torch.zeros_like(logprobs)
     blocks = _blocks(scaled)
     weights = blocks.logsumexp(-1)  # [n, blocks], each block's log-probability up to a constant

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from postlude.data.microbatch import IGNORE, Microbatch
 from postlude.model import OutputInputs
+from postlude.ops.decode_attention import and_after
 from postlude.ops.packing import Packing
-from postlude.rollout.cache import RowCache, and_after
+from postlude.rollout.cache import RowCache
 from postlude.world.mesh import Axis
 
 
@@ -69,7 +70,7 @@ def logits_at(inputs: OutputInputs, places: Tensor) -> tuple[Tensor, Tensor]:
     """
     head = inputs.head
     states = inputs.gather(inputs.hidden)
-    hidden = states[places]
+    hidden = states.index_select(0, places)
     missing = -len(places) % head.tp.size
     if missing:
         hidden = F.pad(hidden, (0, 0, 0, missing))

@@ -301,7 +301,7 @@ class _Run:
         """
         count, answers = len(decoded), len(decoded) + len(prefilled)
         newest = torch.tensor([answer.tokens[-1] for answer in decoded], dtype=torch.int64, device=self.device)
-        going_on = torch.stack((newest,) if guesses is None else (newest, guesses), 1)
+        going_on = newest[:, None] if guesses is None else torch.stack((newest, guesses), 1)
         each = going_on.shape[1]
         beginning = [[*answer.prompt.tokens, *answer.tokens] for answer in prefilled]
         ends = [answer.length + each - 1 for answer in decoded]
@@ -396,7 +396,7 @@ class _Run:
             self.cache.settle(1 + right.long())
             tokens, *logprobs = draw(drafts.logits, settings.first(guessed), counts[:guessed] + 1)
             told.append(torch.stack([part.double() for part in (tokens.where(right, -1), *logprobs)], 1))
-        rows = torch.cat(told).tolist()  # the one wait for the device
+        rows = (torch.cat(told) if len(told) > 1 else told[0]).tolist()  # the one wait for the device
         finished = []
         for place, (answer, first) in enumerate(zip(answers, rows[: len(rows) - guessed], strict=True)):
             taken = [first]

@@ -121,30 +121,23 @@ class Block(nn.Module):
         return None
 
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
-        norm = self._norm_at_once(hidden)
-        done = None if norm is None else self.at_once(hidden, norm, context)
-        if done is None:
-            done = self._generated(hidden, context)
+        done = self._in_kernels(hidden, context) if hidden.is_cuda and self.plain else None
         if done is not None:
             return {"hidden": done}
         hidden, normed = self.norm.beside(hidden)
         return self.join(hidden, self.work(normed, context))
 
-    def _generated(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
-        if context.running is None or hidden.dtype != torch.bfloat16 or not hidden.is_cuda or torch.is_grad_enabled():
-            return None
-        norm = self.norm
-        if not self.plain or not isinstance(norm, RMSNorm):
-            return None
-        return self.generated(hidden, Norm(local(norm.weight), norm.eps, norm.offset), context)
-
-    def _norm_at_once(self, hidden: Tensor) -> Norm | None:
-        if not (self.plain and hidden.is_cuda and hidden.requires_grad and torch.is_grad_enabled()):
-            return None
+    def _in_kernels(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
+        """What `at_once` or `generated` makes of it; None where neither is asked, or can."""
         norm = self.norm
         assert isinstance(norm, RMSNorm)
         weight = local(norm.weight)
-        return Norm(weight, norm.eps, norm.offset) if takes_kernels(hidden, weight) else None
+        given = Norm(weight, norm.eps, norm.offset)
+        if not torch.is_grad_enabled():
+            generates = context.running is not None and hidden.dtype == torch.bfloat16
+            return self.generated(hidden, given, context) if generates else None
+        trains = hidden.requires_grad and takes_kernels(hidden, weight)
+        return self.at_once(hidden, given, context) if trains else None
 
 
 def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator, *, norm: float = 1.0) -> None:
