@@ -36,7 +36,7 @@ class Condition:
             self.refusal = None
 
     @contextmanager
-    def passing(self, call: str, renew: Callable[[], None], *, gradients: bool = False) -> Iterator[None]:
+    def passing(self, call: str, rebuild: Callable[[], None], *, gradients: bool = False) -> Iterator[None]:
         """Around passes through the stages, which add to the `gradients` or leave them alone."""
         self.check(gradients=gradients)
         try:
@@ -49,7 +49,7 @@ class Condition:
                 )
                 raise
             try:
-                renew()
+                rebuild()
             except Exception as another:  # such as a GPU that has stopped answering
                 self.refusal = (
                     f"this engine's {call} failed ({_said(error)}), and its stages could not be made anew "

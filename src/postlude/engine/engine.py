@@ -18,20 +18,21 @@ from transformers import PreTrainedTokenizerBase
 
 from postlude.data import Batch, Microbatch
 from postlude.engine import checkpoint, exporting, optimizers, streaming
+from postlude.engine.building import Builder
 from postlude.engine.condition import Condition
 from postlude.engine.dealing import Dealt, deal
 from postlude.engine.gradients import copies, no_gradient, sum_counted, total_norm
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.result import Result, StepResult
 from postlude.engine.scale import Ledger, Scale, Tally, connected
-from postlude.engine.sharding import Gathering, renewed, shard, sum_shared
+from postlude.engine.sharding import sum_shared
 from postlude.hf.card import ModelCard
 from postlude.hf.export import describe
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family, into_ours
 from postlude.hf.load import fresh_or_filled, read_generation, read_model, read_moves, read_whole, with_depths
 from postlude.hf.source import Recast, Source
-from postlude.layout import Layout, Stage
+from postlude.layout import Layout
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.output import NO_VALUE_HEAD
@@ -42,7 +43,6 @@ from postlude.objectives import Objective
 from postlude.ops.backend import ScanBackend
 from postlude.optimizer import AdamW, OptimizerConfig, Weights
 from postlude.parts import Staging
-from postlude.pipeline import Executor
 from postlude.pipeline.order import Overlap, check_overlap
 from postlude.trace.recorder import SILENT, Recorder
 from postlude.world.agreement import first_rank_says
@@ -100,71 +100,42 @@ class Engine:
         self.device = group_device() if device is None else torch.device(device)
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
         check_overlap(overlap, pp=self.mesh.layout.pp, vpp=self.mesh.layout.vpp)
-        self.budget = budget
-        self.critic = critic
-        self.mtp = mtp
-        self.overlap = overlap
-        self.gather_once = gather_once
-        self.weights = weights
-        self.gathering: dict[int, Gathering] = {}
-        self.block_types = blocks
-        self.families = families
+        self.budget, self.overlap, self.weights = budget, overlap, weights
+        self.critic, self.mtp = critic, mtp
+        self.block_types, self.families = blocks, families
         source = with_depths(source, families, blocks) if mtp else source
         self.family, self.config = read_model(source, families, blocks)
         self.fresh = read_moves(source, families, blocks).fresh if isinstance(source, Recast) else ()
         self.generation = read_generation(source, blocks)
-        on_gpu = self.device.type == "cuda"
-        self.compute_dtype = compute_dtype or (torch.bfloat16 if on_gpu else torch.float32)
-        self.recompute = recompute
-        self.scans = scans
-        self.stages = self._build(source, seed)
-        self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype, overlap=self.overlap)
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.builder = Builder(
+            config=self.config,
+            mesh=self.mesh,
+            device=self.device,
+            compute_dtype=self.compute_dtype,
+            recompute=recompute,
+            scans=scans,
+            critic=critic,
+            mtp=mtp,
+            overlap=overlap,
+            gather_once=gather_once,
+            weights=weights,
+            blocks=blocks,
+        )
+        self.stages, self.gathering, self.executor = self.builder.build(
+            lambda stage: fresh_or_filled(stage, source, self.family, seed, families)
+        )
         self.condition = Condition()
         self.ledger = Ledger()
-        self.step = 0
-        self.skipped = 0
+        self.step = self.skipped = 0
         self.set_optimizer(optimizer or AdamW())
         self._saving: checkpoint.Saving | None = None
         self._saving_group: dist.ProcessGroup | None = None
         self._staging = Staging()
 
-    def _build(self, source: Source, seed: int) -> dict[int, LanguageModel]:
-        layout, stages = self.mesh.layout, {}
-        for index in range(self.mesh.pp.rank, layout.stages, layout.pp):
-            stage = self._without_tensors(index)
-            stage.to_empty(device=self.device)
-            fresh_or_filled(stage, source, self.family, seed, self.families)
-            stages[index] = stage
-        return stages
-
-    def _without_tensors(self, index: int) -> LanguageModel:
-        """One stage, sharded, all on the meta device."""
-        with torch.device("meta"):
-            stage = LanguageModel(
-                self.config,
-                mesh=self.mesh,
-                stage=Stage(index, self.layout.stages),
-                recompute=self.recompute,
-                scans=self.scans,
-                value_head=self.critic,
-                dtype=None if self.weights == "fp32" else torch.bfloat16,
-                blocks=self.block_types,
-            )
-        if stage.predicts_ahead:
-            stage.mtp.requires_grad_(self.mtp)
-        self.gathering[index] = shard(
-            stage, self.mesh, self.compute_dtype, planned=bool(self.overlap), once=self.gather_once
-        )
-        return stage
-
-    def _renew(self) -> None:
-        """Put new stages around the same parameters: an exception leaves FSDP's own in the middle of a pass."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what is under way on other streams still uses the old ones
-        for gathering in self.gathering.values():
-            gathering.end()
-        self.stages = {index: renewed(old, self._without_tensors(index)) for index, old in self.stages.items()}
-        self.executor = Executor(self.stages, self.mesh, dtype=self.compute_dtype, overlap=self.overlap)
+    def _rebuild(self) -> None:
+        """After a pass that failed."""
+        self.stages, self.gathering, self.executor = self.builder.rebuild(self.stages, self.gathering)
 
     @property
     def layout(self) -> Layout:
@@ -218,7 +189,7 @@ class Engine:
         if "all_tokens" in counts:
             own = [replace(each, batch_tokens=int(counts["all_tokens"])) for each in own]
         tally = Tally(Scale(own, {**dealt.counts, **counts}, sharers=self.mesh.cp.size), self.ledger)
-        with self.condition.passing("forward_backward", self._renew, gradients=True):
+        with self.condition.passing("forward_backward", self._rebuild, gradients=True):
             for name in self.shared & self.parameters.keys():
                 if self._is_second_copy(name):
                     self.parameters[name].grad = None  # the first stage holds what was summed before
@@ -245,7 +216,7 @@ class Engine:
         """What `forward_backward` would find, without a backward: no gradient is made or changed."""
         dealt = self._deal(batch)
         tally = Tally(Scale(dealt.own, dealt.counts, sharers=self.mesh.cp.size), self.ledger)
-        with self.condition.passing("measure", self._renew):
+        with self.condition.passing("measure", self._rebuild):
             self._forward(dealt.own, lambda inputs: tally.evaluate(objective, inputs))
             metrics = tally.reduce(self._speaks)
         return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens)
@@ -286,8 +257,7 @@ class Engine:
 
     def weight_norm(self) -> float:
         """The norm of all weights, over every rank. It is not finite where one of them is not."""
-        own = self._own_parameters
-        return float(total_norm(((each, copies(each)) for each in own), self.device))
+        return float(total_norm(((each, copies(each)) for each in self._own_parameters), self.device))
 
     def _norm_of_gradients(self) -> Tensor:
         self.condition.check(gradients=True)
@@ -311,7 +281,7 @@ class Engine:
         the token whose position it stands at.
         """
         dealt = self._deal(batch)
-        with self.condition.passing("evaluation", self._renew):
+        with self.condition.passing("evaluation", self._rebuild):
             found = self._forward(dealt.own, lambda inputs: dict(processor(inputs)))
             return dealt.bring_back(found, shifted=shifted, device=self.device)
 

@@ -199,19 +199,6 @@ def _nothing(stage: LanguageModel) -> Tensor:
     return torch.zeros((), device=next(stage.parameters()).device)
 
 
-def renewed(old: LanguageModel, new: LanguageModel) -> LanguageModel:
-    """Move the parameters, with their gradients, and the buffers of a stage into a new one built alike.
-
-    The new one has never run. Of the old one nothing is asked but its state, which FSDP gives out sharded whatever it
-    was in the middle of.
-    """
-    new.load_state_dict(old.state_dict(keep_vars=True), assign=True)
-    for before, after in zip(old.modules(), new.modules(), strict=True):
-        for name, buffer in before.named_buffers(recurse=False):
-            setattr(after, name, buffer)  # also those that no state holds
-    return new
-
-
 def sum_shared(gradient: Tensor, mesh: Mesh) -> None:
     """Sum the gradient of a shared parameter over the two ends of the pipeline, which both hold it."""
     if mesh.ends.group is not None:
