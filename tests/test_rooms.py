@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,22 @@ def test_no_patched_forwards_and_no_globals(path: Path) -> None:
         if isinstance(node, ast.Assign):
             targets = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
             assert "forward" not in targets, f"{path.relative_to(ROOT)}:{node.lineno} rebinds a forward"
+
+
+PRIVATE = {"ops/attention.py", "ops/foreach.py"}  # which say why torch has no public name for what they need
+
+
+def private_names_of_torch(path: Path) -> set[str]:
+    """Such as `torch._foreach_norm`, wherever a dotted name that begins with torch has one."""
+    dotted = (ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+    named = {name for name in dotted if name.startswith("torch.")} | imports(path)
+    return {name for name in named if re.search(r"^torch\b.*\._[a-z]", name)}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_of_torch_stand_in_one_place_each(path: Path) -> None:
+    found = private_names_of_torch(path)
+    assert bool(found) == (str(path.relative_to(ROOT)) in PRIVATE), f"{path.relative_to(ROOT)} uses {sorted(found)}"
 
 
 ALONE_WITH_TORCH = """

@@ -149,6 +149,19 @@ def test_varlen_refuses_softcap() -> None:
         varlen_attention(*tensors(2, 2, 8)[:3], packing, packing, Scores(scale=1.0, softcap=3.0))
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_this_torch_has_the_private_operators_of_flash_attention(sinks: bool) -> None:
+    """Forward and backward on the meta device, where shapes alone are computed: their names and arguments are there."""
+    packing = Packing.from_lengths(LENGTHS)
+    packing = replace(packing, cu_seqlens=packing.cu_seqlens.to("meta"))
+    inputs = [each.detach().requires_grad_() for each in tensors(6, 2, 12, device="meta", dtype=torch.bfloat16)]
+    scores = Scores(scale=1.0, window=2, sinks=inputs[3] if sinks else None)
+    output = varlen_attention(*inputs[:3], packing, packing, scores)
+    assert output.shape == inputs[0].shape
+    output.sum().backward()
+    assert [each.grad is not None and each.grad.shape == each.shape for each in inputs] == [True, True, True, sinks]
+
+
 def on_cuda(widths, sinks, part, lengths, heads: int, kv_heads: int) -> list[Tensor]:
     inputs = tensors(
         heads, kv_heads, widths[0], part, lengths, value_width=widths[1], device="cuda", dtype=torch.bfloat16

@@ -183,7 +183,7 @@ def test_auto_takes_it_in_place_of_torch_alone_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, present: None
 ) -> None:
     on_gpu = SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(fla, "_version", lambda package: "0.6.0")
+    monkeypatch.setattr(fla, "version_of", lambda package: "0.6.0")
     with caplog.at_level(logging.INFO, logger="postlude.ops.fla"):
         monkeypatch.setattr(fla, "refusal", gradient_wanted)
         assert not any(fla.steps_in("one", "these were not checked", on_gpu, width=8) for _ in range(2))

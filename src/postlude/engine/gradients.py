@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from postlude.model.parallel import held
+from postlude.ops.foreach import norms
 from postlude.world.mesh import Mesh
 
 CHUNK = 1 << 24  # elements that are looked at in float64 at a time
@@ -30,13 +31,12 @@ def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> T
         shares += [1.0 / alike] * len(cut)
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if chunks:
-        norms = torch.stack(torch._foreach_norm(chunks, 2.0, torch.float64))
         weights = (
             shares[0]
             if len(set(shares)) == 1
             else torch.tensor(shares, dtype=torch.float64).to(device, non_blocking=True)
         )
-        squares += (norms.square() * weights).sum()
+        squares += (norms(chunks, torch.float64).square() * weights).sum()
     dist.all_reduce(squares)
     return squares.sqrt()
 

@@ -21,6 +21,7 @@ from postlude.engine.gradients import clip
 from postlude.engine.offload import PIECE_BYTES, Unit, carousel, in_host_memory
 from postlude.model.parallel import held, is_shared, region
 from postlude.ops.adamw import BLOCK, Eight, Moment, Place, Rates, adamw_step, blocks_of, key_of, now_at
+from postlude.ops.foreach import copy_each
 from postlude.optimizer import SGD, AdamW, OptimizerConfig, Weights
 from postlude.parts import Part
 
@@ -150,7 +151,7 @@ class AdamWMover(torch.optim.Optimizer):
         steps = [self.state[parameter]["step"] for parameter in parameters]
         scale = torch.ones(2, device=self._device) if self.scale is None else self.scale
         counted = torch.stack(steps) + scale[1]
-        torch._foreach_copy_(steps, list(counted.unbind()))
+        copy_each(steps, list(counted.unbind()))
         for parameter, now in zip(parameters, now_at(counted, rates).unbind(), strict=True):
             yield from self._pieces(parameter, now, rates, scale)
 

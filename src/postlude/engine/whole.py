@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from postlude.engine.gradients import copies, no_gradient
 from postlude.model import LanguageModel
 from postlude.model.parallel import Gathered, held
+from postlude.ops.foreach import copy_each
 from postlude.ops.linear import sum_where_made
 
 BUCKET_BYTES = 1 << 28
@@ -99,7 +100,7 @@ class Whole:
             found = {each.data_ptr(): each for each in (place.leaf.untyped_storage() for place in self.copied)}
             self.memory = [(each, each.nbytes()) for each in found.values()]
         if self.copied:
-            torch._foreach_copy_([place.leaf for place in self.copied], [place.part for place in self.copied])
+            copy_each([place.leaf for place in self.copied], [place.part for place in self.copied])
 
     def _places(self) -> Iterable[Place]:
         for module in self.stage.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
@@ -191,7 +192,8 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     """[Tq, heads, width] and lse [heads, Tq], with a gradient of the former.
 
-    The operator itself, since what torch makes public of it takes no grouped heads before 2.12: keys would be repeated.
+    By the operator's private name, as its backward below: what torch 2.11 makes public of it takes no grouped heads,
+    so that keys would be repeated, and has no way to give its backward another output than the forward's own.
     """
     lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
     causal = {"window_size_left": window[0], "window_size_right": window[1]}
@@ -199,6 +201,42 @@ def _flash(
         query, key, value, *lengths, 0.0, window == (-1, 0), False, scale=scale, **causal
     )
     return output, lse
+
+
+def _flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    borders: Sequence[Tensor],
+    longest: tuple[int, int],
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What query, key and value get of a `gradient`, by an output and an lse [heads, Tq] that need not be `_flash`'s.
+
+    `borders` are the packings' cu_seqlens and `longest` their longest sequences, of queries and of keys.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        gradient,
+        query,
+        key,
+        value,
+        output,
+        lse,
+        *borders,
+        *longest,
+        0.0,  # dropout
+        window == (-1, 0),
+        torch.zeros(2, dtype=torch.uint64, device=query.device),  # dropout's random state
+        torch.empty(0, device=query.device),  # unused
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+    return found
 
 
 def _widened(tensor: Tensor, width: int) -> Tensor:
@@ -277,27 +315,10 @@ class _FlashWithSinks(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, lse, *borders = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        unused = torch.empty(0, device=query.device)
-        for_query, for_key, for_value = torch.ops.aten._flash_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            output,
-            lse,
-            *borders,
-            *ctx.longest,
-            0.0,  # dropout
-            ctx.window == (-1, 0),
-            torch.zeros(2, dtype=torch.uint64, device=query.device),  # dropout's random state
-            unused,
-            scale=ctx.scale,
-            window_size_left=ctx.window[0],
-            window_size_right=ctx.window[1],
-        )
+        found = _flash_backward(gradient, query, key, value, output, lse, borders, ctx.longest, ctx.scale, ctx.window)
         sunk = (sinks[:, None].float() - lse).exp()  # [heads, Tq], the sink's share of the softmax
         for_sinks = -(sunk * (gradient.float() * output.float()).sum(-1).T).sum(-1)
-        return for_query, for_key, for_value, for_sinks.to(sinks.dtype), None, None, None, None
+        return *found, for_sinks.to(sinks.dtype), None, None, None, None
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 Backend = Literal["auto", "torch", "triton"]
 ScanBackend = Literal["auto", "torch", "triton", "fla"]
 
-OLDEST_TRITON = (3, 2)
+OLDEST_TRITON = (3, 6)  # what torch 2.11 comes with; older ones lack what kernels and their launches use
 OLDEST_DEVICE = (8, 0)  # the first with bf16 tensor cores
 
 log = logging.getLogger(__name__)
@@ -62,14 +62,25 @@ def obstacle(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str
         return f"the tensors are on {device.type}, not cuda"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    version = importlib.import_module("triton").__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+    version = version_of("triton")
+    if numbers_of(version) < OLDEST_TRITON:
         return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
     if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < OLDEST_DEVICE:
         return (
             f"{torch.cuda.get_device_name(device)} is older than compute capability {'.'.join(map(str, OLDEST_DEVICE))}"
         )
     return None
+
+
+def version_of(package: str) -> str:
+    """Of a package that is installed."""
+    version: str = importlib.import_module(package).__version__
+    return version
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """3.7.1+git123 -> (3, 7, 1)."""
+    return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdigit())
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import logging
 import torch
 from torch import Tensor
 
-from postlude.ops.backend import obstacle
+from postlude.ops.backend import numbers_of, obstacle, version_of
 from postlude.ops.packing import Packing
 
 CHECKED = "0.6"  # the releases whose results were compared with ours
@@ -42,13 +42,13 @@ def refusal(*tensors: Tensor, width: int, gradient: bool) -> str | None:
     if width > WIDEST:
         return f"flash-linear-attention has room for keys {WIDEST} wide, and these are {width}"
     why = obstacle(device, tensors[0].dtype, False)
-    return why or _refusal(_version("fla"), _version("triton"), torch.cuda.get_device_capability(device), gradient)
+    return why or _refusal(version_of("fla"), version_of("triton"), torch.cuda.get_device_capability(device), gradient)
 
 
 def _refusal(fla: str, triton: str, capability: tuple[int, int], gradient: bool) -> str | None:
     if not fla.startswith(f"{CHECKED}."):
         return f"flash-linear-attention was checked in its releases {CHECKED}, and this is {fla}"
-    if not gradient or capability[0] != HOPPER or not WRONG_TRITON[0] <= _numbers(triton) < WRONG_TRITON[1]:
+    if not gradient or capability[0] != HOPPER or not WRONG_TRITON[0] <= numbers_of(triton) < WRONG_TRITON[1]:
         return None
     return (
         f"flash-linear-attention {fla} refuses a backward on Hopper with Triton 3.4.0 to 3.7.0, which compile it "
@@ -71,7 +71,7 @@ def steps_in(name: str, own: str, *tensors: Tensor, width: int) -> bool:
 @functools.cache
 def _say_once(name: str, own: str, why: str | None) -> None:
     if why is None:
-        log.info("%s uses flash-linear-attention %s: of its own kernels, %s", name, _version("fla"), own)
+        log.info("%s uses flash-linear-attention %s: of its own kernels, %s", name, version_of("fla"), own)
     else:
         log.warning("%s cannot use flash-linear-attention in place of its own kernels: %s", name, why)
 
@@ -133,13 +133,3 @@ def gated_delta(
 def _on_the_host(lengths: tuple[int, ...]) -> Tensor:
     """The boundaries that fla would otherwise wait for; the same tensor each time, by which it knows what it has."""
     return Packing.from_lengths(lengths).cu_seqlens
-
-
-def _version(package: str) -> str:
-    version: str = importlib.import_module(package).__version__
-    return version
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """3.7.1+git123 -> (3, 7, 1)."""
-    return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdigit())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from postlude.ops import fla
-from postlude.ops.backend import ScanBackend, takes_triton
+from postlude.ops.backend import ScanBackend, takes_triton, version_of
 from postlude.ops.packing import Packing, to_device
 
 CHUNK = 64
@@ -439,7 +439,7 @@ def _unwise(device: torch.device, dtype: torch.dtype, chunk: int, widths: tuple[
         return f"its kernels were checked for widths from 65 to 128, and dk and dv are {widths[0]} and {widths[1]}"
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None  # more than unwise
-    version = importlib.import_module("triton").__version__
+    version = version_of("triton")
     if ".".join(version.split(".")[:2]) not in CHECKED_TRITON:
         return f"its kernels were checked with triton {', '.join(CHECKED_TRITON)}, and this is {version}"
     if torch.cuda.get_device_capability(device)[0] != CHECKED_DEVICE:

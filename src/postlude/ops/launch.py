@@ -1,10 +1,14 @@
 """Launching a small Triton kernel without the 30 µs in which Triton works out anew which of its compilations to take.
 
-A layer launches a dozen kernels that take a few µs each, so what a launch costs the host is what a step costs.
+A layer launches a dozen kernels that take a few µs each, so what a launch costs the host is what a step costs. The
+short way repeats the last line of `triton.JITFunction.run`, which is no public contract: with a Triton that was not
+looked at it is not taken, and a warning says so.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +17,14 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from postlude.ops.backend import numbers_of, version_of
+
+LOOKED_AT = ((3, 6), (3, 9))  # the first and the last Triton that launches alike: it was run, and its source read
 ALIGNED = 16  # bytes: what Triton compiles for where addresses are multiples of it
 
 Grid = tuple[int, int, int]
+
+log = logging.getLogger(__name__)
 
 
 class Launcher:
@@ -56,13 +65,29 @@ class Launcher:
         found = self._compiled.get(key)
         if found is None or addresses % ALIGNED:
             compiled = self.kernel[grid](*tensors, *numbers, *constants, num_warps=warps, **options)
-            if compiled is not None and addresses % ALIGNED == 0:  # the interpreter compiles nothing
+            # The interpreter compiles nothing.
+            if compiled is not None and addresses % ALIGNED == 0 and has_short_way(version_of("triton")):
                 self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
         assert device is not None  # there is a tensor
         run, function, metadata = found
         stream = driver.active.get_current_stream(device.index)
         run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *constants)
+
+
+@functools.cache
+def has_short_way(version: str) -> bool:
+    """Whether this Triton's compilations are launched as here; if not, it is said once."""
+    first, last = LOOKED_AT
+    if first <= numbers_of(version)[:2] <= last:
+        return True
+    log.warning(
+        "kernels are launched by triton %s itself, which takes the host 30 µs more for each: a shorter way is known "
+        "for triton %s to %s. Use one of those where steps wait for the host.",
+        version,
+        *(".".join(map(str, each)) for each in LOOKED_AT),
+    )
+    return False
 
 
 def contiguous_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
