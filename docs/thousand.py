@@ -179,13 +179,19 @@ class Plan:
         return 12.0 * self.parameters
 
 
+def balanced(shape: Shape, train: Forecast, training: int) -> Plan:
+    """With answers drawn as few steps ahead as costs less than `WORTH`."""
+    ahead = [Plan(shape, train, training, k) for k in range(1, STALEST + 1)]
+    fastest = min(plan.period for plan in ahead)
+    return next(plan for plan in ahead if plan.period <= WORTH * fastest)
+
+
 def plans(shape: Shape, splits: tuple[int, ...]) -> Iterator[Plan]:
     """The best for each number of GPUs that train."""
     for training in splits:
         found = search(shape.start(), training, STEP_TOKENS, overlap=True, most=1)
         if found.best:
-            ahead = [Plan(shape, found.best[0], training, k) for k in range(1, STALEST + 1)]
-            plan = next(each for each in ahead if each.period <= WORTH * min(each.period for each in ahead))
+            plan = balanced(shape, found.best[0], training)
             balance = f"{plan.train.step.seconds:.1f} s to learn, {plan.drawing_seconds:.1f} s to draw"
             print(
                 f"{shape.name}: {training} train: {balance}, k={plan.staleness}, {plan.period:.1f} s", file=sys.stderr

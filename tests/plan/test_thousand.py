@@ -1,0 +1,50 @@
+"""The table of a thousand GPUs in docs/scale-out.md is what docs/thousand.py prints for the layouts that it names."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from postlude.layout import Layout
+from postlude.plan.forecast import forecast
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def thousand() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("thousand", DOCS / "thousand.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "thousand", module)  # where its dataclasses look for it
+        spec.loader.exec_module(module)
+    return module
+
+
+def table() -> list[list[str]]:
+    """Its rows: a name, and a cell for each model."""
+    lines = (DOCS / "scale-out.md").read_text().partition("## A thousand GPUs on paper")[2].splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| |"))
+    last = next(number for number, line in enumerate(lines) if number > first and not line.startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:last] if "---" not in line]
+
+
+@pytest.mark.parametrize("column", [1, 2, 3])
+def test_the_page_says_what_the_formulas_give(thousand: ModuleType, column: int) -> None:
+    """All but the search, which takes minutes: that these layouts are the fastest."""
+    (_, *names), *written = table()
+    shown = {row[0]: row[column] for row in written}
+    shape = next(shape for shape in thousand.SHAPES if shape.name == names[column - 1])
+    layout = Layout.parse(shown["layout (planner)"].strip("`"))
+    start = shape.start()
+    microbatches = math.ceil(thousand.STEP_TOKENS / (start.budget * layout.dp))
+    train = forecast(replace(start, layout=layout, microbatches=microbatches), overlap=True)
+    assert dict(thousand.rows(thousand.balanced(shape, train, layout.world_size))) == shown
