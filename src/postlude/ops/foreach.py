@@ -6,17 +6,15 @@ alone, so that a torch which renames them is mended here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 
-def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The norm of each, summed in `dtype` without a copy of the tensor: [n]."""
     return torch.stack(torch._foreach_norm(tensors, 2.0, dtype))
 
 
-def copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def copy_each(into: list[Tensor], values: list[Tensor]) -> None:
     """Overwrite each with the values of the other at its place, which may be of another dtype."""
     torch._foreach_copy_(into, values)
