@@ -2,6 +2,7 @@
 
 Weights are random, and every answer has the length that is asked of it; in the uneven case lengths are spread as in
 `generate.py`, half of them shorter than a quarter of the longest, and nothing waits to take the place of what ended.
+Prompts are in the time of every case; answers of one token tell what they take.
 transformers samples the same number of tokens with a static cache, whose step it compiles, from prompts alike in
 length; in the uneven case each of its rows ends at its own length, and all are stepped until the last has ended.
 """
@@ -42,6 +43,7 @@ def main(arguments: argparse.Namespace) -> None:
     most = max(arguments.answers)
     shares = torch.rand(most, generator=generator).square()
     cases.append((f"{most} uneven answers", prompts(most), (4 + shares * (arguments.length - 4)).long().tolist()))
+    cases.append((f"{most} first tokens", prompts(most), [1] * most))
     results = Results(" ".join(sys.argv), device, arguments.json)
     clock = Clock(device, repeats=arguments.repeat)
     for name, make in MAKERS.items():
