@@ -78,6 +78,14 @@ def test_a_part_that_nobody_wrote_is_missed(reader: Reader) -> None:
         reader.take("matrix")
 
 
+def test_a_single_number_of_many_that_stand_apart(tmp_path: Path) -> None:
+    """Such a part has a stride, and counts as contiguous all the same."""
+    values = torch.arange(12.0).view(6, 2)[2:3, 1]
+    assert values.stride() == (2,)
+    catalogue = Staging().take({"column": Part(values, (2,), (6,))}).write(tmp_path / "part.safetensors")
+    assert Reader(tmp_path, catalogue).take("column", (2,), (1,)).tolist() == [5.0]
+
+
 def test_staging_holds_what_was_and_is_used_again(tmp_path: Path) -> None:
     staging, values = Staging(64), torch.arange(40.0)
 

@@ -19,6 +19,7 @@ ROOMS = (
     "layout",
     "optimizer",
     "world",
+    "safetensors_file",
     "parts",
     "trace",
     "ops",

@@ -22,18 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from postlude.safetensors_file import DTYPES, Entry, head_of, raw
+
 BUCKET_BYTES = 1 << 28
 STATE = "state.json"  # what holds a directory's catalogue, and is written last
 FORMAT = 2
@@ -53,6 +43,21 @@ class Part:
         """Its extent."""
         return tuple(self.values.shape)
 
+    @property
+    def outline(self) -> Outline:
+        """All of it but the values."""
+        return Outline(DTYPES[self.values.dtype], self.start, self.size, self.shape)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A part without its values."""
+
+    dtype: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    shape: tuple[int, ...]
+
 
 class Staging:
     """Host memory for one rank's parts, kept from one save to the next.
@@ -69,25 +74,14 @@ class Staging:
     @torch.no_grad()
     def take(self, parts: Mapping[str, Part]) -> StagedFile:
         """A copy of these parts as they are now. It is overwritten by the next one taken."""
-        order = sorted(parts, key=lambda name: (-parts[name].values.element_size(), name))  # so that all are aligned
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for name in order:
-            values = parts[name].values
-            end = position + values.numel() * values.element_size()
-            header[name] = {
-                "dtype": DTYPES[values.dtype],
-                "shape": list(values.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
-        devices = {parts[name].values.device for name in order if parts[name].values.is_cuda}
-        self._fit(position, pinned=bool(devices))
-        for name in order:
-            self._copy(parts[name].values, header[name]["data_offsets"][0])
+        head = head_of({name: Entry(part.values.dtype, part.size) for name, part in parts.items()})
+        devices = {part.values.device for part in parts.values() if part.values.is_cuda}
+        self._fit(head.total, pinned=bool(devices))
+        for name, start in head.starts.items():
+            self._copy(parts[name].values, start)
         for device in devices:
             torch.cuda.synchronize(device)  # the copies are read by another thread
-        return StagedFile(header, {name: (parts[name].start, parts[name].shape) for name in order}, self.buckets)
+        return StagedFile(head.data, {name: parts[name].outline for name in head.starts}, self.buckets)
 
     def _fit(self, total: int, *, pinned: bool) -> None:
         sizes = [min(self.bucket_bytes, total - start) for start in range(0, total, self.bucket_bytes)]
@@ -97,7 +91,7 @@ class Staging:
             self.buckets = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
 
     def _copy(self, values: Tensor, position: int) -> None:
-        flat = values.contiguous().reshape(-1).view(torch.uint8)
+        flat = raw(values)
         done = 0
         while done < len(flat):
             bucket, offset = divmod(position + done, self.bucket_bytes)
@@ -110,30 +104,27 @@ class Staging:
 class StagedFile:
     """One rank's parts in host memory, ready to be written."""
 
-    header: Mapping[str, Any]
-    places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    """Where each part begins in its tensor, and that tensor's shape."""
+    head: bytes
+    parts: Mapping[str, Outline]
     buckets: Sequence[Tensor]
 
     def write(self, path: Path) -> Catalogue:
         """Write the file, and return the catalogue of it alone; an empty one, and no file, if there are no parts."""
-        if not self.places:
+        if not self.parts:
             return {"files": {}, "tensors": {}}
-        header = json.dumps(self.header, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)
         total, length = 0, 0
         with path.open("wb") as file:
-            for chunk in (memoryview(len(header).to_bytes(8, "little") + header), *map(_bytes, self.buckets)):
+            for chunk in (memoryview(self.head), *map(_bytes, self.buckets)):
                 file.write(chunk)
                 total = zlib.crc32(chunk, total)
                 length += len(chunk)
         tensors = {
             name: {
-                "dtype": self.header[name]["dtype"],
-                "shape": list(shape),
-                "parts": [[path.name, list(start), self.header[name]["shape"]]],
+                "dtype": part.dtype,
+                "shape": list(part.shape),
+                "parts": [[path.name, list(part.start), list(part.size)]],
             }
-            for name, (start, shape) in self.places.items()
+            for name, part in self.parts.items()
         }
         return {"files": {path.name: {"bytes": length, "crc32": total}}, "tensors": tensors}
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, LlamaConfig
 
-from postlude import LanguageModel, Stage, export_hf, load_model, load_tokenizer, pack
+from postlude import LanguageModel, Stage, export_hf, export_model, load_model, load_tokenizer, pack
 from postlude.hf.card import ModelCard
 from postlude.hf.load import read_config, read_generation
 from tests.hf.families import CONFIGS, saved
@@ -54,6 +54,17 @@ def test_sharded_directories_in_and_out(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-hybrid"])
+@pytest.mark.parametrize("most", [300_000, 1 << 30], ids=["sharded", "whole"])
+def test_files_are_byte_for_byte_the_librarys(name: str, most: int, tmp_path: Path) -> None:
+    directory = export_model(load_model(name, dtype=torch.bfloat16), tmp_path / "ours", max_shard_bytes=most)
+    files = sorted(directory.glob("*.safetensors"))
+    assert (len(files) == 1) == (most > 300_000)
+    for file in files:
+        save_file(load_file(file), tmp_path / "theirs", metadata={"format": "pt"})
+        assert file.read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
 def test_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
     export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
     model = load_model("tiny-dense", seed=3)
@@ -78,7 +89,7 @@ def test_export_touches_nothing_but_the_model(tmp_path: Path) -> None:
 def test_another_model_is_not_overwritten_unasked(tmp_path: Path, monkeypatch) -> None:
     old = load_model("tiny-dense")
     directory = export_hf(old, tmp_path / "model")
-    monkeypatch.setattr("postlude.hf.export.save_file", None)  # it is refused before anything is written
+    monkeypatch.setattr("postlude.hf.export.write", None)  # it is refused before anything is written
     with pytest.raises(FileExistsError, match=r"model holds a model already \(config.json\); .* --overwrite"):
         export_hf(load_model("tiny-dense", seed=1), directory)
     (directory / "config.json").unlink()
@@ -157,11 +168,15 @@ def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -
     old = load_model("tiny-dense")
     export_hf(old, tmp_path / "model")
 
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("disk full")
+    left, pwrite = iter(range(5)), os.pwrite
 
-    monkeypatch.setattr("postlude.hf.export.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    def fail(*arguments: object) -> int:
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device")
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(OSError, match=r"model.safetensors could not be written: No space left on device \(os error 28"):
         export_hf(load_model("tiny-dense", seed=1), tmp_path / "model", overwrite=True)
     assert torch.equal(load_model(tmp_path / "model").embedding.weight, old.embedding.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

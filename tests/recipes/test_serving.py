@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from postlude.checks import MISTAKES
@@ -174,18 +173,21 @@ def test_the_one_server_that_is_started_anew_is_sent_weights_in_the_middle_of_a_
 
 def filled(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
     """As `lost`, on a disk that is full when the third model is to be written."""
-    left, written = iter(range(2)), export.save_file
+    left, written, pwrite = iter(range(2)), export.write, os.pwrite
 
-    def save(*arguments: Any, **options: Any) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    def write(*arguments: Any) -> None:
         if next(left, None) is None:
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        written(*arguments, **options)
+            os.pwrite = full
+        written(*arguments)
 
-    export.save_file = save
+    export.write = write
     try:
         return lost(group, directory, *overrides)
     finally:
-        export.save_file = written
+        export.write, os.pwrite = written, pwrite
 
 
 @pytest.mark.thorough

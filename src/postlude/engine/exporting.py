@@ -19,6 +19,7 @@ from postlude.hf.export import Description, describe_any, untied, write_hf
 from postlude.hf.family import Family
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
+from postlude.safetensors_file import Entry
 from postlude.world.agreement import RankFailure, agreed
 from postlude.world.mesh import Mesh
 
@@ -87,9 +88,9 @@ def export(
     stream = Interruptible(buckets, model.tensors, model.mesh, dtype, shared=model.shared)
 
     def write() -> None:
-        sizes = {piece.theirs: piece.bytes(dtype) for piece in pieces}
+        entries = {piece.theirs: Entry(piece.dtype(dtype), piece.shape) for piece in pieces}
         found = Description(config, tokenizer, model.generation)
-        write_hf(directory, found, sizes, iter(stream), card=card, overwrite=overwrite)
+        write_hf(directory, found, entries, iter(stream), card=card, overwrite=overwrite)
 
     def take() -> None:
         try:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -29,6 +27,7 @@ from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import region
 from postlude.parts import STATE
+from postlude.safetensors_file import Entry, write
 
 MAX_SHARD_BYTES = 5 * 1024**3
 CONFIGS, CARD = (CONFIG, OWN), "README.md"
@@ -88,12 +87,11 @@ def export_model(
             "writes whole ones. Use Engine.export_hf."
         )
     family, written = describe_any(model.config, next(model.parameters()).dtype, families, model.block_types)
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in hf_tensors(model, family)}
     settings = read_generation(model.config) if generation is None else generation
     return write_hf(
         directory,
         Description(written, tokenizer, settings),
-        sizes,
+        _entries(model, family),
         hf_tensors(model, family),
         max_shard_bytes,
         card=card or ModelCard(),
@@ -142,14 +140,14 @@ def refuse_overwriting(directory: str | os.PathLike[str], overwrite: bool) -> Pa
 def write_hf(
     directory: str | os.PathLike[str],
     description: Description,
-    sizes: Mapping[str, int],
+    entries: Mapping[str, Entry],
     tensors: Iterator[tuple[str, Tensor]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     card: ModelCard,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model directory from its description and tensors, which come in the order of `sizes` (bytes of each)."""
+    """Write a model directory from its description and tensors, which come in the order of `entries`."""
     target = refuse_overwriting(directory, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f".{target.name}.partial"
@@ -157,20 +155,21 @@ def write_hf(
     try:
         aside.mkdir()
         description.write(aside)
-        _write_tensors(sizes, tensors, aside, max_shard_bytes)
+        _write_tensors(entries, tensors, aside, max_shard_bytes)
         library = "postlude" if isinstance(description.hf, OwnConfig) else "transformers"
-        text = card.text(target.name, _facts(description.hf, sizes), library=library)
+        text = card.text(target.name, _facts(description.hf, _total(entries)), library=library)
         (aside / CARD).write_text(text, encoding="utf-8")
-        ordinary = (aside / CARD).stat().st_mode  # by this process's umask; safetensors makes files its maker's alone
-        for path in aside.iterdir():
-            path.chmod(ordinary)
         _move_in(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
-def _facts(hf: PretrainedConfig | OwnConfig | None, sizes: Mapping[str, int]) -> dict[str, str]:
+def _total(entries: Mapping[str, Entry]) -> int:
+    return sum(entry.bytes for entry in entries.values())
+
+
+def _facts(hf: PretrainedConfig | OwnConfig | None, total: int) -> dict[str, str]:
     if hf is None:
         return {}
     if isinstance(hf, OwnConfig):
@@ -178,7 +177,7 @@ def _facts(hf: PretrainedConfig | OwnConfig | None, sizes: Mapping[str, int]) ->
     else:
         architecture = ", ".join(hf.architectures or ())
     dtype = str(hf.dtype).removeprefix("torch.")
-    return {"architecture": architecture, "weights": f"{sum(sizes.values()):,} bytes, {dtype}"}
+    return {"architecture": architecture, "weights": f"{total:,} bytes, {dtype}"}
 
 
 def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[str, Tensor]]:
@@ -190,13 +189,19 @@ def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[st
     for theirs in their_tensors(family, model.config, ((name, tensor.shape) for name, tensor in own.items())).values():
         (name, place), *others = theirs.parts
         if place.is_plain and not others:
-            found = own[name][place.ours].view(theirs.shape)
-            yield theirs.name, found.clone() if theirs.is_copy else found
+            yield theirs.name, own[name][place.ours].view(theirs.shape)
             continue
         whole = torch.empty(theirs.shape, dtype=own[name].dtype, device=own[name].device)
         for name, place in theirs.parts:
             into_theirs(whole, place, own[name], region(own[name]))
         yield theirs.name, whole
+
+
+def _entries(model: LanguageModel, family: Family | None) -> dict[str, Entry]:
+    """What `hf_tensors` gives, before it does."""
+    own = model.state_dict()
+    found = their_tensors(family, model.config, ((name, tensor.shape) for name, tensor in own.items()))
+    return {name: Entry(own[theirs.parts[0][0]].dtype, theirs.shape) for name, theirs in found.items()}
 
 
 def describe(
@@ -249,27 +254,23 @@ def is_described(config: ModelConfig, families: Mapping[str, Family] = FAMILIES)
 
 
 def _write_tensors(
-    sizes: Mapping[str, int], tensors: Iterator[tuple[str, Tensor]], directory: Path, max_shard_bytes: int
+    entries: Mapping[str, Entry], tensors: Iterator[tuple[str, Tensor]], directory: Path, max_shard_bytes: int
 ) -> None:
-    shards: list[list[str]] = [[]]
+    shards: list[dict[str, Entry]] = [{}]
     filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append([])
+    for name, entry in entries.items():
+        if shards[-1] and filled + entry.bytes > max_shard_bytes:
+            shards.append({})
             filled = 0
-        shards[-1].append(name)
-        filled += size
+        shards[-1][name] = entry
+        filled += entry.bytes
     numbers = range(1, len(shards) + 1)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in numbers]
     for name, shard in zip(names, shards, strict=True):
-        content = {theirs: tensor.detach().cpu().contiguous() for theirs, tensor in islice(tensors, len(shard))}
-        try:
-            save_file(content, directory / name, metadata={"format": "pt"})
-        except SafetensorError as error:  # the system's own words are at its end
-            raise OSError(f"{directory / name} could not be written: {str(error).rpartition(': ')[2]}.") from error
+        write(directory / name, shard, islice(tensors, len(shard)))
     if len(shards) > 1:
         weight_map = {theirs: name for name, shard in zip(names, shards, strict=True) for theirs in shard}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": _total(entries)}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 

@@ -1,0 +1,249 @@
+"""A file written as its tensors come is the one that the library writes, whatever they are, and little is held."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from postlude import safetensors_file
+from postlude.safetensors_file import DTYPES, Entry, write
+
+SIZES = (1, 7, 64, 1 << 20)  # of a piece
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def of(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Any bytes, but those that a flag may have."""
+    generator = torch.Generator().manual_seed(len(str(dtype)) + sum(shape))
+    high = 2 if dtype == torch.bool else 256
+    data = torch.randint(high, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8)
+    return data.view(dtype)
+
+
+def every_kind() -> dict[str, Tensor]:
+    """Every dtype, and every shape that is not a plain matrix; sizes are odd, so that some order leaves all aligned."""
+    shared = torch.arange(12.0).view(3, 4)
+    return {
+        **{f"of.{name}": of(dtype, 3, 5) for dtype, name in DTYPES.items()},
+        "number": torch.tensor(2.5),
+        "half number": torch.tensor(-1.5, dtype=torch.bfloat16),
+        "nothing": torch.empty(0, 3),
+        "no columns": torch.empty(4, 0, dtype=torch.int64),
+        "transposed": of(torch.bfloat16, 5, 3).t(),
+        "strided": torch.arange(20)[3::4],
+        "expanded": torch.ones(3, 1).expand(3, 4),
+        "learned": torch.ones(3, requires_grad=True),
+        "conjugated": torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64).conj(),
+        "negated": torch.tensor([1 + 2j], dtype=torch.complex64).conj().imag,
+        "one.weight": shared,
+        "the same.weight": shared,
+        "a row of it": shared[1],
+        'ä "quoted" name\n\x01\u2028': torch.ones(1),
+    }
+
+
+def entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    return {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def by_the_library(tensors: Mapping[str, Tensor], path: Path) -> bytes:
+    save_file({name: alone(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    return path.read_bytes()
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, row by row: the library takes no other."""
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_the_file_that_the_library_writes(tmp_path: Path, size: int) -> None:
+    tensors = every_kind()
+    backwards = reversed(tensors.items())
+    write(tmp_path / "ours", entries(tensors), backwards, staging_bytes=size)
+    assert (tmp_path / "ours").read_bytes() == by_the_library(tensors, tmp_path / "theirs")
+
+
+def test_the_library_reads_it(tmp_path: Path) -> None:
+    tensors = every_kind()
+    write(tmp_path / "ours", entries(tensors), tensors.items())
+    with safe_open(tmp_path / "ours", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    found = load_file(tmp_path / "ours")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        one, other = (each.view(-1).view(torch.uint8) for each in (found[name], alone(tensor)))
+        assert torch.equal(one, other), name
+
+
+def test_a_file_of_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "ours", {}, ())
+    assert (tmp_path / "ours").read_bytes() == by_the_library({}, tmp_path / "theirs")
+
+
+def soon(here: Tensor, away: Tensor) -> Callable[[], object]:
+    """A GPU that copies at once."""
+    here.copy_(away)
+    return lambda: None
+
+
+def late(here: Tensor, away: Tensor) -> Callable[[], object]:
+    """A GPU that copies when somebody waits for it, and leaves rubbish until then."""
+    values = away.clone()
+    here.fill_(0xEE)
+    return lambda: here.copy_(values)
+
+
+class Away:
+    """Stands for a tensor's piece on a GPU."""
+
+    def __init__(self, piece: Tensor) -> None:
+        self.piece, self.device = piece, torch.device("cuda")
+
+    def __len__(self) -> int:
+        return len(self.piece)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("copies", [soon, late])
+def test_buffers_are_neither_read_too_soon_nor_filled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, copies: Callable[..., Callable[[], object]]
+) -> None:
+    pieces, made = safetensors_file._pieces, []
+
+    def away(*arguments: object) -> Iterator[tuple[int, object]]:
+        for number, (position, piece) in enumerate(pieces(*arguments)):  # type: ignore[arg-type]
+            yield position, piece if number % 5 == 3 else Away(piece)  # and some are here
+
+    def buffer(size: int) -> Tensor:
+        made.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(safetensors_file, "_pieces", away)
+    monkeypatch.setattr(safetensors_file, "_buffer", buffer)
+    monkeypatch.setattr(safetensors_file, "_begin_copy", lambda here, there: copies(here, there.piece))
+    tensors = every_kind()
+    write(tmp_path / "ours", entries(tensors), tensors.items(), staging_bytes=size)
+    assert made == [size, size], "two buffers, however much there is to write"
+    assert (tmp_path / "ours").read_bytes() == by_the_library(tensors, tmp_path / "theirs")
+
+
+def test_no_tensor_is_held_while_the_next_one_is_made(tmp_path: Path) -> None:
+    shape, held = (64, 3), []
+
+    def made() -> Iterator[tuple[str, Tensor]]:
+        for number in range(6):
+            bucket = torch.full((2, *shape), float(number))
+            alive = weakref.ref(bucket.untyped_storage())
+            views = [(f"{number}.{each}", bucket[each]) for each in range(2)]
+            del bucket
+            while views:
+                yield views.pop()
+            held.append(alive() is not None)
+
+    wanted = {f"{number}.{each}": Entry(torch.float32, shape) for number in range(6) for each in range(2)}
+    write(tmp_path / "file", wanted, made(), staging_bytes=100)
+    assert held == [False] * 6
+
+
+@pytest.mark.parametrize("room", [0, 50, 1000, 5000])
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    pwrite = os.pwrite
+
+    def filling(file: int, data: memoryview, position: int) -> int:
+        nonlocal room
+        if not room:
+            raise FULL
+        written = pwrite(file, data[:room], position)  # as a system does it: what there is room for
+        room -= written
+        return written
+
+    monkeypatch.setattr(os, "pwrite", filling)
+    tensors = {"a": torch.ones(1000), "b": torch.ones(1000)}
+    with pytest.raises(OSError, match=r"file could not be written: No space left on device \(os error 28\)\.$"):
+        write(tmp_path / "file", entries(tensors), tensors.items(), staging_bytes=300)
+
+
+def test_a_disk_that_says_so_last_is_heard(tmp_path: Path) -> None:
+    """As network file systems do: when a file is closed."""
+
+    class File:
+        def fileno(self) -> int:
+            return self.real.fileno()
+
+        def close(self) -> None:
+            if not self.real.closed:
+                self.real.close()
+                raise FULL
+
+    class Full(type(tmp_path)):  # type: ignore[misc]
+        def open(self, *arguments: object, **options: object) -> File:
+            file = File()
+            file.real = super().open(*arguments, **options)
+            return file
+
+    with pytest.raises(OSError, match=r"file could not be written: No space left on device \(os error 28\)\.$"):
+        write(Full(tmp_path / "file"), {"a": Entry(torch.float32, (3,))}, [("a", torch.ones(3))])
+
+
+def test_a_tensor_that_fails_to_come_is_its_own_error(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        raise OSError("a rank is gone")
+        yield
+
+    with pytest.raises(OSError, match=r"^a rank is gone$"):
+        write(tmp_path / "file", {"a": Entry(torch.float32, (3,))}, broken())
+
+
+def test_other_tensors_than_were_said_are_refused(tmp_path: Path) -> None:
+    said = {"a": Entry(torch.float32, (3,)), "b": Entry(torch.float32, (3,))}
+    right = torch.ones(3)
+    for wrong, sentence in (
+        ([("a", right)], "1 of the file's tensors did not come: b"),
+        ([("a", right), ("a", right)], "a is none of the file's tensors, or came before"),
+        ([("c", right)], "c is none of the file's tensors, or came before"),
+        ([("a", right.bfloat16())], "a was to be .*float32.*, but it is .*bfloat16"),
+        ([("a", right[:2])], r"a was to be .*\(3,\).*, but it is .*\(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            write(tmp_path / "file", said, wrong)
+    with pytest.raises(ValueError, match=r"a is torch\.complex128, which safetensors has no word for"):
+        write(tmp_path / "file", {"a": Entry(torch.complex128, (3,))}, ())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+def test_what_is_written_from_a_gpu_is_what_is_there(tmp_path: Path, size: int) -> None:
+    tensors = {name: tensor.detach().cuda() for name, tensor in every_kind().items()}
+    tensors |= {"large": torch.randn(1 << 20, device="cuda"), "turned": torch.randn(512, 300, device="cuda").t()}
+    write(tmp_path / "ours", entries(tensors), tensors.items(), staging_bytes=size)
+    write(tmp_path / "cpu", entries(tensors), ((name, tensor.cpu()) for name, tensor in tensors.items()))
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "cpu").read_bytes()
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_that_is_used_again_is_written_as_it_was(tmp_path: Path) -> None:
+    """Each tensor is let go of at once, and the next is made in its memory while it may still be on its way."""
+    shape = (1 << 22,)
+
+    def made() -> Iterator[tuple[str, Tensor]]:
+        for number in range(40):
+            yield str(number), torch.full(shape, float(number), device="cuda")
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    write(tmp_path / "file", {str(n): Entry(torch.float32, shape) for n in range(40)}, made(), staging_bytes=1 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * 4 * shape[0]
+    for name, found in load_file(tmp_path / "file").items():
+        assert (found == float(name)).all(), name
