@@ -336,10 +336,9 @@ def test_custom_symbols_survive_every_way_out():
     pattern = Pattern.parse("[R1]{4}[*1]/[RR1]", symbols=symbols)
     assert pattern.layer(0).names == ("recurrence", "mlp")
     assert Pattern.parse(str(pattern), symbols=symbols) == pattern
-    for same in (copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern)), pattern.with_stages(1)):
+    for same in (copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern))):
         assert same == pattern
         assert same.layer(4).names == ("attention", "mlp")
-    assert pattern.with_stages(5).segments == tuple((layer,) for layer in pattern.layers)
     assert raised("[R1]").column == 2
     assert raised("[*-]", symbols).column == 3
 
@@ -383,9 +382,6 @@ def test_stages_are_the_best_of_all_ways_to_cut(pattern, count, cost, embedding_
 
     assert quality(stages) == min(map(quality, ways()))
     assert list(stages) in list(ways())
-    cut = pattern.with_stages(count, **arguments)
-    assert cut.stages(count) == stages
-    assert (cut.layers, cut.mtp, len(cut.segments)) == (pattern.layers, pattern.mtp, count)
 
 
 def exactly(value, scale):
@@ -408,7 +404,6 @@ def test_stages_of_a_cut_pattern_are_its_segments_joined(pattern, count):
     joined = [tuple(chain(*pattern.segments[index * each : (index + 1) * each])) for index in range(count)]
     assert [tuple(pattern.layers[index] for index in stage) for stage in stages] == joined
     assert list(chain(*stages)) == list(range(len(pattern)))
-    assert pattern.with_stages(count).stages(count) == stages
     assert pattern.stages(1) == (range(len(pattern)),)
 
 
@@ -429,7 +424,8 @@ def test_the_costliest_stage_matters_before_evenness():
 
 
 def test_embedding_and_head_weigh_on_the_ends():
-    assert str(Pattern.parse("[*-]{10}").with_stages(3, embedding_cost=2, head_cost=8)) == "[*-]{4}|[*-]{5}|[*-]"
+    stages = Pattern.parse("[*-]{10}").stages(3, embedding_cost=2, head_cost=8)
+    assert [len(stage) for stage in stages] == [4, 5, 1]
 
 
 def test_too_many_stages_are_refused_with_both_numbers():

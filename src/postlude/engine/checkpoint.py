@@ -95,7 +95,7 @@ class Trained(Protocol):
 class Saving:
     """A checkpoint on its way to disk. `wait` returns when it is there, or raises what went wrong."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._work = work
         self._thread = threading.Thread(target=self._run, name="postlude-checkpoint")

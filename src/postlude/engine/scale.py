@@ -50,7 +50,7 @@ class Scale:
         name = count_name(over, depth)
         if name not in self.counts:
             weights = (self.weights(over, each, depth).sum(dtype=torch.float64) for each in self.microbatches)
-            self.counts[name] = float(sum(weights)) * self._sharers_of(over)
+            self.counts[name] = float(sum(weights)) * self.sharers_of(over)
         if self.counts[name] <= 0 and not depth:
             raise ValueError(
                 f'a loss is a mean over "{over}", whose weights sum to {self.counts[name]:g} in this batch. '
@@ -76,15 +76,16 @@ class Scale:
 
     def _sum(self, loss: Loss, microbatch: Microbatch) -> Tensor:
         if loss.values.ndim == 0:
-            return loss.values.float() / self._sharers_of(loss.over)
-        weights = self._fitting(loss, microbatch)
+            return loss.values.float() / self.sharers_of(loss.over)
+        weights = self.fitting(loss, microbatch)
         return torch.where(weights != 0, loss.values.float() * weights, 0.0).sum()
 
-    def _sharers_of(self, over: str) -> int:
+    def sharers_of(self, over: str) -> int:
         """How many ranks have the same values: a sequence's are whole on every rank that holds part of it."""
         return self.sharers if over == "sequences" else 1
 
-    def _fitting(self, part: Loss | Metric, microbatch: Microbatch) -> Tensor:
+    def fitting(self, part: Loss | Metric, microbatch: Microbatch) -> Tensor:
+        """The weights of `part.values`, one for each of them."""
         weights = self.weights(part.over, microbatch, part.depth)
         if part.values.shape != weights.shape:
             raise ValueError(
@@ -158,10 +159,10 @@ class Tally:
         if values.ndim == 0:
             # A number of the whole microbatch weighs as much as what it is of; of a sum, it is an addend.
             whole = self.scale.weights(metric.over, microbatch, metric.depth).sum().float()
-            addend = torch.ones_like(values) / self.scale._sharers_of(metric.over)
+            addend = torch.ones_like(values) / self.scale.sharers_of(metric.over)
             weights = addend if metric.reduction == "sum" else whole
         else:
-            weights = self.scale._fitting(metric, microbatch).float()
+            weights = self.scale.fitting(metric, microbatch).float()
         kept = weights != 0
         reduction, upper, lower = self.entries.setdefault(name, (metric.reduction, [], []))
         if reduction != metric.reduction:
@@ -184,7 +185,7 @@ class Tally:
         lower.append(whole)
 
     @torch.no_grad()
-    def reduce(self, counts_here: bool, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    def reduce(self, counts_here: bool) -> dict[str, float]:
         """One number a metric, the same on every rank.
 
         Of what outputs gave, only ranks where `counts_here` holds bring values in.
@@ -194,15 +195,15 @@ class Tally:
         """
         entries = {**(self.entries if counts_here else {}), **self.shares}
         own = {(name, reduction): _folded(reduction, *rest) for name, (reduction, *rest) in entries.items()}
-        alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
         if alone:
             self.ledger.learn(own)
-        sums, highest = self._numbers(own, group, alone)
+        sums, highest = self._numbers(own, alone)
         if highest[0] != -highest[1]:
-            everyone: list[list[Named]] = [[] for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(everyone, list(own), group=group)
+            everyone: list[list[Named]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everyone, list(own))
             self.ledger.learn(name for names in everyone for name in names)
-            sums, highest = self._numbers(own, group, alone)
+            sums, highest = self._numbers(own, alone)
         found = {}
         for (name, reduction), line in self.ledger.lines.items():
             first, second, present = sums[3 * line : 3 * line + 3]
@@ -211,7 +212,7 @@ class Tally:
         return found
 
     def _numbers(
-        self, own: Mapping[Named, tuple[Tensor, Tensor, Tensor]], group: dist.ProcessGroup | None, alone: bool
+        self, own: Mapping[Named, tuple[Tensor, Tensor, Tensor]], alone: bool
     ) -> tuple[list[float], list[float]]:
         """Three sums a line of the ledger; and of its digest, the digest's negation and one number a line the highest.
 
@@ -229,9 +230,9 @@ class Tally:
             sums[line, 2].fill_(1.0)
         both = torch.cat((sums.flatten(), highest))
         if not alone:
-            both = both.cpu() if dist.get_backend(group) == "gloo" else both
-            dist.all_reduce(both[: 3 * MOST_LINES], group=group)
-            dist.all_reduce(both[3 * MOST_LINES :], dist.ReduceOp.MAX, group=group)
+            both = both.cpu() if dist.get_backend() == "gloo" else both
+            dist.all_reduce(both[: 3 * MOST_LINES])
+            dist.all_reduce(both[3 * MOST_LINES :], dist.ReduceOp.MAX)
         numbers = both.tolist()
         return numbers[: 3 * MOST_LINES], numbers[3 * MOST_LINES :]
 

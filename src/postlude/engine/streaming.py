@@ -54,10 +54,10 @@ def plan_pieces(config: ModelConfig, family: Family | None, blocks: Mapping[str,
     with torch.device("meta"):
         whole = LanguageModel(config, dtype=torch.bfloat16, blocks=blocks).state_dict()  # what is wider, is kept so
     shapes = ((name, tensor.shape) for name, tensor in whole.items())
-    found = {
-        name: Piece(name, theirs.shape, theirs.parts, max((whole[ours].dtype for ours, _ in theirs.parts), key=_width))
-        for name, theirs in their_tensors(family, config, shapes).items()
-    }
+    found = {}
+    for name, theirs in their_tensors(family, config, shapes).items():
+        widest = max((whole[ours].dtype for ours, _ in theirs.parts), key=lambda dtype: dtype.itemsize)
+        found[name] = Piece(name, theirs.shape, theirs.parts, widest)
     order = [] if family is None else names_in_order(config, family, found)
     # What a family of your own names beyond what transformers' model has comes last.
     return [found[name] for name in dict.fromkeys([*order, *found]) if name in found]
@@ -143,10 +143,6 @@ class Interruptible:
         flag = torch.tensor([here], dtype=torch.uint8, device=device)
         dist.broadcast(flag, 0)
         return bool(flag.item())
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def speaks_for(name: str, tensor: Tensor, mesh: Mesh, shared: Collection[str]) -> bool:

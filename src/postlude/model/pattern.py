@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, chain, pairwise
 from typing import Any, Final, NamedTuple
@@ -156,18 +156,6 @@ class Pattern:
         costs[0] += _exact("the embedding", embedding_cost)  # no stage is empty, so the first one holds layer 0
         costs[-1] += _exact("the head", head_cost)
         return _balance(costs, count)
-
-    def with_stages(
-        self,
-        count: int,
-        *,
-        cost: Callable[[str], float] | None = None,
-        embedding_cost: float = 0.0,
-        head_cost: float = 0.0,
-    ) -> "Pattern":
-        """The same pattern, cut where `stages` with the same arguments puts the stages."""
-        stages = self.stages(count, cost=cost, embedding_cost=embedding_cost, head_cost=head_cost)
-        return replace(self, segments=tuple(self.layers[stage.start : stage.stop] for stage in stages))
 
     def _cut_stages(self, count: int) -> tuple[range, ...]:
         segments = len(self.segments)

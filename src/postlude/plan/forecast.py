@@ -113,7 +113,7 @@ def simulate(
     return StepTime(timeline, timeline.makespan + after, *means)
 
 
-def forecast(model: CostModel, *, overlap: Overlap = False, moments: float = 2, device: str = "cuda") -> Forecast:
+def forecast(model: CostModel, *, overlap: Overlap = False) -> Forecast:
     """A step of the cost model's layout: its time, and each pipeline rank's memory."""
     layout = model.layout
     step = simulate(
@@ -124,19 +124,19 @@ def forecast(model: CostModel, *, overlap: Overlap = False, moments: float = 2, 
         transfer_seconds=model.transfer_seconds,
         after=model.step_seconds,
     )
-    return Forecast(model, overlap, step, memory_of(model, overlap=overlap, moments=moments, device=device))
+    return Forecast(model, overlap, step, memory_of(model, overlap=overlap))
 
 
-def memory_of(model: CostModel, *, overlap: Overlap, moments: float = 2, device: str = "cuda") -> list[Memory]:
-    """What each pipeline rank needs."""
+def memory_of(model: CostModel, *, overlap: Overlap) -> list[Memory]:
+    """What each pipeline rank needs on a GPU, with AdamW's two moments."""
     return estimate(
         model.config,
         model.layout,
         budget=model.budget,
         compute_bytes=model.compute_bytes,
-        moments=moments,
+        moments=2,
         recompute=model.recompute,
-        device=device,
+        device="cuda",
         microbatches=model.microbatches,
         overlap=overlap,
         mtp=model.mtp,

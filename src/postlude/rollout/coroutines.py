@@ -37,7 +37,7 @@ class Coroutines:
         self._under_way: dict[int, _UnderWay] = {}
         self._changed = threading.Condition()
 
-    def submit(self, ticket: int, coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
+    def submit(self, ticket: int, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Begin a coroutine, and go on."""
         import asyncio  # noqa: PLC0415 - a config that is wrong is told so without it
 
@@ -45,7 +45,7 @@ class Coroutines:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name=f"loop of {self.name}", daemon=True).start()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        self._under_way[ticket] = _UnderWay(future, time.monotonic() + (timeout or self.timeout))
+        self._under_way[ticket] = _UnderWay(future, time.monotonic() + self.timeout)
         future.add_done_callback(self._ring)
 
     def poll(self, timeout: float | None = 0.0) -> dict[int, Outcome]:
