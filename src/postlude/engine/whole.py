@@ -22,8 +22,8 @@ ALIGNED = 128  # elements
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter stands, what this rank stores of it, and the leaf that takes its place during a pass."""
+class Substitute:
+    """A leaf that takes a parameter's place in its module during a pass, and what this rank stores of the parameter."""
 
     module: nn.Module
     name: str
@@ -48,8 +48,8 @@ class Whole:
     def __init__(self, stage: LanguageModel, compute_dtype: torch.dtype) -> None:
         self.stage, self.compute_dtype = stage, compute_dtype
         self.wide = {part.module for part in stage.apart() if part.fp32}
-        self.places: list[Place] = []  # known from the first pass on, when parameters have memory
-        self.copied: list[Place] = []
+        self.substitutes: list[Substitute] = []  # known from the first pass on, when parameters have memory
+        self.copied: list[Substitute] = []
         self.memory: list[tuple[UntypedStorage, int]] = []  # of the copies, and its size, which it has in a pass alone
         self.passing = False
 
@@ -59,9 +59,9 @@ class Whole:
         self.passing = True
         self._make_copies()
         if train:
-            self._expect_gradients([place for place in self.places if place.parameter.requires_grad])
-        for place in self.places:
-            place.module.register_parameter(place.name, place.leaf)
+            self._expect_gradients([each for each in self.substitutes if each.parameter.requires_grad])
+        for each in self.substitutes:
+            each.module.register_parameter(each.name, each.leaf)
 
     def before_last_backward(self) -> None:
         """Gradients are where they belong after every one."""
@@ -71,16 +71,16 @@ class Whole:
 
     def settle(self) -> None:
         """Sum the gradients of what tensor-parallel ranks hold alike, each of which has its own addend."""
-        sum_alike([place.parameter for place in self.places])
+        sum_alike([each.parameter for each in self.substitutes])
 
     def end(self) -> None:
         """Put the parameters back, and let go of copies."""
         if not self.passing:
             return
-        for place in self.places:
-            place.module.register_parameter(place.name, place.parameter)
-            place.leaf.grad = None
-            sum_where_made(place.leaf, None)
+        for each in self.substitutes:
+            each.module.register_parameter(each.name, each.parameter)
+            each.leaf.grad = None
+            sum_where_made(each.leaf, None)
         for memory, _ in self.memory:
             memory.resize_(0)
         self.passing = False
@@ -90,19 +90,20 @@ class Whole:
         """Give leaves of another dtype their memory, at first or again, and what is stored now."""
         for memory, size in self.memory:
             memory.resize_(size)
-        if not self.places:
-            self.places = list(self._places())
-            self.copied = [place for place in self.places if place.is_copied]
-            for dtype in {place.leaf.dtype for place in self.copied}:
-                some = [place for place in self.copied if place.leaf.dtype == dtype]
-                for place, room in zip(some, rooms([place.part for place in some], dtype, torch.empty), strict=True):
-                    place.leaf.data = room
-            found = {each.data_ptr(): each for each in (place.leaf.untyped_storage() for place in self.copied)}
-            self.memory = [(each, each.nbytes()) for each in found.values()]
+        if not self.substitutes:
+            self.substitutes = list(self._find())
+            self.copied = [each for each in self.substitutes if each.is_copied]
+            for dtype in {each.leaf.dtype for each in self.copied}:
+                some = [each for each in self.copied if each.leaf.dtype == dtype]
+                for each, room in zip(some, rooms([one.part for one in some], dtype, torch.empty), strict=True):
+                    each.leaf.data = room
+            storages = (each.leaf.untyped_storage() for each in self.copied)
+            found = {storage.data_ptr(): storage for storage in storages}
+            self.memory = [(storage, storage.nbytes()) for storage in found.values()]
         if self.copied:
-            copy_each([place.leaf for place in self.copied], [place.part for place in self.copied])
+            copy_each([each.leaf for each in self.copied], [each.part for each in self.copied])
 
-    def _places(self) -> Iterable[Place]:
+    def _find(self) -> Iterable[Substitute]:
         for module in self.stage.modules():
             dtype = torch.float32 if module in self.wide else self.compute_dtype
             for name, parameter in module.named_parameters(recurse=False):
@@ -110,24 +111,24 @@ class Whole:
                 data = part if part.dtype == dtype else part.new_empty(0, dtype=dtype)
                 leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 leaf.grad_dtype = parameter.grad_dtype = None  # any
-                yield Place(module, name, parameter, part, leaf)
+                yield Substitute(module, name, parameter, part, leaf)
 
-    def _expect_gradients(self, places: Sequence[Place]) -> None:
+    def _expect_gradients(self, substitutes: Sequence[Substitute]) -> None:
         """Have autograd add the gradients of leaves to those of stored parameters."""
-        fresh = [place.parameter for place in places if place.parameter.grad is None]
+        fresh = [each.parameter for each in substitutes if each.parameter.grad is None]
         plain = [parameter for parameter in fresh if not isinstance(parameter, DTensor)]
         for parameter, room in zip(plain, rooms(plain, torch.float32, torch.zeros), strict=True):
             parameter.grad = room
-        for place in places:
-            parameter, total = place.parameter, place.parameter.grad
+        for each in substitutes:
+            parameter, total = each.parameter, each.parameter.grad
             if isinstance(parameter, DTensor):
                 if total is None:
                     total = parameter.grad = no_gradient(parameter)
                 total = held(total)
                 if parameter.device_mesh.get_local_rank() and copies(parameter) > 1:
                     total.zero_()  # what ranks that hold it alike have summed before, the first brings into the next
-            place.leaf.grad = total
-            sum_where_made(place.leaf, total)
+            each.leaf.grad = total
+            sum_where_made(each.leaf, total)
 
 
 def rooms(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[..., Tensor]) -> list[Tensor]:

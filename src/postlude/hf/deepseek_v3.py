@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import MLP_NAMES, activation, model_config, rotary, yarn_magnitude
@@ -63,22 +64,26 @@ def dense_then_experts(hf: PretrainedConfig) -> tuple[list[str], dict[str, Block
     if "-" in second:
         blocks["-"] = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf))
     if "E" in second:
-        blocks["E"] = MoEConfig(
-            experts=hf.n_routed_experts,
-            top_k=hf.num_experts_per_tok,
-            intermediate_size=hf.moe_intermediate_size,
-            activation=activation(hf),
-            scores="sigmoid",
-            normalise=hf.norm_topk_prob,
-            weight_scale=hf.routed_scaling_factor,
-            groups=hf.n_group,
-            top_groups=hf.topk_group,
-            group_best=2,
-            selection_bias=True,
-            router_fp32=True,
-            shared_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
-        )
+        shared = hf.moe_intermediate_size * hf.n_shared_experts
+        blocks["E"] = replace(experts_by_groups(hf), activation=activation(hf), shared_intermediate_size=shared)
     return second, blocks
+
+
+def experts_by_groups(hf: PretrainedConfig) -> MoEConfig:
+    """How experts are chosen, and their sizes: by sigmoids and a bias that evens them out, in the best groups alone."""
+    return MoEConfig(
+        experts=hf.n_routed_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        scores="sigmoid",
+        normalise=hf.norm_topk_prob,
+        weight_scale=hf.routed_scaling_factor,
+        groups=hf.n_group,
+        top_groups=hf.topk_group,
+        group_best=2,
+        selection_bias=True,
+        router_fp32=True,
+    )
 
 
 DEPTHS = Depths(

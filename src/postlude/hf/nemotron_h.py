@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ACTIVATIONS, model_config
+from postlude.hf.deepseek_v3 import experts_by_groups
 from postlude.hf.depths import FIRST, LAST, Depths
 from postlude.hf.family import EXPERT, Family, Names
 from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_names, time_step_limit
 from postlude.model import ModelConfig
-from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig, MoEConfig
+from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -72,20 +74,10 @@ def _mlp(hf: PretrainedConfig) -> BlockConfig:
 def _moe(hf: PretrainedConfig) -> BlockConfig:
     if hf.mlp_bias:
         raise ValueError("nemotron_h experts with mlp_bias=True are not supported; there is no bias for them.")
-    return MoEConfig(
-        experts=hf.n_routed_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.moe_intermediate_size,
+    return replace(
+        experts_by_groups(hf),
         activation=ACTIVATIONS[hf.mlp_hidden_act],
         gated=False,
-        scores="sigmoid",
-        normalise=hf.norm_topk_prob,
-        weight_scale=hf.routed_scaling_factor,
-        groups=hf.n_group,
-        top_groups=hf.topk_group,
-        group_best=2,
-        selection_bias=True,
-        router_fp32=True,
         shared_intermediate_size=hf.moe_shared_expert_intermediate_size,
         latent_size=hf.moe_latent_size or 0,
     )

@@ -23,13 +23,9 @@ MOE_NAMES = {
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
     """The balance loss is on where transformers would add it to the loss: with `output_router_logits`."""
-    dense = set(hf.mlp_only_layers or ())
-    sparse = [
-        layer not in dense and hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0
-        for layer in range(hf.num_hidden_layers)
-    ]
+    second = experts_or_dense(hf)
     blocks: dict[str, BlockConfig] = {}
-    if any(sparse):
+    if "E" in second:
         blocks["E"] = MoEConfig(
             experts=hf.num_experts,
             top_k=hf.num_experts_per_tok,
@@ -45,9 +41,19 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
         output_bias=hf.attention_bias,
         qk_norm="head",
         sliding=[hf.sliding_window is not None] * hf.num_hidden_layers,
-        layers=["E" if experts else "-" for experts in sparse],
+        layers=second,
         blocks=blocks,
     )
+
+
+def experts_or_dense(hf: PretrainedConfig) -> list[str]:
+    """The second block of each layer: an MLP where `mlp_only_layers` or `decoder_sparse_step` leaves it dense."""
+    dense = set(hf.mlp_only_layers or ())
+    sparse = (
+        layer not in dense and hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0
+        for layer in range(hf.num_hidden_layers)
+    )
+    return ["E" if experts else "-" for experts in sparse]
 
 
 QWEN3_MOE = Family("qwen3_moe", to_model, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES)

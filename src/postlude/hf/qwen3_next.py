@@ -17,7 +17,7 @@ from postlude.hf.decoder import (
 )
 from postlude.hf.depths import Depths
 from postlude.hf.family import Family, Inside, Names
-from postlude.hf.qwen3_moe import MOE_NAMES
+from postlude.hf.qwen3_moe import MOE_NAMES, experts_or_dense
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, GatedDeltaConfig, MLPConfig, MoEConfig
 
@@ -35,18 +35,14 @@ NAMES = ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES | SHARED_NAMES
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """The layers that `mlp_only_layers` and `decoder_sparse_step` leave dense have an MLP."""
-    dense = set(hf.mlp_only_layers or ())
-    sparse = [
-        layer not in dense and hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0
-        for layer in range(hf.num_hidden_layers)
-    ]
+    """As Qwen3-MoE, but for what mixes tokens."""
+    second = experts_or_dense(hf)
     blocks: dict[str, BlockConfig] = {}
-    if any(sparse):
+    if "E" in second:
         blocks["E"] = shared_experts(hf, normalise=hf.norm_topk_prob)
-    if not all(sparse):
+    if "-" in second:
         blocks["-"] = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf))
-    return hybrid_config(hf, ["E" if experts else "-" for experts in sparse], blocks)
+    return hybrid_config(hf, second, blocks)
 
 
 def hybrid_config(hf: PretrainedConfig, second: Sequence[str], blocks: Mapping[str, BlockConfig]) -> ModelConfig:
