@@ -14,7 +14,7 @@ import pytest
 
 from postlude.checks import MISTAKES
 from postlude.cli import main
-from postlude.cluster.gang import Answer, Lost, verdict
+from postlude.cluster.gang import Answer, Lost, cause_of
 from postlude.cluster.joining import why
 from postlude.recipes.run.directory import read_record
 from postlude.world.last_words import RankError, Word
@@ -80,15 +80,15 @@ def test_what_is_worth_another_start() -> None:
         answered(RankError("rank 1 of 2 does not answer any more"), 1.0),
         answered(AssertionError("ours"), 3.0),
     )
-    assert verdict({0: stopped, 1: lost}, 2).again
-    assert str(verdict({0: stopped, 1: lost}, 2).error) == "rank 1 of 2 was lost: its node has died."
-    assert verdict({0: stopped, 1: answered(RuntimeError("NCCL timed out"), 4.0)}, 2).again, "a lost peer"
+    assert cause_of({0: stopped, 1: lost}, 2).again
+    assert str(cause_of({0: stopped, 1: lost}, 2).error) == "rank 1 of 2 was lost: its node has died."
+    assert cause_of({0: stopped, 1: answered(RuntimeError("NCCL timed out"), 4.0)}, 2).again, "a lost peer"
     for answers in ({0: stopped, 1: mistake}, {0: lost, 1: mistake}, {0: stopped, 1: own}):
-        assert not verdict(answers, 2).again  # type: ignore[arg-type]
-    named = verdict({0: stopped, 1: mistake}, 2).error
+        assert not cause_of(answers, 2).again  # type: ignore[arg-type]
+    named = cause_of({0: stopped, 1: mistake}, 2).error
     assert isinstance(named, RankError)
     assert (str(named), named.mistake) == ("rank 1 of 2 failed: ValueError: no such row", True)
-    assert isinstance(verdict({0: mistake}, 1).error, MISTAKES), "alone, it is told as without ranks"
+    assert isinstance(cause_of({0: mistake}, 1).error, MISTAKES), "alone, it is told as without ranks"
 
 
 def test_rays_reasons_are_told_without_its_advice() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from postlude.cluster.crews import Actors
-from postlude.cluster.gang import Answer, Gang, Lost, Verdict, verdict
+from postlude.cluster.gang import Answer, Cause, Gang, Lost, cause_of
 from postlude.cluster.joining import LOCAL, Needs, joined
 from postlude.cluster.nodes import Nodes
 from postlude.cluster.relay import Relay
@@ -152,7 +152,7 @@ def _restarted(job: Job, needs: Needs, signalled: Signalled, *, grows: bool) -> 
 
 def _started(
     job: Job, needs: Needs, signalled: Signalled, audience: Audience, patient: bool
-) -> tuple[dict[int, Answer | Lost], Verdict | None]:
+) -> tuple[dict[int, Answer | Lost], Cause | None]:
     """One start of all ranks: what each answered, and why they ended if not all have a value."""
     import ray
 
@@ -175,14 +175,12 @@ def _started(
                 failed = time.monotonic()  # the others may know better why
         audience.hear(ray.get(relay.take.remote(0.0)))
     except ray.exceptions.RayActorError as error:
-        return gang.answers, Verdict(
-            RankError(f"the relay of the ranks' words was lost: {type(error).__name__}."), True
-        )
+        return gang.answers, Cause(RankError(f"the relay of the ranks' words was lost: {type(error).__name__}."), True)
     finally:
         audience.leave()
         gang.end()
         ray.kill(relay)
-    return gang.answers, verdict(gang.answers, job.ranks) if gang.failed else None
+    return gang.answers, cause_of(gang.answers, job.ranks) if gang.failed else None
 
 
 def _relay(ranks: int) -> Any:

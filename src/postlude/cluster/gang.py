@@ -184,14 +184,14 @@ class Gang:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Cause:
     """Why ranks ended, and whether others in their place may fare better."""
 
     error: BaseException
     again: bool
 
 
-def verdict(answers: dict[int, Answer | Lost], size: int) -> Verdict:
+def cause_of(answers: dict[int, Answer | Lost], size: int) -> Cause:
     """What is to be said of ranks of which some failed or are lost."""
     lost = {rank: each.why for rank, each in answers.items() if isinstance(each, Lost)}
     told = {rank: each for rank, each in answers.items() if isinstance(each, Answer) and each.word is not None}
@@ -202,14 +202,14 @@ def verdict(answers: dict[int, Answer | Lost], size: int) -> Verdict:
         word = words[first]
         named = RankError(f"rank {first} of {size} failed: {word.text}", word.traceback, mistake=word.mistake)
         alone = told[first].error if size == 1 else None  # then it is told as without ranks
-        return Verdict(alone or named, told[first].broken)
+        return Cause(alone or named, told[first].broken)
     if lost:
         rank, why = min(lost.items())
-        return Verdict(RankError(f"rank {rank} of {size} was lost: {why}"), True)
+        return Cause(RankError(f"rank {rank} of {size} was lost: {why}"), True)
     stopped = sorted((word.time, word.text, word.traceback) for word in words.values() if word.state == "stopped")
     if stopped:
-        return Verdict(RankError(*stopped[0][1:]), True)
-    return Verdict(RankError(f"rank {min(words)} of {size} ended without a result."), False)
+        return Cause(RankError(*stopped[0][1:]), True)
+    return Cause(RankError(f"rank {min(words)} of {size} ended without a result."), False)
 
 
 def _sendable(error: BaseException) -> BaseException | None:

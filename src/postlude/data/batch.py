@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class Holding:
     """Which part of a batch a rank was given."""
 
     lengths: Sequence[int]
@@ -33,7 +33,7 @@ class Batch:
     sequences: Sequence[Sequence[int] | Tensor]
     columns: Mapping[str, Sequence[Any] | Tensor] = field(default_factory=dict)
     groups: Sequence[Hashable] | None = None
-    part: Part | None = None
+    part: Holding | None = None
 
     @classmethod
     def held(
@@ -54,7 +54,7 @@ class Batch:
 
         What is asked of an engine with it comes back for the sequences held here, in their order.
         """
-        return cls(sequences, columns or {}, groups, Part(list(lengths), list(holders)))
+        return cls(sequences, columns or {}, groups, Holding(list(lengths), list(holders)))
 
     def __len__(self) -> int:
         """The number of sequences in the global batch."""

@@ -192,7 +192,7 @@ class HeadVectors(Gathered):
         return {name: local(vector).float().clone() for name, vector in self.named_parameters()}
 
 
-class Kernels(nn.Module):
+class ChannelKernels(nn.Module):
     """A convolution's kernel [width] for each channel. Each rank has its block of the channels."""
 
     def __init__(self, channels: int, width: int, *, bias: bool = False, tp: Axis = ALONE) -> None:

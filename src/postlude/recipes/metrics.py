@@ -25,7 +25,7 @@ FALLING = (LOSS, f"{EVAL}{LOSS}")  # better when smaller
 
 
 @dataclass(frozen=True)
-class Metric:
+class Legend:
     """What a number means to who reads it."""
 
     title: str
@@ -35,24 +35,24 @@ class Metric:
     """What a reader looks for in it."""
 
 
-GROUPS: Mapping[str, Mapping[str, Metric]] = {
+GROUPS: Mapping[str, Mapping[str, Legend]] = {
     "Held out": {
-        f"{EVAL}{REWARD}": Metric(
+        f"{EVAL}{REWARD}": Legend(
             "Held-out reward",
             "mean reward on tasks that are never trained on (GRPO, eval)",
             "as the reward",
             "the score: it should rise, and the training reward should not run away from it",
         ),
-        f"{PASS}k": Metric(
+        f"{PASS}k": Legend(
             "pass@k",
             "share of held-out tasks that at least one of k answers solves, with a reward of 1 or more",
             "0 to 1",
             "pass@1 nearing pass@k: the model is surer, not abler",
         ),
-        f"{EVAL}{LENGTH}": Metric(
+        f"{EVAL}{LENGTH}": Legend(
             "Held-out length", "tokens of an answer to a held-out task", "≥ 0", "see `length_mean`"
         ),
-        f"{EVAL}NAME": Metric(
+        f"{EVAL}NAME": Legend(
             "Held out: NAME",
             "NAME, below, on rows that are never trained on (SFT, DPO, distillation)",
             "as NAME",
@@ -60,37 +60,37 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
         ),
     },
     "Every step": {
-        LOSS: Metric(
+        LOSS: Legend(
             "Loss",
             "what is minimised, a mean over what the objective names",
             "any",
             "falls in SFT, DPO and distillation; a policy gradient's says little. Never compare it across phases",
         ),
-        "grad_norm": Metric(
+        "grad_norm": Legend(
             "Gradient norm",
             "length of the whole gradient, before clipping",
             "≥ 0",
             "calm; a spike that the loss follows asks for a lower rate, inf or nan is a skipped step",
         ),
-        "lr": Metric("Learning rate", "the optimizer's, by its schedule", "≥ 0", "as you set it"),
-        SKIPPED: Metric(
+        "lr": Legend("Learning rate", "the optimizer's, by its schedule", "≥ 0", "as you set it"),
+        SKIPPED: Legend(
             "Skipped steps",
             "optimizer steps left out as the gradient was not finite",
             "0, 1, … up to the step's minibatches",
             "0; the run stops after `max_skipped` in a row",
         ),
-        "tokens": Metric("Tokens", "tokens the step trained on, prompts included", "≥ 0", "the size of a step"),
-        SPEED: Metric("Tokens per second", "those over the whole step's time, rollouts included", "≥ 0", "steady"),
-        MEMORY: Metric(
+        "tokens": Legend("Tokens", "tokens the step trained on, prompts included", "≥ 0", "the size of a step"),
+        SPEED: Legend("Tokens per second", "those over the whole step's time, rollouts included", "≥ 0", "steady"),
+        MEMORY: Legend(
             "GPU memory, GiB",
             "the most that was allocated on a rank's GPU in the step, over all ranks; only on a GPU",
             "≥ 0",
             "room to the card's end; a steady rise is a leak",
         ),
-        "epoch": Metric(
+        "epoch": Legend(
             "Epoch", "how often each row has been seen (SFT, DPO, distillation)", "≥ 0", "where the run is"
         ),
-        f"{TIME}PHASE": Metric(
+        f"{TIME}PHASE": Legend(
             "Seconds",
             "seconds of the step spent in PHASE: `weights` (bringing them to who samples), `rollout` (sampling), "
             "`reward` (judging), `score` (old and reference log-probs), `reference`, `teacher`, `train`, `evaluation`",
@@ -99,26 +99,26 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
         ),
     },
     "Asynchrony": {
-        "staleness_mean": Metric(
+        "staleness_mean": Legend(
             "Staleness",
             "steps between the one that answers were begun in and the one that learns from them, on average",
             "0 to `asynchrony.max_staleness`",
             "as small as the trainer's waiting (`time/rollout`) allows",
         ),
-        "staleness_max": Metric(
+        "staleness_max": Legend(
             "Staleness, most",
             "the same, of the oldest answers of the step",
             "0 to `asynchrony.max_staleness`",
             "bounded",
         ),
-        "token_age": Metric(
+        "token_age": Legend(
             "Age of weights",
             "optimizer steps between the weights that tokens were sampled with, where servers tell, and those that "
             "learn from them, on average",
             "≥ 0",
             "below staleness, since answers under way get new weights",
         ),
-        "answers_redrawn": Metric(
+        "answers_redrawn": Legend(
             "Drawn again",
             "answers that were under way when the run was left, and were begun again when it went on",
             "≥ 0",
@@ -126,71 +126,71 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
         ),
     },
     "Servers": {
-        "servers/up": Metric(
+        "servers/up": Legend(
             "Servers up", "servers that answer at the end of the step's rollouts", "1 to all of them", "all of them"
         ),
-        "servers/failed": Metric(
+        "servers/failed": Legend(
             "Server failures",
             "times that a server could not be reached, was silent for too long, or answered nonsense",
             "≥ 0",
             "0; the log names the server",
         ),
-        "servers/retried": Metric(
+        "servers/retried": Legend(
             "Requests sent again", "answers that were asked for again, mostly of another server", "≥ 0", "0"
         ),
-        "servers/reload_seconds": Metric(
+        "servers/reload_seconds": Legend(
             "Reload, seconds",
             "how long the slowest server took to have new weights: to read them, or to be sent them",
             "≥ 0",
             "small beside `time/rollout`",
         ),
-        "servers/sync_seconds": Metric(
+        "servers/sync_seconds": Legend(
             "Weights to servers, seconds",
             "from the first weight that ranks streamed until servers had them all; writing or sending, and reloading",
             "≥ 0",
             "small beside `time/rollout`",
         ),
-        "servers/write_seconds": Metric(
+        "servers/write_seconds": Legend(
             "Weights written, seconds",
             "ranks streaming weights and the first one writing them",
             "≥ 0",
             "as fast as the disk; with `rollout.sync: network` there is none",
         ),
-        "servers/send_seconds": Metric(
+        "servers/send_seconds": Legend(
             "Weights sent, seconds",
             "ranks streaming weights and sending them, servers taking them",
             "≥ 0",
             "steady; one that rises has a slow server",
         ),
-        "servers/check_seconds": Metric(
+        "servers/check_seconds": Legend(
             "Weights compared, seconds",
             "servers hashing their weights, each `check_every`th time",
             "≥ 0",
             "small beside what `check_every` steps take",
         ),
-        "servers/sync_bytes": Metric(
+        "servers/sync_bytes": Legend(
             "Weights to a server, bytes", "how much each was given", "≥ 0", "the model's size"
         ),
     },
     "Multi-token prediction": {
-        "mtp_D/nll": Metric(
+        "mtp_D/nll": Legend(
             "Further ahead, nll",
             "mean negative log-likelihood of the token D further ahead than the next, by depth D",
             "≥ 0",
             "falls; above the trunk's `nll`, as it looks further",
         ),
-        "mtp_D/accepted": Metric(
+        "mtp_D/accepted": Legend(
             "Drafted right",
             "share of tokens that depth D ranks first: those that a draft of it would have got right",
             "0 to 1",
             "rises; it is what speculative decoding gains by",
         ),
-        "mtp_D/loss": Metric(
+        "mtp_D/loss": Legend(
             "Further ahead, loss", "what a processor of yours returned for depth D, its mean", "any", "as you made it"
         ),
     },
     "Experts": {
-        "routing/changed": Metric(
+        "routing/changed": Legend(
             "Routing replayed",
             "share of the replayed choices of experts that the trainer's router would not have made; with "
             "`replay_routing`",
@@ -199,136 +199,136 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
         ),
     },
     "Answers": {
-        REWARD: Metric(
+        REWARD: Legend(
             "Reward", "mean over the step's answers, before any penalty for length", "as the reward", "it should rise"
         ),
-        "reward_std": Metric(
+        "reward_std": Legend(
             "Reward, deviation",
             "standard deviation of the rewards",
             "≥ 0",
             "at 0 all answers earn alike: nothing to learn",
         ),
-        REWARDS: Metric("Rewards", "each answer's reward, a list", "as the reward", "its spread, in the report"),
-        LENGTH: Metric(
+        REWARDS: Legend("Rewards", "each answer's reward, a list", "as the reward", "its spread, in the report"),
+        LENGTH: Legend(
             "Length", "sampled tokens of an answer, over all its turns", "≥ 0", "growth without reward is rambling"
         ),
-        LENGTHS: Metric("Lengths", "each answer's length, a list", "≥ 0", "its spread, in the report"),
-        "cut_off": Metric(
+        LENGTHS: Legend("Lengths", "each answer's length, a list", "≥ 0", "its spread, in the report"),
+        "cut_off": Legend(
             "Cut off",
             "share of answers that reached `max_new_tokens`",
             "0 to 1",
             "near 0; else raise `answers.max_new_tokens`, or see `overlong`",
         ),
-        "turns_mean": Metric("Turns", "turns of an answer", "≥ 1", "1 unless the environment is a conversation"),
-        DRAFTS: Metric(
+        "turns_mean": Legend("Turns", "turns of an answer", "≥ 1", "1 unless the environment is a conversation"),
+        DRAFTS: Legend(
             "Drafts accepted",
             "share of the tokens guessed ahead that were the ones then drawn; with `answers.draft`",
             "0 to 1",
             "each saves a step of the sampler: near 0 drafting costs time",
         ),
-        "groups_learned": Metric(
+        "groups_learned": Legend(
             "Groups learned from",
             "share of `prompts` whose group was learned from, after dynamic sampling and masking",
             "0 to 1",
             "low: tasks are too easy or too hard",
         ),
-        FAILED: Metric(
+        FAILED: Legend(
             "Reward failures",
             "share of answers whose reward function raised, hung or returned nonsense",
             "0 to 1",
             "0; the first failure of each kind is told in the log",
         ),
-        f"{PARTS}timed_out": Metric(
+        f"{PARTS}timed_out": Legend(
             "Timed out",
             "share of answers whose judge, tool or environment took too long; beside it `raised`, `invalid` and `died`",
             "0 to 1",
             "near 0; else raise `environment.timeout`",
         ),
-        WORKERS_LOST: Metric(
+        WORKERS_LOST: Legend(
             "Workers lost",
             "workers that judge and were lost with their process or node in the step, on Ray: what they were at was "
             "done again by others",
             "≥ 0",
             "0",
         ),
-        f"{PARTS}no_room": Metric(
+        f"{PARTS}no_room": Legend(
             "No room", "share of conversations that outgrew the budget", "0 to 1", "near 0; else raise `budget`"
         ),
-        f"{PARTS}NAME": Metric(
+        f"{PARTS}NAME": Legend(
             "Reward, NAME", "mean of the part NAME that the reward function gave", "as the part", "which part is gained"
         ),
     },
     "Policy gradient": {
-        "entropy": Metric(
+        "entropy": Legend(
             "Entropy",
             "mean entropy of the policy where it sampled, in nats",
             "0 to ln(vocabulary)",
             "a slow fall; a fast one to 0 is collapse: no answer differs from another any more",
         ),
-        "ratio": Metric("Ratio to the old policy", "mean of p / p_old of the sampled tokens", "> 0", "near 1"),
-        "ratio_max": Metric("Largest ratio", "the largest of them", "> 0", "below about 10; else lower the rate"),
-        "kl_old": Metric("KL to the old policy", "KL(old ‖ policy), estimated", "≥ 0", "small: below about 0.1"),
-        "kl_reference": Metric(
+        "ratio": Legend("Ratio to the old policy", "mean of p / p_old of the sampled tokens", "> 0", "near 1"),
+        "ratio_max": Legend("Largest ratio", "the largest of them", "> 0", "below about 10; else lower the rate"),
+        "kl_old": Legend("KL to the old policy", "KL(old ‖ policy), estimated", "≥ 0", "small: below about 0.1"),
+        "kl_reference": Legend(
             "KL to the reference",
             "how far the policy is from the model that GRPO started from; with `objective.kl`",
             "≥ 0",
             "rises and levels off",
         ),
-        "clipped_low": Metric(
+        "clipped_low": Legend(
             "Clipped below", "share of tokens that no longer teach: too unlikely already", "0 to 1", "below 0.2"
         ),
-        "clipped_high": Metric("Clipped above", "the same, too likely already", "0 to 1", "below 0.2"),
-        "clipped_dual": Metric("Clipped twice", "share of tokens at the dual clip", "0 to 1", "near 0"),
-        "rollout_kl": Metric(
+        "clipped_high": Legend("Clipped above", "the same, too likely already", "0 to 1", "below 0.2"),
+        "clipped_dual": Legend("Clipped twice", "share of tokens at the dual clip", "0 to 1", "near 0"),
+        "rollout_kl": Legend(
             "Rollout mismatch",
             "KL(sampler ‖ trainer) of the same weights",
             "≥ 0",
             "below about 1e-3; more says that the sampler computes something else",
         ),
-        "rollout_gap_max": Metric(
+        "rollout_gap_max": Legend(
             "Rollout mismatch, largest", "largest gap of a log-prob between the two", "≥ 0", "a few tenths in bf16"
         ),
-        "correction": Metric("Correction", "mean weight that the rollout correction gives a token", "≥ 0", "near 1"),
-        "corrected": Metric("Corrected", "share of tokens whose weight it bounded or dropped", "0 to 1", "near 0"),
+        "correction": Legend("Correction", "mean weight that the rollout correction gives a token", "≥ 0", "near 1"),
+        "corrected": Legend("Corrected", "share of tokens whose weight it bounded or dropped", "0 to 1", "near 0"),
     },
     "Supervised, preference, distillation, value": {
-        "nll": Metric("Negative log-likelihood", "of the learned tokens, in nats a token", "≥ 0", "falls"),
-        "lse": Metric("Log-sum-exp", "of the logits, where there is a z-loss", "any", "stays bounded"),
-        "accuracy": Metric(
+        "nll": Legend("Negative log-likelihood", "of the learned tokens, in nats a token", "≥ 0", "falls"),
+        "lse": Legend("Log-sum-exp", "of the logits, where there is a z-loss", "any", "stays bounded"),
+        "accuracy": Legend(
             "Accuracy", "share of pairs whose preferred answer is ranked higher (DPO)", "0 to 1", "from 0.5 up"
         ),
-        "margin": Metric("Margin", "`chosen_reward` less `rejected_reward`", "any", "rises"),
-        "chosen_reward": Metric(
+        "margin": Legend("Margin", "`chosen_reward` less `rejected_reward`", "any", "rises"),
+        "chosen_reward": Legend(
             "Reward of the chosen",
             "β times the log-prob of the preferred answers, less the reference's where there is one",
             "any",
             "should not fall far: both falling is a model that forgets",
         ),
-        "rejected_reward": Metric("Reward of the rejected", "the same of the others", "any", "falls"),
-        "kl_forward": Metric("KL, forward", "KL(teacher ‖ student) over the teacher's top tokens", "≥ 0", "falls"),
-        "kl_reverse": Metric("KL, reverse", "KL(student ‖ teacher) over the same", "≥ 0", "falls"),
-        "teacher_mass": Metric(
+        "rejected_reward": Legend("Reward of the rejected", "the same of the others", "any", "falls"),
+        "kl_forward": Legend("KL, forward", "KL(teacher ‖ student) over the teacher's top tokens", "≥ 0", "falls"),
+        "kl_reverse": Legend("KL, reverse", "KL(student ‖ teacher) over the same", "≥ 0", "falls"),
+        "teacher_mass": Legend(
             "Teacher's mass", "probability that the teacher's top tokens hold", "0 to 1", "near 1; else raise `top_k`"
         ),
-        "student_mass": Metric(
+        "student_mass": Legend(
             "Student's mass", "probability that the student gives those tokens", "0 to 1", "nears the teacher's"
         ),
-        "value": Metric("Value", "mean of the critic's values", "as the return", "follows the return"),
-        "value_error": Metric("Value error", "mean squared error of the values", "≥ 0", "falls"),
-        "value_clipped": Metric("Values clipped", "share of values held to the old ones", "0 to 1", "below 0.2"),
+        "value": Legend("Value", "mean of the critic's values", "as the return", "follows the return"),
+        "value_error": Legend("Value error", "mean squared error of the values", "≥ 0", "falls"),
+        "value_clipped": Legend("Values clipped", "share of values held to the old ones", "0 to 1", "below 0.2"),
     },
 }
-METRICS: Mapping[str, Metric] = {name: metric for group in GROUPS.values() for name, metric in group.items()}
+METRICS: Mapping[str, Legend] = {name: metric for group in GROUPS.values() for name, metric in group.items()}
 
 
-def explain(name: str) -> Metric | None:  # noqa: PLR0911 - one for each form that names have
+def explain(name: str) -> Legend | None:  # noqa: PLR0911 - one for each form that names have
     """What a metric means; None for one that only its objective knows."""
     if name in METRICS:
         return METRICS[name]
     if name.startswith(PASS):
         k = name.removeprefix(PASS)
         pass_at = METRICS[f"{PASS}k"]
-        return Metric(
+        return Legend(
             f"pass@{k}", pass_at.meaning.replace("of k answers", f"of {k} answers"), pass_at.range, pass_at.watch
         )
     if found := re.fullmatch(r"mtp_(\d+)/(\w+)", name):
@@ -339,7 +339,7 @@ def explain(name: str) -> Metric | None:  # noqa: PLR0911 - one for each form th
         return METRICS[f"{TIME}PHASE"]
     if name.startswith(EVAL):
         inner = explain(name.removeprefix(EVAL))
-        return inner and Metric(
+        return inner and Legend(
             f"Held-out {inner.title[0].lower()}{inner.title[1:]}",
             f"{inner.meaning}; on what is held out",
             inner.range,
@@ -368,15 +368,15 @@ def glossary() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _at_depth(depth: str, metric: Metric | None) -> Metric | None:
+def _at_depth(depth: str, metric: Legend | None) -> Legend | None:
     if metric is None:
         return None
     meaning = metric.meaning.replace("depth D", f"depth {depth}").replace("token D", f"token {depth}")
-    return Metric(f"{metric.title} ({depth})", meaning, metric.range, metric.watch)
+    return Legend(f"{metric.title} ({depth})", meaning, metric.range, metric.watch)
 
 
-def _named(metric: Metric, name: str) -> Metric:
-    return Metric(*(text.replace("NAME", name) for text in (metric.title, metric.meaning, metric.range, metric.watch)))
+def _named(metric: Legend, name: str) -> Legend:
+    return Legend(*(text.replace("NAME", name) for text in (metric.title, metric.meaning, metric.range, metric.watch)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM ask a run to end after its step; a second one ends the process at once.
 
-Who waits for others' answers does not know how long a step will take: there it ends in the middle of one, by `Asked`.
+Who waits for others' answers does not know how long a step will take: there it ends in the middle, by `EndAsked`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ASKING = (signal.SIGINT, signal.SIGTERM)
 SAME = 1.0  # seconds in which a second signal is the first one, come another way: a terminal's and a launcher's
 
 
-class Asked(Exception):
+class EndAsked(Exception):
     """A signal asked the run to end while it waited."""
 
     def __init__(self, number: int) -> None:
@@ -53,9 +53,9 @@ class Signals:
         self._handlers = {}
 
     def check(self) -> None:
-        """Raise `Asked` if one was heard."""
+        """Raise `EndAsked` if one was heard."""
         if self.heard:
-            raise Asked(self.heard)
+            raise EndAsked(self.heard)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

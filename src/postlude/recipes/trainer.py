@@ -47,7 +47,7 @@ from postlude.recipes.run.directory import (
 )
 from postlude.recipes.run.ending import FAILED, Ending, Outcome, RunFailed, forget_ending
 from postlude.recipes.run.surroundings import surroundings
-from postlude.recipes.signals import Asked, Signals
+from postlude.recipes.signals import EndAsked, Signals
 from postlude.recipes.verdict import MODEL, facts, read_verdict
 from postlude.recipes.where import HERE, Where
 from postlude.rollout.servers.errors import ServerError
@@ -267,7 +267,7 @@ class Trainer(ABC):
         done = f"after step {self.step}, which is saved" if self.step else "before its first step"
         return self._ended_by_signal(done)
 
-    def leave(self, asked: Asked) -> Ending:
+    def leave(self, asked: EndAsked) -> Ending:
         """As `interrupt`, in the middle of a step: it is done again. So is one whose own evaluation was not over."""
         self.asked_to_end = asked.number
         if self.position is not None:
@@ -355,7 +355,7 @@ def train(trainer: Trainer, beginning: Beginning = NEWEST) -> Ending:
             return trainer.interrupt() if trainer.asked_to_end else trainer.finish()
         except Hopeless as reason:
             return trainer.give_up(reason)
-        except Asked as asked:
+        except EndAsked as asked:
             return trainer.leave(asked)
         except BaseException as error:
             if isinstance(error, ServerError) and trainer.began is not None and trainer.step:

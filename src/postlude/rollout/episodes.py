@@ -20,7 +20,7 @@ from typing import Any
 
 from postlude.rollout.coroutines import Coroutines
 from postlude.rollout.environments import Environment, Episode, Said, Turn, check_turns, unfinished
-from postlude.rollout.rewards import Tally, is_reply, read_score
+from postlude.rollout.rewards import FailureTally, is_reply, read_score
 from postlude.rollout.tasks import Task, Tasks
 from postlude.rollout.workers import Outcome
 
@@ -47,7 +47,7 @@ class Episodes(Environment):
         check_turns(max_turns)
         self.tasks, self.make, self.name = tasks, make, name
         self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
-        self.tally = Tally(name, failed_reward)
+        self.tally = FailureTally(name, failed_reward)
         self._coroutines = Coroutines(name, timeout)
         self._tickets = itertools.count()
         self._waiting: dict[int, Episode] = {}

@@ -47,7 +47,7 @@ class Score:
         return Score(self.reward + other.reward, parts, self.error or other.error)
 
 
-class Tally:
+class FailureTally:
     """What failed, counted by kind; the first of each kind is logged. A failure earns `failed_reward`."""
 
     def __init__(self, name: str, failed_reward: float) -> None:
@@ -80,7 +80,7 @@ class Tally:
         return {"scored": float(self.scored), "failed": float(self.failures.total()), **counts}
 
 
-class RewardPool(Tally):
+class RewardPool(FailureTally):
     """Scores completions with `score`, a function or path/to/file.py:name, in `workers` processes.
 
     A sample whose call raises, takes more than `timeout` seconds, ends its process, or returns anything but finite

@@ -16,7 +16,7 @@ from postlude.model.block_config import BlockConfig, usual_heads
 from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
-from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RMSNorm, RowLinear, local, products
+from postlude.model.parallel import ChannelKernels, ColumnLinear, HeadVectors, RMSNorm, RowLinear, local, products
 from postlude.ops.backend import ScanBackend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
@@ -119,9 +119,9 @@ class GatedDelta(Recurrent):
         self.z_proj = ColumnLinear(size, config.values, tp=tp)
         self.b_proj = ColumnLinear(size, config.value_heads, tp=tp)
         self.a_proj = ColumnLinear(size, config.value_heads, tp=tp)
-        self.q_conv = Kernels(config.keys, config.conv_kernel, tp=tp)
-        self.k_conv = Kernels(config.keys, config.conv_kernel, tp=tp)
-        self.v_conv = Kernels(config.values, config.conv_kernel, tp=tp)
+        self.q_conv = ChannelKernels(config.keys, config.conv_kernel, tp=tp)
+        self.k_conv = ChannelKernels(config.keys, config.conv_kernel, tp=tp)
+        self.v_conv = ChannelKernels(config.values, config.conv_kernel, tp=tp)
         self.vectors = HeadVectors(("A_log", "dt_bias"), config.value_heads, tp=tp)
         self.head_norm = RMSNorm(config.value_dim, model.norm_eps, tp=tp)  # of each value head by itself
         self.out_proj = RowLinear(config.values, size, tp=tp)

@@ -17,7 +17,7 @@ from postlude.model.block_config import BlockConfig, usual_heads
 from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
-from postlude.model.parallel import ColumnLinear, HeadVectors, Kernels, RowLinear, local, products, stored
+from postlude.model.parallel import ChannelKernels, ColumnLinear, HeadVectors, RowLinear, local, products, stored
 from postlude.ops.backend import ScanBackend
 from postlude.ops.collectives import gather_from_sequence, sum_over_group
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
@@ -147,9 +147,9 @@ class Mamba(Recurrent):
         self.b_proj = ColumnLinear(size, shared, bias=config.bias, tp=tp)
         self.c_proj = ColumnLinear(size, shared, bias=config.bias, tp=tp)
         self.dt_proj = ColumnLinear(size, config.heads, bias=config.bias, tp=tp)
-        self.x_conv = Kernels(inner, config.conv_kernel, bias=config.conv_bias, tp=tp)
-        self.b_conv = Kernels(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
-        self.c_conv = Kernels(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
+        self.x_conv = ChannelKernels(inner, config.conv_kernel, bias=config.conv_bias, tp=tp)
+        self.b_conv = ChannelKernels(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
+        self.c_conv = ChannelKernels(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
         self.vectors = HeadVectors(("A_log", "dt_bias", "D"), config.heads, tp=tp)
         self.gated_norm = GatedRMSNorm(inner, config.norm_groups, model.norm_eps, config.norm_before_gate, tp=tp)
         self.out_proj = RowLinear(inner, size, bias=config.bias, tp=tp)
