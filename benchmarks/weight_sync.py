@@ -1,13 +1,15 @@
 """How long an engine's weights take to reach who samples with them, by each way that Postlude knows.
 
     PYTHONPATH=src python benchmarks/weight_sync.py --shape 0.6b 8b --json benchmarks/results/weight_sync_h200.json
+    PYTHONPATH=src python benchmarks/weight_sync.py --shape 8b-whole --weights rounded --directory /dev/shm --ways disk
     PYTHONPATH=src python benchmarks/weight_sync.py --smoke          # tiny, on any machine
 
 "stream" takes `Engine.stream_weights()` bucket by bucket and lets go of each: what every way begins with. "native"
 copies them into the generator that lives beside the engine. "disk" writes safetensors to `--directory`, as `rollout:
-server` does before it tells its servers, as fast as the system's cache takes them; "read" is the least that a server
-then does, each tensor read from that cache to its device. Weights are random, of a published model's shape, in bf16
-(fp32 on the CPU), from one rank.
+server` does before it tells its servers, as fast as the system's cache takes them, and "bytes" writes as many from one
+small buffer in host memory: no way to that directory is faster. "read" is the least that a server then does, each
+tensor read from that cache to its device; "renew" is what `postlude serve` does, into a model and with a checksum.
+Weights are random, of a published model's shape, in bf16 (fp32 on the CPU), from one rank.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from safetensors import safe_open
 from workloads import GIB, SHAPES, Clock, Results, attempt, forget, peak_gib
 
 from postlude import Engine, ranks
+from postlude.hf.renew import renew
 from postlude.rollout.gathered import GatheredGenerator
+from postlude.safetensors_file import STAGING_BYTES
 
+WAYS = ("stream", "native", "bytes", "disk", "read", "renew")
 Way = tuple[str, str, Callable[[], Any]]
 """A name, what it is, and what is timed."""
 
@@ -40,13 +45,24 @@ def read(directory: Path, device: str) -> None:
                 file.get_tensor(name)
 
 
-def ways(engine: Engine, directory: Path, device: str) -> Iterator[Way]:
-    """In this order: the last one reads what the one before wrote."""
+def write_bytes(path: Path, count: int) -> None:
+    """A file of so many bytes, and gone again."""
+    with path.open("wb", buffering=0) as file:
+        buffer = memoryview(b"x" * min(count, STAGING_BYTES))
+        while count:
+            count -= file.write(buffer[:count])
+    path.unlink()
+
+
+def ways(engine: Engine, directory: Path, device: str, bytes_moved: int) -> Iterator[Way]:
+    """In this order: the last ones read what "disk" wrote."""
     generator = GatheredGenerator(engine, None)
     yield "stream", "stream_weights, bucket by bucket", lambda: deque(engine.stream_weights(), maxlen=0)
     yield "native", "into the native generator", lambda: engine.copy_weights(generator.model)
+    yield "bytes", "as many bytes written from host memory", lambda: write_bytes(directory / "bytes", bytes_moved)
     yield "disk", "safetensors written", lambda: engine.export_hf(directory, overwrite=True)
     yield "read", "safetensors read to the device", lambda: read(directory, device)
+    yield "renew", "safetensors read into a model", lambda: renew(generator.model, directory)
 
 
 def measured(step: Callable[[], Any], bytes_moved: int, clock: Clock) -> dict[str, Any]:
@@ -69,6 +85,7 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["0.6b"])
     parser.add_argument("--weights", choices=["fp32", "split", "rounded"], default="fp32", help="how they are stored")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where safetensors go")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="those that read need disk before them")
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--smoke", action="store_true", help="tiny, on any machine")
@@ -90,7 +107,9 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
             moved = sum(tensor.nbytes for _, tensor in engine.stream_weights())
             print(f"{shape}: {moved / GIB:.2f} GiB")
             with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-                for name, says, step in ways(engine, Path(directory), arguments.device):
+                for name, says, step in ways(engine, Path(directory), arguments.device, moved):
+                    if name not in arguments.ways:
+                        continue
                     found = attempt(lambda step=step, moved=moved: measured(step, moved, clock))
                     said = {"case": name, "says": says, "shape": shape, "weights": arguments.weights}
                     results.add({**said, "gib": round(moved / GIB, 3), **found})
