@@ -125,9 +125,9 @@ def activation(hf: PretrainedConfig, field: str = "hidden_act") -> Activation:
     return ACTIVATIONS[theirs]
 
 
-def rotary_dim(hf: PretrainedConfig, head_dim: int, layer_type: str = "full_attention") -> int:
+def rotary_dim(hf: PretrainedConfig, head_dim: int) -> int:
     """How many of a head's features are turned, of a family that may turn part of them."""
-    parameters = hf.rope_parameters.get(layer_type, hf.rope_parameters)
+    parameters = hf.rope_parameters.get("full_attention", hf.rope_parameters)
     return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 

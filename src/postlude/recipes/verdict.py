@@ -244,10 +244,6 @@ def _steps(metric: Change) -> str:
     return f"steps {metric.first_step:,} → {metric.last_step:,}" if metric.moved else f"at step {metric.last_step:,}"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
-from postlude.data.messages import Message
+from postlude.data.messages import Message, short
 from postlude.rollout.rewards import Reply, RewardPool, Score
 from postlude.rollout.tasks import Task, Tasks
 from postlude.rollout.workers import Hire
@@ -204,7 +204,7 @@ class SingleTurn(Judged):
         found = _tried(self.pool, task, (task.prompt, completion, task.example), completion)
         if not isinstance(found, Score):
             raise ValueError(
-                f"the reward returned {_short(found)} for {task.name} on trial, but a reward is a number or a dict of "
+                f"the reward returned {short(found)} for {task.name} on trial, but a reward is a number or a dict of "
                 "numbers."
             )
 
@@ -325,13 +325,8 @@ def _tried(pool: RewardPool, task: Task, call: tuple[Any, ...], completion: str)
     except ValueError as error:
         raise ValueError(
             f"{str(error).rstrip('.')}. That was a trial on {task.name} with the completion "
-            f"{_short(completion)}: a judge that fails there would fail all through the run. Mend it."
+            f"{short(completion)}: a judge that fails there would fail all through the run. Mend it."
         ) from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _taken(episode: Episode, turn: Turn) -> Turn:

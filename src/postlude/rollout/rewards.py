@@ -16,10 +16,6 @@ from postlude.rollout.workers import FAILURES, Failure, Hire, Outcome, Workers
 
 log = logging.getLogger(__name__)
 
-RewardFunction: TypeAlias = Callable[[Any, str, Mapping[str, Any]], float | Mapping[str, float]]
-"""reward(prompt, completion, example). A number is the reward. Of a dict, "reward" is, and the rest its parts; without
-one, the reward is the sum of the parts."""
-
 TOTAL = "reward"
 Reply: TypeAlias = "Score | str | list[Message]"
 """What a function says of a completion: what it earned, or something for the model to read."""
@@ -170,7 +166,11 @@ def is_reply(value: Any) -> bool:
 
 
 def read_score(value: Any) -> Score:
-    """The score that a function meant by what it returned. What it cannot have meant is a ValueError."""
+    """The score that reward(prompt, completion, example) meant by what it returned.
+
+    A number is the reward. Of a dict, "reward" is, and the rest its parts; without one, the reward is the sum of the
+    parts. What it cannot have meant is a ValueError.
+    """
     if not isinstance(value, Mapping):
         return Score(_number(value))
     if not value:

@@ -96,7 +96,7 @@ class Projection:
         return slab, epilogue.differentiate(slab, coefficients, self.problem.operand)
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Block, Tensor]:
-        """Project again, and turn `gradient_coefficients` [5, n] into the products' gradient [rows, columns]."""
+        """Project again, and turn `Epilogue.coefficients` [5, n] into the products' gradient [rows, columns]."""
         slab = self.slab(rows, columns)
         return slab, self.problem.epilogue.differentiate(slab, coefficients[:, rows], self.problem.operand)
 
@@ -118,7 +118,7 @@ class FusedProjection:
         self.bias = _fused_bias(head)
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Block, Tensor]:
-        """The gradient [rows, columns] of the products, from `gradient_coefficients` [5, n]."""
+        """The gradient [rows, columns] of the products, from `Epilogue.coefficients` [5, n]."""
         hidden, weight = self.head.hidden[rows], self.head.weight
         out = self.buffer[: hidden.shape[0], : columns.stop - columns.start]
         kernels().differentiate(hidden, weight, self.bias, self.problem.rows[rows], columns, coefficients[:, rows], out)
@@ -333,7 +333,7 @@ def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) 
 
 
 def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: Wanted) -> Gradients:
-    """Project again and turn `gradient_coefficients` [5, n] into gradients; that of hidden is this shard's part."""
+    """Project again and turn `Epilogue.coefficients` [5, n] into gradients; that of hidden is this shard's part."""
     shape = problem.shape(head.hidden.shape[1], fused=problem.fused)
     plan = plan_gradients(
         shape,
