@@ -14,6 +14,7 @@ from postlude import ranks as started
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import held
 from postlude.objectives import MTP, SFT
+from postlude.trace.recorder import Recording
 from tests.meshes import mesh
 from tests.model.small import sequences, small_config
 
@@ -81,6 +82,34 @@ LAYOUTS = {"": 1, "dp_shard=2,ep=2": 2, "pp=2": 2, "pp=2,vpp=2,dp_shard=2,ep=2":
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2,cp=2,ep=2"])
 def test_a_few_steps(ranks: Any, layout: str) -> None:
     assert_one(ranks(LAYOUTS[layout], both, layout, config("[GE][*E]/[*E]"), 2, {}))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("layout", "trunk"),
+    [("pp=2,dp_shard=2,ep=2", "[*E]{2}"), ("pp=2,dp_shard=2,ep=2", "[*E]|"), ("dp_shard=2,tp=2,ep=2", "[*E]{2}")],
+)
+def test_experts_in_two_depths(ranks: Any, layout: str, trunk: str, tied: bool, recompute: str) -> None:
+    source = config(f"{trunk}/[*E]/[*E]", tied_head=tied)
+    assert_one(ranks(4, both, layout, source, 2, {"recompute": recompute}))
+
+
+def exchanged(group: Any, layout: str, objective: Any) -> set[str]:
+    """What exchanges a step says that it has begun by itself."""
+    engine = Engine(config("[*E]/[*E]"), budget=32, mesh=mesh(Layout.parse(layout)), mtp=True, overlap=True)
+    recording = Recording(0, torch.device("cpu"))
+    engine.forward_backward(batch(0), objective, recorder=recording)
+    return {span.name for span in recording.spans() if span.kind == "exchange"}
+
+
+@pytest.mark.slow
+def test_depths_that_an_objective_asks_for_are_exchanged_by_the_plan(ranks: Any) -> None:
+    (found, _) = ranks(2, exchanged, "dp_shard=2,ep=2", MTP(objective=SFT()))
+    assert {"mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"} < found
+    (found, _) = ranks(2, exchanged, "dp_shard=2,ep=2", SFT())
+    assert found == {"layers.0 moe.dispatch", "layers.0 moe.combine"}
 
 
 def in_between(group: Any, layout: str) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,35 +12,54 @@ import torch
 from torch import Tensor
 
 from postlude import LanguageModel, Microbatch, OutputInputs, pack
+from postlude.model import Asks
 from postlude.model.blocks import BLOCKS, MoE, MoEConfig
 from postlude.model.context import ForwardContext
-from postlude.model.schedule_plan import in_turn
+from postlude.model.schedule_plan import Crossing, in_turn
 from postlude.model.steps import Step, exchange
 from postlude.ops.linear import Later, linear, make_gradients, putting_off
 from postlude.trace.recorder import Recorder
 from tests.model.small import sequences, small_config
 
 Gradients = dict[str, Tensor | None]
+AGAIN = ("selective", "full")
 
 
 def batch(depths: int = 0) -> list[Microbatch]:
     return pack(sequences(5, 8, 3, 12, 7, 9), budget=14, depths=depths)
 
 
-def processor(inputs: OutputInputs, bonus: float) -> dict[str, Any]:
-    stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
-    loss = (-stats.logprob - bonus * stats.entropy).sum()
-    if inputs.config.pattern.mtp:
-        for depth in inputs.depths():
-            loss = loss - 0.3 * depth.head.logprobs(depth.hidden, depth.microbatch.targets).logprob.sum()
-    return {"loss": loss, "parts": [stats.logprob.detach(), (inputs.microbatch.index, "text")]}
+@dataclass(frozen=True)
+class Processor:
+    """Asks for depths, where there are some, and says so beforehand or not."""
+
+    asks: Asks | None = field(default_factory=Asks)
+    stop_trunk: bool = False
+    stop_head: bool = False
+
+    def __call__(self, inputs: OutputInputs, bonus: float) -> dict[str, Any]:
+        stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
+        loss = (-stats.logprob - bonus * stats.entropy).sum() + _size(inputs)
+        if inputs.config.pattern.mtp:
+            for depth in inputs.depths(stop_trunk=self.stop_trunk, stop_head=self.stop_head):
+                loss = loss - 0.3 * depth.head.logprobs(depth.hidden, depth.microbatch.targets).logprob.sum()
+                loss = loss + _size(depth)
+        return {"loss": loss, "parts": [stats.logprob.detach(), (inputs.microbatch.index, "text")]}
+
+
+def _size(inputs: OutputInputs) -> Tensor:
+    """A second use of the states, and a third."""
+    return (0.01 * inputs.hidden.square() + 0.03 * inputs.hidden).sum()
+
+
+processor = Processor()
 
 
 def gradients(model: LanguageModel) -> Gradients:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def at_once(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
+def at_once(model: LanguageModel, microbatches: list[Microbatch], processor: Processor = processor) -> list[Any]:
     results = []
     for microbatch in microbatches:
         results.append(model(microbatch, output_processor=processor, output_processor_context=0.1))
@@ -48,7 +67,7 @@ def at_once(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
     return results
 
 
-def planned(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
+def planned(model: LanguageModel, microbatches: list[Microbatch], processor: Processor = processor) -> list[Any]:
     """Each forward in turn with the backward of the one before."""
     results: list[Any] = []
     backwards: list[Any] = []
@@ -115,6 +134,40 @@ def test_one_depth_used_again_has_one_gradient() -> None:
     config = small_config("[*-]/[*-]/[*-]", mtp_repeated=True)
     one, other = LanguageModel(config), LanguageModel(config)
     assert_alike(one, other, at_once(one, batch(2)), planned(other, batch(2)))
+
+
+@pytest.mark.parametrize("recompute", ["none", *(pytest.param(each, marks=pytest.mark.thorough) for each in AGAIN)])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Processor(),
+        pytest.param(Processor(asks=None), marks=pytest.mark.thorough),
+        Processor(Asks(stop_trunk=True), stop_trunk=True),
+        pytest.param(Processor(stop_head=True), marks=pytest.mark.thorough),
+    ],
+    ids=["said", "not said", "stop_trunk", "stop_head"],
+)
+def test_depths_are_what_they_are_at_once(asked: Processor, recompute: Any) -> None:
+    config = small_config("[*E]/[*E]/[*E]", tied_head=True)
+    one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    assert_alike(one, other, at_once(one, batch(2), asked), planned(other, batch(2), asked))
+
+
+def exchanges(model: LanguageModel, processor: Any) -> list[str]:
+    plan = model.build_schedule_plan(batch(1)[0], output_processor=processor, output_processor_context=0.1)
+    return [part.name for part in plan.parts if isinstance(part, Crossing)]
+
+
+def test_exchanges_of_depths_are_those_of_a_plan_if_the_processor_says_that_it_asks() -> None:
+    model = LanguageModel(small_config("[*E]/[*E]"), blocks={**BLOCKS, "E": FarMoE})
+    own = ["layers.0 moe.dispatch", "layers.0 moe.combine"]
+    assert exchanges(model, processor) == [*own, "mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"]
+    assert exchanges(model, Processor(asks=None)) == own
+
+
+def test_a_processor_that_asks_otherwise_than_it_says_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"asks for depths with stop_trunk=True, but its `asks` says stop_trunk=False"):
+        planned(LanguageModel(small_config("[*-]/[*-]")), batch(1), Processor(stop_trunk=True))
 
 
 @dataclass
@@ -200,12 +253,12 @@ class FarMoE(MoE):
         return {**super().plan(asked, context), "there": LoggedWay(), "back": LoggedWay()}
 
 
-@pytest.mark.parametrize("pattern", ["[*E]{3}", "-[*E][*-][*E]-"])
+@pytest.mark.parametrize("pattern", ["[*E]{3}", "-[*E][*-][*E]-", "[*E]/[*E]/[*E]", "[*E][*-]/[*-][*E]"])
 def test_every_exchange_is_under_way_while_the_other_computes(pattern: str) -> None:
     """In a turn of two nobody arrives, nor hears how many rows come, before the other has computed something."""
     config = small_config(pattern)
     one, other = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "E": FarMoE})
-    first, second, *_ = batch()
+    first, second, *_ = batch(len(config.pattern.mtp))
     log: list[tuple[int, str, str]] = []
     plans = [
         other.build_schedule_plan(
@@ -220,7 +273,7 @@ def test_every_exchange_is_under_way_while_the_other_computes(pattern: str) -> N
     plans[1].backward(results[1]["loss"])
     assert_alike(one, other, at_once(one, [first, second]), results)
     starts = [index for index, (_, kind, _) in enumerate(found) if kind == "start"]
-    assert len(starts) == 4 * sum(layer.count("E") for layer in config.pattern.layers)
+    assert len(starts) == 4 * pattern.replace("{3}", "[*E]" * 2).count("E")
     for index in starts:
         who, _, name = found[index]
         arrived = found.index((who, "arrived", name))

@@ -24,7 +24,7 @@ from postlude.engine.dealing import Dealt, deal
 from postlude.engine.gradients import copies, no_gradient, sum_counted, total_norm
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.result import Result, StepResult
-from postlude.engine.scale import Ledger, Scale, Tally, connected
+from postlude.engine.scale import Ledger, ObjectiveProcessor, Scale, Tally
 from postlude.engine.sharding import sum_shared
 from postlude.hf.card import ModelCard
 from postlude.hf.export import describe
@@ -199,7 +199,7 @@ class Engine:
                     self.gathering[index].begin(train=True)
             self.executor.run(
                 own,
-                output_processor=lambda inputs, _: connected(tally.evaluate(objective, inputs), inputs),
+                output_processor=ObjectiveProcessor(objective, tally),
                 loss=lambda value: value,
                 before_last_backward=lambda stage: self.gathering[stage.stage.index].before_last_backward(),
                 complete=lambda stage, module: self.gathering[stage.stage.index].complete(module),

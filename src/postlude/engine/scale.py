@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import IGNORE, Microbatch
-from postlude.model import OutputInputs
+from postlude.model import Asks, OutputInputs
 from postlude.objectives import Loss, Metric, Objective
 from postlude.objectives.loss import Reduction
 from postlude.world.devices import group_device
@@ -262,7 +263,24 @@ def _number(reduction: Reduction, first: float, second: float, highest: float) -
     return highest if reduction == "max" else -highest
 
 
-def connected(value: Tensor, inputs: OutputInputs) -> Tensor:
+@dataclass(frozen=True)
+class ObjectiveProcessor:
+    """The output processor of a step: what an objective makes of a microbatch is counted, and added to the loss."""
+
+    objective: Objective
+    tally: Tally
+
+    @property
+    def asks(self) -> Asks | None:
+        """How the objective asks for depths, where it says so."""
+        return getattr(self.objective, "asks", None)
+
+    def __call__(self, inputs: OutputInputs, context: None) -> Tensor:
+        """What is differentiated."""
+        return _connected(self.tally.evaluate(self.objective, inputs), inputs)
+
+
+def _connected(value: Tensor, inputs: OutputInputs) -> Tensor:
     """A loss with a gradient for every parameter, though it be zero: FSDP sums what all ranks have, or none."""
     if value.requires_grad:
         return value

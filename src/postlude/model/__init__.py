@@ -2,7 +2,16 @@
 
 from postlude.model.config import ModelConfig
 from postlude.model.language_model import LanguageModel
-from postlude.model.output import OutputHead, OutputInputs, OutputProcessor
+from postlude.model.output import Asks, OutputHead, OutputInputs, OutputProcessor
 from postlude.model.pattern import Pattern, PatternError
 
-__all__ = ["LanguageModel", "ModelConfig", "OutputHead", "OutputInputs", "OutputProcessor", "Pattern", "PatternError"]
+__all__ = [
+    "Asks",
+    "LanguageModel",
+    "ModelConfig",
+    "OutputHead",
+    "OutputInputs",
+    "OutputProcessor",
+    "Pattern",
+    "PatternError",
+]

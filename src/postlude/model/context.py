@@ -102,6 +102,13 @@ class ForwardContext:
         self._done: set[str] = set()
         self._tables: dict[tuple[RotaryConfig, int], tuple[Tensor, Tensor]] = {}
 
+    def ahead(self) -> list[ForwardContext]:
+        """The same for each multi-token-prediction depth's part of the microbatch; depths choose experts themselves."""
+        return [
+            ForwardContext(each, self.mesh, recompute=self.recompute, scans=self.scans, recorder=self.recorder)
+            for each in self.microbatch.ahead
+        ]
+
     @property
     def packing(self) -> Packing:
         """Where each sequence begins and ends among the tokens."""

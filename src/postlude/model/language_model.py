@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Container, Mapping
 from dataclasses import replace
@@ -17,8 +16,16 @@ from postlude.model.blocks import BLOCKS, Block, Part
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Running
-from postlude.model.mtp import MTP, Ahead
-from postlude.model.output import OutputHead, OutputInputs, OutputProcessor, logits_processor, token_loss_processor
+from postlude.model.mtp import MTP, Ahead, Made, closed, closing, for_processor
+from postlude.model.output import (
+    Asks,
+    Depths,
+    OutputHead,
+    OutputInputs,
+    OutputProcessor,
+    logits_processor,
+    token_loss_processor,
+)
 from postlude.model.parallel import (
     ColumnLinear,
     Gathered,
@@ -35,7 +42,7 @@ from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.routing import check_routing
 from postlude.model.schedule_plan import LEAVING, Planned, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
-from postlude.model.steps import compute
+from postlude.model.steps import Step, compute
 from postlude.ops.backend import ScanBackend
 from postlude.ops.linear_logprobs import Logits
 from postlude.trace.recorder import SILENT, Recorder
@@ -140,7 +147,9 @@ class LanguageModel(Gathered):
         forward = self._context(microbatch, running, recorder)
         embedding = self._embedding()
         hidden = self.layers(self._enter(hidden, embedding, forward), forward)
-        return self._leave(hidden, embedding, processor, context, forward) if self.stage.last else hidden
+        if not self.stage.last:
+            return hidden
+        return self._leave(self.norm(hidden), embedding, processor, context, forward)
 
     def build_schedule_plan(
         self,
@@ -155,6 +164,7 @@ class LanguageModel(Gathered):
         """The same, not yet run, in pieces that can be interleaved with another microbatch's.
 
         With data parallelism, whole weights must be there while it runs: its steps are not run by calling a layer.
+        Multi-token-prediction depths are among them if the processor says in its `asks` that it asks for them.
         """
         processor, given = self._processor(targets, output_processor, output_processor_context)
         context = self._context(microbatch, recorder=recorder)
@@ -163,21 +173,47 @@ class LanguageModel(Gathered):
             embedding = self._embedding()
             return {"embedding": embedding, "hidden": self._enter(hidden, embedding, context)}
 
-        def leave(hidden: Tensor, embedding: Tensor | None, context: ForwardContext) -> Mapping[str, Any]:
-            return {LEAVING: self._leave(hidden, embedding, processor, given, context) if self.stage.last else hidden}
+        def leave(hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
+            return {LEAVING: hidden}
 
         # What is used at both ends is read at both, so that its gradient is one sum, as in a forward at once.
-        inside = [each for layer in self.layers.values() for each in cast(LogicalLayer, layer).planned()]
-        ahead = tuple(self.mtp.layers) if self.predicts_ahead else ()
-        return SchedulePlan(
-            [
-                Planned(compute("enter", enter, once=True), name="enter", completes=(self,)),
-                *inside,
-                Planned(compute("leave", leave, once=True), name="leave", completes=ahead),
-            ],
-            context,
-            put_off=not (ahead and self.config.mtp_repeated),  # a weight that is used twice has one gradient
+        inside = [each for layer in self.layers.values() for each in cast(LogicalLayer, layer).planned(context)]
+        last = (
+            self._planned_end(processor, given, context)
+            if self.stage.last
+            else [Planned(compute("leave", leave, once=True), context, name="leave")]
         )
+        return SchedulePlan(
+            [Planned(compute("enter", enter, once=True), context, name="enter", completes=(self,)), *inside, *last],
+            context,
+            put_off=not self._uses_again,
+        )
+
+    @property
+    def _uses_again(self) -> bool:
+        """Whether a forward uses weights of layers twice. They have one gradient, so a plan runs all uses at once."""
+        return self.predicts_ahead and self.config.mtp_repeated
+
+    def _planned_end(self, processor: OutputProcessor, given: Any, context: ForwardContext) -> list[Planned]:
+        """A plan's steps from the last layer to what the processor returns, with depths that it says it asks for."""
+        asks: Asks | None = getattr(processor, "asks", None)
+        depths: list[Planned] = []
+        reads: tuple[str, ...] = closed(0)
+        others = self.mtp.layers if self.predicts_ahead else ()
+        if asks is not None and others and not self._uses_again:
+            depths, others = list(self.mtp.planned(context, self._embed, asks)), ()
+            reads += tuple(name for depth in range(self.mtp.depths) for name in closed(depth + 1))
+
+        def leave(*read: Any) -> Mapping[str, Any]:
+            (hidden, embedding, context), *ahead = (read[start : start + 3] for start in range(0, len(reads), 3))
+            made = Made(asks, ahead) if asks is not None and ahead else None
+            return {LEAVING: self._leave(hidden, embedding, processor, given, context, made)}
+
+        return [
+            closing(0, self.norm, context),
+            *depths,
+            Planned(Step("leave", "compute", reads, leave, once=True), context, name="leave", completes=others),
+        ]
 
     def _context(
         self, microbatch: Microbatch, running: Running | None = None, recorder: Recorder = SILENT
@@ -201,14 +237,13 @@ class LanguageModel(Gathered):
         processor: OutputProcessor,
         given: Any,
         context: ForwardContext,
+        made: Depths | None = None,
     ) -> Any:
-        """From the last layer to what the processor returns."""
-        inputs = self._outputs(self.norm(hidden), context, embedding)
+        """From the final states to what the processor returns. `made` are depths that a plan has made."""
+        inputs = self._outputs(hidden, context, embedding)
         if self.predicts_ahead:
-            embed = functools.partial(self._embed, weight=embedding)
-            inputs = replace(
-                inputs, ahead=Ahead(self.mtp, self.mesh, self.recompute, self.scans, embed, context.recorder)
-            )
+            ahead = made or Ahead(self.mtp, hidden, context, embedding, self._embed)
+            inputs = replace(inputs, hidden=for_processor(hidden), ahead=ahead)
         return processor(inputs, given)
 
     def draft(self, hidden: Tensor, microbatch: Microbatch, running: Running) -> OutputInputs:

@@ -7,9 +7,9 @@ predicts the token after. The tokens ahead come with the microbatch, shifted bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.output import OutputInputs
+from postlude.model.output import Asks, OutputInputs
 from postlude.model.parallel import Linear, RMSNorm
-from postlude.model.recompute import Recompute
+from postlude.model.schedule_plan import Planned
 from postlude.model.stack import LogicalLayer
-from postlude.ops.backend import ScanBackend
-from postlude.trace.recorder import SILENT, Recorder
+from postlude.model.steps import compute
 from postlude.world.mesh import Mesh
+
+Embed = Callable[[Tensor, Tensor | None], Tensor]
+"""Tokens [T], and this rank's part of the embedding -> [T / tp, H]."""
 
 
 class MTPDepth(nn.Module):
@@ -45,11 +47,16 @@ class MTPDepth(nn.Module):
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
         """Both [T / tp, H] -> [T / tp, H], which the head projects and the next depth goes on from."""
-        hidden = self.proj(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
+        hidden = self.join(hidden, embedded)
         for layer in self.layers.values():
             hidden = layer(hidden, context)
         left: Tensor = self.norm(hidden)
         return left
+
+    def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """What its layers begin from: both [T / tp, H] -> [T / tp, H]."""
+        joined: Tensor = self.proj(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
+        return joined
 
 
 class MTP(nn.ModuleList):
@@ -64,41 +71,117 @@ class MTP(nn.ModuleList):
         """Every logical layer, in order."""
         return tuple(cast(LogicalLayer, layer) for depth in self for layer in cast(MTPDepth, depth).layers.values())
 
+    def at_depths(self, context: ForwardContext) -> Iterator[tuple[MTPDepth, ForwardContext]]:
+        """For each depth what makes it, and its own context, from that of the trunk."""
+        contexts = context.ahead()
+        if len(contexts) < self.depths:
+            raise ValueError(
+                f"the model predicts {self.depths} tokens further ahead, but the microbatch was packed for "
+                f"{len(contexts)}. Pack it with depths={self.depths}."
+            )
+        for number, own in enumerate(contexts[: self.depths]):
+            yield cast(MTPDepth, self[number % len(self)]), own
+
+    def planned(self, context: ForwardContext, embed: Embed, asks: Asks) -> Iterator[Planned]:
+        """All depths for a schedule plan, after the trunk's `closing`: each ends with its own."""
+        for number, (depth, own) in enumerate(self.at_depths(context)):
+            yield _joining(depth, number, own, embed, asks)
+            for layer in depth.layers.values():
+                yield from cast(LogicalLayer, layer).planned(own)
+            yield closing(number + 1, depth.norm, own)
+
+
+def _joining(depth: MTPDepth, number: int, context: ForwardContext, embed: Embed, asks: Asks) -> Planned:
+    def join(hidden: Tensor, embedding: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
+        embedded = embed(context.microbatch.tokens, embedding)
+        return {"hidden": depth.join(*_entering(hidden, embedded, number, stop_trunk=asks.stop_trunk))}
+
+    return Planned(compute("join", join, once=True), context, name=f"mtp.{number} join")
+
+
+def _entering(hidden: Tensor, embedded: Tensor, number: int, *, stop_trunk: bool) -> tuple[Tensor, Tensor]:
+    """What a depth starts from, without a gradient where it is not the depths' own."""
+    if not stop_trunk:
+        return hidden, embedded
+    return hidden if number else hidden.detach(), embedded.detach()
+
+
+def closing(depth: int, norm: RMSNorm, context: ForwardContext) -> Planned:
+    """The planned step that gives the final states of a depth, 0 for the trunk, to the next one and to the processor.
+
+    The embedding is given along, for a head that is tied to it: so its gradients are summed in the order of a forward
+    at once.
+    """
+
+    def close(hidden: Tensor, embedding: Tensor | None, context: ForwardContext) -> Mapping[str, Any]:
+        normed = norm(hidden)
+        return {"hidden": normed, **dict(zip(closed(depth), (normed, embedding, context), strict=True))}
+
+    return Planned(compute("norm", close, once=True), context, norm, "norm")
+
+
+def for_processor(hidden: Tensor) -> Tensor:
+    """The same for a processor: what its uses give is summed before the next depth's is added, as plans sum it."""
+    return hidden.view_as(hidden)
+
+
+def closed(depth: int) -> tuple[str, str, str]:
+    """What values are called that `closing` gives to the processor: states, embedding and context."""
+    return f"states {depth}", f"embedding {depth}", f"context {depth}"
+
 
 @dataclass(frozen=True)
 class Ahead:
     """What the depths of a model make of one microbatch, when it is asked for: what nobody asks for costs nothing."""
 
     mtp: MTP
-    mesh: Mesh
-    recompute: Recompute
-    scans: ScanBackend
-    embed: Callable[[Tensor], Tensor]
-    """Tokens [T] -> [T / tp, H]."""
-    recorder: Recorder = SILENT
+    hidden: Tensor
+    """The trunk's final states, [T / tp, H]."""
+    context: ForwardContext
+    """The trunk's."""
+    embedding: Tensor | None
+    embed: Embed
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
         """See `postlude.model.output.Depths`."""
-        head = inputs.head
-        if stop_head:
-            head = replace(head, weight=head.weight.detach())
-        hidden = inputs.hidden.detach() if stop_trunk else inputs.hidden
-        if len(inputs.microbatch.ahead) < self.mtp.depths:
+        hidden = self.hidden
+        for number, (depth, context) in enumerate(self.mtp.at_depths(self.context)):
+            embedded = self.embed(context.microbatch.tokens, self.embedding)
+            hidden = depth(*_entering(hidden, embedded, number, stop_trunk=stop_trunk), context)
+            yield _output(inputs, for_processor(hidden), inputs.head.weight, context, stop_head=stop_head)
+
+
+@dataclass(frozen=True)
+class Made:
+    """The same, made by the steps of a plan before it is asked for."""
+
+    asks: Asks
+    outputs: Sequence[tuple[Tensor, Tensor | None, ForwardContext]]
+    """Of each depth its states, the embedding, and its context."""
+
+    def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
+        """See `postlude.model.output.Depths`."""
+        if stop_trunk != self.asks.stop_trunk:
             raise ValueError(
-                f"the model predicts {self.mtp.depths} tokens further ahead, but the microbatch was packed for "
-                f"{len(inputs.microbatch.ahead)}. Pack it with depths={self.mtp.depths}."
+                f"the processor asks for depths with stop_trunk={stop_trunk}, but its `asks` says "
+                f"stop_trunk={self.asks.stop_trunk}, and so they were made. Say there what it asks for."
             )
-        for depth, microbatch in enumerate(inputs.microbatch.ahead[: self.mtp.depths]):
-            embedded = self.embed(microbatch.tokens)
-            context = ForwardContext(
-                microbatch, self.mesh, recompute=self.recompute, scans=self.scans, recorder=self.recorder
-            )
-            hidden = self.mtp[depth % len(self.mtp)](hidden, embedded.detach() if stop_trunk else embedded, context)
-            yield replace(
-                inputs,
-                hidden=hidden,
-                head=replace(head, counted=(microbatch.targets, microbatch.target_count)),
-                microbatch=microbatch,
-                reports=context.reports,
-                ahead=None,
-            )
+        for hidden, embedding, context in self.outputs:
+            weight = embedding if inputs.config.tied_head and embedding is not None else inputs.head.weight
+            yield _output(inputs, hidden, weight, context, stop_head=stop_head)
+
+
+def _output(
+    inputs: OutputInputs, hidden: Tensor, weight: Tensor, context: ForwardContext, *, stop_head: bool
+) -> OutputInputs:
+    """A depth's final states for the processor, which was given the trunk's `inputs`; `weight` is the head's."""
+    microbatch = context.microbatch
+    counted = microbatch.targets, microbatch.target_count
+    return replace(
+        inputs,
+        hidden=hidden,
+        head=replace(inputs.head, weight=weight.detach() if stop_head else weight, counted=counted),
+        microbatch=microbatch,
+        reports=context.reports,
+        ahead=None,
+    )

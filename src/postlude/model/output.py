@@ -206,8 +206,19 @@ class Depths(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Asks:
+    """How a processor asks for depths. One that says so beforehand, in an attribute `asks`, has them made by a plan.
+
+    Their steps are then steps of the schedule plan, which hides their exchanges, before the processor is called. Those
+    that it does not announce are made when it asks, and all of each at once.
+    """
+
+    stop_trunk: bool = False
+
+
 class OutputProcessor(Protocol):
-    """Turns hidden states and the head into whatever the caller wants."""
+    """Turns hidden states and the head into whatever the caller wants. It may have an attribute `asks`: see `Asks`."""
 
     def __call__(self, inputs: OutputInputs, context: Any) -> Any:
         """What this returns is what the model returns."""

@@ -36,9 +36,14 @@ Complete = Callable[[Gathered], None]
 
 @dataclass(frozen=True)
 class Planned:
-    """A step of a plan. What it writes is read by its `owner`'s steps alone, but for the names in `SHARED`."""
+    """A step of a plan, and the context it runs in.
+
+    What it writes is read by its `owner`'s steps alone, but for the names in `SHARED`, and by steps without an owner:
+    those of the stage itself, before each of which a cut is made.
+    """
 
     step: Step
+    context: ForwardContext
     owner: object = None
     name: str = ""
     """What a timeline calls it."""
@@ -220,22 +225,14 @@ class SchedulePlan:
 
     def _run(self, piece: Piece, values: dict[str, Any]) -> dict[str, Any]:
         """What the steps of a piece write, by name. Where all is recomputed, steps to be run once are left out."""
-        before = dict(values)
+        before = values
         with putting_off(self.later):
             if self.context.recompute != "full":
-                for each in piece.steps:
-                    run_step(each.step, values, self.context)
+                values = _written(piece.steps, values)
             else:
                 for once, together in groupby(piece.steps, key=lambda each: each.step.once):
-                    steps = [each.step for each in together]
-                    values.update(recomputed(self._written, "none" if once else "full", steps, dict(values)))
+                    values = recomputed(_written, "none" if once else "full", tuple(together), values)
         return {name: each for name, each in values.items() if name not in before or each is not before[name]}
-
-    def _written(self, steps: Sequence[Step], values: dict[str, Any]) -> dict[str, Any]:
-        values = dict(values)
-        for step in steps:
-            run_step(step, values, self.context)
-        return values
 
     def _make(self, count: int) -> None:
         """The first so many of the gradients that were put off. How many there are, ranks need not agree on."""
@@ -251,6 +248,14 @@ class SchedulePlan:
                 for module in done:
                     complete(module)
         done.clear()
+
+
+def _written(steps: Iterable[Planned], values: dict[str, Any]) -> dict[str, Any]:
+    """The values with those that steps write."""
+    values = dict(values)
+    for each in steps:
+        run_step(each.step, values, each.context)
+    return values
 
 
 def _leave(count: int) -> None:
@@ -292,7 +297,7 @@ def _cut(steps: Iterable[Planned]) -> list[Piece | Crossing]:
             for later in groups[index + 1 :]
             for each in later
             for name in each.step.reads
-            if name in SHARED or each.owner is owner
+            if name in SHARED or each.owner is None or each.owner is owner
         }
         begun = group[0].owner
         waited = any(each.step.waits for earlier in groups[:index] for each in earlier if each.owner is begun)

@@ -47,10 +47,10 @@ class LogicalLayer(Gathered):
         """The layer's whole work, in order."""
         return tuple(step for block in self.blocks for step in block.steps())
 
-    def planned(self) -> tuple[Planned, ...]:
+    def planned(self, context: ForwardContext) -> tuple[Planned, ...]:
         """The same for a schedule plan."""
         found = [
-            Planned(step, block, f"{self.name} {name}.{step.name}")
+            Planned(step, context, block, f"{self.name} {name}.{step.name}")
             for name, block in zip(self.block_names, self.blocks, strict=True)
             for step in block.steps()
         ]

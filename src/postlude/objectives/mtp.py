@@ -13,7 +13,7 @@ from postlude.objectives.weights import learned
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from postlude.model import OutputInputs
+    from postlude.model import Asks, OutputInputs
 
 
 class MTPProcessor(Protocol):
@@ -48,6 +48,13 @@ class MTP:
     def __post_init__(self) -> None:
         Within(least=0).check("weight", self.weight)
         per_token(self.over)
+
+    @property
+    def asks(self) -> Asks:
+        """How depths are asked for: a schedule plan wants to know beforehand."""
+        from postlude.model import Asks
+
+        return Asks(stop_trunk=self.stop_trunk)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate both on one microbatch."""
