@@ -21,7 +21,7 @@ import torch
 
 from postlude import LanguageModel, ModelConfig, Pattern, pack
 from postlude.engine.scale import Scale
-from postlude.hf.load import read_model
+from postlude.hf.reading import read_model
 from postlude.model.blocks import AttentionConfig, MLPConfig
 from postlude.objectives import MTP, SFT
 from postlude.rollout.generator import Generator

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from postlude.hf.load import read_model
+from postlude.hf.reading import read_model
 from postlude.layout import Layout
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import Forecast

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from postlude import export_hf, load_model, load_tokenizer, pack
 from postlude.cli import main
 from postlude.commands import verify
-from postlude.hf.load import read_config, read_model
+from postlude.hf.reading import read_config, read_model
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
 from postlude.verify.compare import Report

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postlude import Layout, Stage
-from postlude.hf.load import adapt, read_config
+from postlude.hf.reading import adapt, read_config
 from postlude.world.mesh import Mesh
 
 AXES = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep")

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from postlude.hf.builtin import BUILTIN, FIELDS
-from postlude.hf.load import adapt, read_config
+from postlude.hf.reading import adapt, read_config
 
 WATCHED = """
 import json, sys

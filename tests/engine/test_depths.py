@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from postlude import Engine, Layout, Recast, load_model
-from postlude.hf.load import read_whole
+from postlude.hf.reading import read_whole
 from postlude.objectives import MTP, SFT
 from postlude.verify.cases import Case
 from postlude.verify.compare import Report, compare

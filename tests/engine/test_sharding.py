@@ -16,7 +16,7 @@ from postlude import LanguageModel, Layout
 from postlude.data import pack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
-from postlude.hf.load import adapt
+from postlude.hf.reading import adapt
 from postlude.model.parallel import held
 from postlude.verify.cases import Case
 from tests.engine.training import BUDGET, DAMPED, batch, build, config, optimizer_state, policy, same, train, weights

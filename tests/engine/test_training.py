@@ -16,7 +16,8 @@ from transformers import PretrainedConfig
 from postlude import Layout
 from postlude.data import Batch, pack, unpack
 from postlude.engine import AdamW, Engine, Schedule
-from postlude.hf.load import adapt, load_model
+from postlude.hf.load import load_model
+from postlude.hf.reading import adapt
 from postlude.model import ModelConfig, OutputInputs
 from postlude.model.blocks import MoE, MoEConfig
 from postlude.objectives import Loss

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 from postlude import Layout, export_hf
 from postlude.engine.streaming import Interruptible, plan_buckets, plan_pieces
 from postlude.hf.export import hf_tensors
-from postlude.hf.load import adapt, check_weights, load_model, load_tokenizer
+from postlude.hf.load import check_weights, load_model, load_tokenizer
+from postlude.hf.reading import adapt
 from postlude.verify.choices import GRID
 from tests.engine.training import batch, build, config, policy, same, told, train, weights
 from tests.equality import assert_equal, difference

@@ -15,7 +15,8 @@ from postlude.data import Batch, pack
 from postlude.engine import AdamW, Engine, Schedule
 from postlude.engine.scale import Scale
 from postlude.hf.export import hf_tensors
-from postlude.hf.load import Source, adapt, read_config
+from postlude.hf.reading import adapt, read_config
+from postlude.hf.source import Source
 from postlude.model import LanguageModel, OutputInputs
 from postlude.objectives import Loss, Objective, mean
 from tests.meshes import mesh

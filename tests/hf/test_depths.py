@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from postlude import LanguageModel, Recast, export_hf, export_model, load_model, pack, unpack
 from postlude.cli import main
 from postlude.hf.families import FAMILIES
-from postlude.hf.load import check_weights, read_model, read_moves, read_whole
+from postlude.hf.load import check_weights
+from postlude.hf.reading import read_model, read_moves, read_whole
 from postlude.model import OutputInputs
 from tests.equality import assert_equal
 from tests.hf.families import CONFIGS, saved

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from postlude import LanguageModel, Stage, export_hf, export_model, load_model, load_tokenizer, pack
 from postlude.hf.card import ModelCard
-from postlude.hf.load import read_config, read_generation
+from postlude.hf.reading import read_config, read_generation
 from tests.hf.families import CONFIGS, saved
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from postlude import LanguageModel, ModelConfig, Pattern, Recast, export_hf, export_model, load_model, load_tokenizer
-from postlude.hf.load import check_weights, read_generation, read_model, read_moves
+from postlude.hf.load import check_weights
 from postlude.hf.own import OwnConfig
+from postlude.hf.reading import read_generation, read_model, read_moves
 from postlude.model.blocks import (
     BLOCKS,
     BlockConfig,

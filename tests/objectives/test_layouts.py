@@ -14,7 +14,7 @@ from postlude import LanguageModel, Layout
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.hf.builtin import tiny_dense
-from postlude.hf.load import adapt
+from postlude.hf.reading import adapt
 from postlude.model.parallel import held, region
 from postlude.objectives import PolicyGradient
 from tests.conftest import Ranks

@@ -10,7 +10,7 @@ import pytest
 from transformers import DeepseekV3Config
 
 from postlude.cli import main
-from postlude.hf.load import read_model
+from postlude.hf.reading import read_model
 from postlude.layout import Layout
 from postlude.model.block_config import NOMINAL_LENGTH
 from postlude.pipeline.order import Action

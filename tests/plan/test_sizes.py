@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from postlude import pack
-from postlude.hf.load import read_model
+from postlude.hf.reading import read_model
 from postlude.layout import Layout, Stage
 from postlude.model import LanguageModel, ModelConfig, Pattern
 from postlude.model.schedule_plan import in_turn

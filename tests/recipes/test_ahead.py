@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from postlude import Recast, load_model
 from postlude.cli import main
-from postlude.hf.load import read_whole
+from postlude.hf.reading import read_whole
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.ahead import source_of, told
 from postlude.recipes.commands import RECIPES

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from postlude.hf.export import export_hf
-from postlude.hf.load import load_model, load_tokenizer, read_config
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.reading import read_config
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.reading import load
 from postlude.recipes.config.schema import options

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from postlude.cli import main
 from postlude.engine import AdamW, Engine
-from postlude.hf.load import adapt, read_config
+from postlude.hf.reading import adapt, read_config
 from postlude.layout import Layout
 from postlude.model.parallel import held
 from postlude.plan.memory import estimate

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from postlude.checks import MISTAKES
 from postlude.data.chat import Encoder
 from postlude.hf import export
-from postlude.hf.load import load_model, load_tokenizer, read_config, read_model
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.reading import read_config, read_model
 from postlude.recipes.config.reading import ConfigError
 from postlude.recipes.grpo import run
 from postlude.recipes.metrics import explain

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from postlude.hf.card import ModelCard
 from postlude.hf.export import export_model, refuse_overwriting
-from postlude.hf.load import load_model, load_tokenizer, read_generation, read_model, read_moves, with_depths
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.reading import read_generation, read_model, read_moves, with_depths
 from postlude.hf.source import Recast, Source
 from postlude.model import ModelConfig, Pattern
 from postlude.model.block_config import BlockConfig

@@ -61,7 +61,7 @@ def _besides(model: str, config: ModelConfig) -> list[str]:
     """A line of the multi-token-prediction depths that its files hold, and that are read where mtp is on."""
     if config.family is None or FAMILIES[config.family].depths is None or model in BUILTIN:
         return []
-    from postlude.hf.load import read_whole
+    from postlude.hf.reading import read_whole
 
     pattern = read_whole(model)[1].pattern
     return [f"mtp      {pattern}, where mtp is on"] if pattern.mtp and not config.pattern.mtp else []
@@ -74,6 +74,6 @@ def _config(model: str) -> ModelConfig:
         return FAMILIES[fields.model_type].to_model(fields)
     if model in BUILTIN:
         return cast(ModelConfig, BUILTIN[model]())
-    from postlude.hf.load import read_model
+    from postlude.hf.reading import read_model
 
     return read_model(model)[1]

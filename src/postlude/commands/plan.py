@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from postlude.hf.load import read_description, read_model
+from postlude.hf.reading import read_description, read_model
 from postlude.layout import Layout
 from postlude.model import ModelConfig, Pattern
 from postlude.pipeline.order import check_overlap

@@ -8,7 +8,8 @@ import signal
 
 import torch
 
-from postlude.hf.load import load_model, load_tokenizer, read_model
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.reading import read_model
 from postlude.model import LanguageModel
 from postlude.recipes.run.ending import RunFailed
 from postlude.rollout.generator import Generator

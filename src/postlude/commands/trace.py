@@ -14,7 +14,7 @@ from rich.console import Console
 
 from postlude.data import Batch
 from postlude.engine import Engine
-from postlude.hf.load import read_model
+from postlude.hf.reading import read_model
 from postlude.hf.source import Source
 from postlude.layout import Layout
 from postlude.model.recompute import Recompute

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from postlude.hf.load import read_model
+from postlude.hf.reading import read_model
 from postlude.layout import Layout
 from postlude.pipeline.order import check_overlap
 from postlude.verify.cases import Case, fitting, source_of

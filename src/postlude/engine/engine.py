@@ -30,7 +30,8 @@ from postlude.hf.card import ModelCard
 from postlude.hf.export import describe
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family, into_ours
-from postlude.hf.load import fresh_or_filled, read_generation, read_model, read_moves, read_whole, with_depths
+from postlude.hf.load import fresh_or_filled
+from postlude.hf.reading import read_generation, read_model, read_moves, read_whole, with_depths
 from postlude.hf.source import Recast, Source
 from postlude.layout import Layout
 from postlude.model import LanguageModel, OutputInputs

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from postlude.hf.card import MARK, ModelCard
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family, into_theirs, their_tensors
-from postlude.hf.load import CONFIG, GENERATION, SPECIAL_TOKENS, read_generation
 from postlude.hf.own import OWN, OwnConfig
+from postlude.hf.reading import CONFIG, GENERATION, SPECIAL_TOKENS, read_generation
 from postlude.hf.tensors import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block

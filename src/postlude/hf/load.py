@@ -1,52 +1,39 @@
-"""load_model and load_tokenizer: from a directory, a GGUF file, a config or a built-in name, by another pattern too."""
+"""Loading: a model with its weights, and a tokenizer, from a directory, a GGUF file, a config or a built-in name."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
+from postlude.hf.builtin import BUILTIN
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import OURS_ALONE, Family, Theirs, into_ours, overlap, their_tensors
-from postlude.hf.own import OWN, read_own
+from postlude.hf.reading import (
+    GGUF_NEEDS,
+    existing,
+    first_line,
+    read_model,
+    read_moves,
+    read_whole,
+    tensors_in,
+    weights_at,
+    with_depths,
+)
 from postlude.hf.source import Given, Recast, Source
 from postlude.hf.tensor_source import SizedSource, TensorSource
-from postlude.hf.tensors import (
-    CheckpointSource,
-    MemorySource,
-    ModuleSource,
-    SafetensorsSource,
-    hf_config,
-)
+from postlude.hf.tensors import MemorySource, ModuleSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import held, region
-from postlude.model.recast import Moves, moves, recast
-from postlude.parts import STATE
 from postlude.world.mesh import Mesh
-
-CONFIG = "config.json"
-GENERATION = "generation_config.json"
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install 'postlude[gguf]'."
 
 
 def load_model(
@@ -90,152 +77,13 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or a GGUF file; one token a byte for the built-in models."""
     if isinstance(source, str) and source in BUILTIN:
         return byte_tokenizer()
-    path = _existing(source)
+    path = existing(source)
     try:
         if path.is_dir():
             return AutoTokenizer.from_pretrained(path)
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # whatever transformers and its parsers raise
-        raise FileNotFoundError(f"{path} has no tokenizer that can be read: {_first_line(error)}") from error
-
-
-def read_description(source: Given, blocks: Mapping[str, type[Block]] = BLOCKS) -> PretrainedConfig | ModelConfig:
-    """What a source says that its model is, without touching its weights: in transformers' words, or in ours."""
-    if isinstance(source, PretrainedConfig | ModelConfig):
-        return source
-    if isinstance(source, str) and source in BUILTIN:
-        return BUILTIN[source]()
-    path = _existing(source)
-    if path.is_dir():
-        theirs, ours = (path / CONFIG).is_file(), (path / OWN).is_file()
-        if theirs and ours:
-            raise ValueError(f"{path} has both {CONFIG} and {OWN}; take away the one that is not of its weights.")
-        if not (theirs or ours):
-            raise FileNotFoundError(f"{path} has no {CONFIG} and no {OWN}, so it is not a model directory.")
-        if ours:
-            return read_own(path, blocks)
-        try:
-            return AutoConfig.from_pretrained(path)
-        except Exception as error:  # whatever transformers' own validation raises
-            raise ValueError(f"{path / CONFIG} cannot be read as a model config: {_first_line(error)}") from error
-    try:
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except ImportError as error:
-        raise ImportError(GGUF_NEEDS) from error
-    except Exception as error:  # a GGUF cut short fails in its parser, in ways of its own
-        raise ValueError(f"{path} cannot be read as GGUF: {_first_line(error)}") from error
-
-
-def read_config(source: Given) -> PretrainedConfig:
-    """The transformers config of a source whose model a Hugging Face family describes."""
-    found = read_description(source)
-    return hf_config(found) if isinstance(found, ModelConfig) else found
-
-
-def read_model(
-    source: Source, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> tuple[Family | None, ModelConfig]:
-    """The family and the config of any source; no family, and so our own names, for a model that none describes.
-
-    Of a Hugging Face directory it is the model that transformers makes of it, without multi-token prediction.
-    """
-    if isinstance(source, Recast):
-        moved = read_moves(source, families, blocks)
-        if moved.after.family is not None and moved.after.family == moved.before.family:
-            return read_model(source.source, families, blocks)[0], moved.after  # that of a larger model, it may be
-        found: PretrainedConfig | ModelConfig = moved.after
-    else:
-        found = read_description(source, blocks)
-    if not isinstance(found, ModelConfig):
-        return adapt(found, families)
-    return None if found.family is None else _known(found.family, families), found
-
-
-def read_whole(
-    source: Given, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> tuple[Family | None, ModelConfig]:
-    """As `read_model`, with the multi-token-prediction depths that the source's files hold, by the names in them."""
-    family, config = read_model(source, families, blocks)
-    path = _weights_at(source)
-    if family is None or family.depths is None or config.pattern.mtp or path is None or not path.is_dir():
-        return family, config
-    try:
-        names = set(_directory(path, family, config).names())
-    except FileNotFoundError:  # a directory without weights can be described; who needs them will say so
-        return family, config
-    return family, family.ahead(config, family.depths.held(config, names))
-
-
-def with_depths(
-    source: Source, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> Source:
-    """The source with the multi-token-prediction depths that its files hold, if it would be read without."""
-    if isinstance(source, Recast) or read_model(source, families, blocks)[1].pattern.mtp:
-        return source
-    pattern = read_whole(source, families, blocks)[1].pattern
-    return Recast(source, pattern) if pattern.mtp else source
-
-
-def read_moves(
-    source: Recast, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> Moves:
-    """What becomes of every tensor of a source that is given another pattern."""
-    before = read_whole(source.source, families, blocks)[1]
-    after = recast(before, source.pattern, source.blocks)
-    return moves(before, _as_its_family(after, families), blocks)
-
-
-def _as_its_family(config: ModelConfig, families: Mapping[str, Family]) -> ModelConfig:
-    """The config as a model of the family that it once was of, if that describes it again."""
-    family = families.get(config.hf_config.get("model_type", ""))
-    if config.family is not None or family is None:
-        return config
-    theirs = family.to_model(hf_config(replace(config, family=family.model_type)))
-    theirs = family.ahead(theirs, len(config.pattern.mtp))
-    used = replace(theirs, blocks={symbol: theirs.blocks[symbol] for symbol in theirs.symbols})
-    return theirs if replace(config, family=theirs.family) == used else config
-
-
-def _known(model_type: str, families: Mapping[str, Family]) -> Family:
-    family = families.get(model_type)
-    if family is None:
-        raise ValueError(f"model_type {model_type!r} has no adapter; there are {', '.join(sorted(families))}.")
-    return family
-
-
-def read_generation(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) -> dict[str, Any]:
-    """How a model is to generate: what the source's generation_config.json says, or its config of special tokens."""
-    if isinstance(source, Recast):
-        return read_generation(source.source, blocks)
-    if isinstance(source, str | os.PathLike) and source not in BUILTIN and (path := _existing(source)).is_dir():
-        file = path / GENERATION
-        if file.is_file():
-            try:
-                found: dict[str, Any] = json.loads(file.read_text())
-            except ValueError as error:
-                raise ValueError(f"{file} is not JSON ({error}); mend it, or take it away.") from error
-            return found
-    described = read_description(source, blocks)
-    settings = described.hf_config if isinstance(described, ModelConfig) else described.to_dict()
-    return {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None}
-
-
-def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelConfig]:
-    """The family of a transformers config, and our config of the same model."""
-    family = _known(hf.model_type, families)
-    quantised = getattr(hf, "quantization_config", None)
-    if not quantised:
-        return family, family.to_model(hf)
-    method = (quantised if isinstance(quantised, dict) else quantised.to_dict()).get("quant_method")
-    if method not in family.packed:
-        known = f" or {', '.join(family.packed)}" if family.packed else ""
-        raise ValueError(
-            f"the weights are quantised by {method!r} (quantization_config in config.json); load a version in bf16, "
-            f"fp32{known}."
-        )
-    config = family.to_model(hf)  # which holds the weights unpacked
-    settings = {name: value for name, value in config.hf_config.items() if name != "quantization_config"}
-    return family, replace(config, hf_config=settings)
+        raise FileNotFoundError(f"{path} has no tokenizer that can be read: {first_line(error)}") from error
 
 
 def fresh_or_filled(
@@ -350,11 +198,11 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
     Of a `Recast`, it is the tensors of its source, those of multi-token prediction included.
     """
     given = source.source if isinstance(source, Recast) else source
-    path = _weights_at(given)
+    path = weights_at(given)
     if path is None or not path.is_dir():
         return None
     family, config = (read_whole if isinstance(source, Recast) else read_model)(given, families)
-    return check_tensors(_directory(path, family, config), family, config)
+    return check_tensors(tensors_in(path, family, config), family, config)
 
 
 def check_tensors(
@@ -404,45 +252,17 @@ def _compare(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
         raise ValueError(f"{name} is {tuple(found)} in the source, but the config asks for {tuple(wanted)}.")
 
 
-def _directory(path: Path, family: Family | None, config: ModelConfig) -> SizedSource:
-    if (path / STATE).is_file():
-        return CheckpointSource(path, family, config)
-    tensors: SizedSource = SafetensorsSource(path)
-    if family is None:
-        return tensors
-    for unpack in family.packed.values():
-        tensors = unpack(tensors)  # which leaves alone what is not packed
-    return tensors if family.seen is None else family.seen(tensors)
-
-
 def _tensors(source: Given, family: Family | None, config: ModelConfig) -> TensorSource | None:
-    path = _weights_at(source)
+    path = weights_at(source)
     if path is None:
         return None
     if path.is_dir():
-        return _directory(path, family, config)
+        return tensors_in(path, family, config)
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(GGUF_NEEDS)
     assert family is not None  # a GGUF file says which
     module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=hf_config(config))
     return ModuleSource(module, family, wanted_tensors(config, family))
-
-
-def _weights_at(source: Given) -> Path | None:
-    """Where a source's weights are; None where it is a config alone, and they are drawn afresh."""
-    if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
-        return None
-    return _existing(source)
-
-
-def _existing(source: str | os.PathLike[str]) -> Path:
-    path = packaged(source) if isinstance(source, str) and source in PACKAGED else Path(source).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    built_in = f"a built-in model ({', '.join([*BUILTIN, *PACKAGED])})"
-    if path.is_file():
-        raise ValueError(f"{path} is a file, but not a .gguf; give a model directory, a GGUF file or {built_in}.")
-    raise FileNotFoundError(f"{str(source)!r} is neither a model directory, nor a GGUF file, nor {built_in}.")
 
 
 def _dtype(config: ModelConfig) -> torch.dtype:
@@ -454,7 +274,3 @@ def _dtype(config: ModelConfig) -> torch.dtype:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

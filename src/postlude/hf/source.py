@@ -22,8 +22,8 @@ class Recast:
     Its blocks are counted one by one, however they are grouped, and the new pattern has as many. One whose symbol is
     the same at its place keeps its weights, under the name it has now. Any other is new: it needs a config in `blocks`,
     if the source has none for its symbol, and starts from fresh weights. Multi-token-prediction depths may be added or
-    left out at the end; those that the source's files hold stay. `postlude.hf.load.read_moves` tells what stays, what
-    is fresh and what is dropped.
+    left out at the end; those that the source's files hold stay. `postlude.hf.reading.read_moves` tells what
+    stays, what is fresh and what is dropped.
     """
 
     source: Given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from postlude.hf.family import Family
-from postlude.hf.load import read_model, read_whole, with_depths
+from postlude.hf.reading import read_model, read_whole, with_depths
 from postlude.hf.source import Recast, Source
 from postlude.model import ModelConfig, Pattern
 from postlude.objectives import MTP, Objective

@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from postlude.checks import MISTAKES
 from postlude.data.chat import Encoder
 from postlude.hf.family import Family
-from postlude.hf.load import check_weights, load_tokenizer, read_model, with_depths
+from postlude.hf.load import check_weights, load_tokenizer
+from postlude.hf.reading import read_model, with_depths
 from postlude.hf.source import Source
 from postlude.model import ModelConfig
 from postlude.pipeline.order import check_overlap

@@ -14,7 +14,7 @@ import torch
 
 from postlude.engine import Engine
 from postlude.hf.export import is_described
-from postlude.hf.load import read_model
+from postlude.hf.reading import read_model
 from postlude.recipes.config.rollout import (
     Connections,
     Generators,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from postlude.data import Batch
 from postlude.hf.builtin import BUILTIN
-from postlude.hf.load import CONFIG, read_description
 from postlude.hf.own import OWN
+from postlude.hf.reading import CONFIG, read_description
 from postlude.hf.source import Source
 from postlude.layout import Layout
 from postlude.model import ModelConfig

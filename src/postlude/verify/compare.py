@@ -16,7 +16,8 @@ from postlude.data import pack, unpack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
 from postlude.hf.family import their_tensors
-from postlude.hf.load import load_model, read_description, read_model, with_depths
+from postlude.hf.load import load_model
+from postlude.hf.reading import read_description, read_model, with_depths
 from postlude.hf.source import Recast, Source
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, OutputInputs
