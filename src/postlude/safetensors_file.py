@@ -125,8 +125,10 @@ def _pieces(
         if name not in missing:
             raise ValueError(f"{name} is none of the file's tensors, or came before.")
         missing.remove(name)
-        if (found := Entry(tensor.dtype, tuple(tensor.shape))) != entries[name]:
-            raise ValueError(f"{name} was to be {entries[name]}, but it is {found}.")
+        said = entries[name]
+        if tensor.dtype != said.dtype or tensor.shape != said.shape:
+            found = Entry(tensor.dtype, tuple(tensor.shape))
+            raise ValueError(f"{name} was to be {said}, but it is {found}.")
         yield from _cut(tensor, len(head.data) + head.starts[name], most)
         del tensor  # here as below: while the next one is made, nothing is held of this one
     if missing:
@@ -135,8 +137,9 @@ def _pieces(
 
 def _cut(tensor: Tensor, position: int, most: int) -> Iterator[tuple[int, Tensor]]:
     data = raw(tensor)
-    for start in range(0, len(data), most):
-        yield position + start, data[start : start + most]
+    total = data.numel()
+    for start in range(0, total, most):
+        yield position + start, data if total <= most else data[start : start + most]
 
 
 def _on_host(pieces: Iterator[tuple[int, Tensor]], most: int) -> Iterator[tuple[int, Tensor]]:
@@ -147,13 +150,13 @@ def _on_host(pieces: Iterator[tuple[int, Tensor]], most: int) -> Iterator[tuple[
     buffers: list[Tensor] = []
     late: tuple[int, Tensor, Callable[[], object]] | None = None
     for position, piece in pieces:
-        if piece.device.type == "cpu":
+        if piece.is_cpu:
             yield position, piece
             del piece
             continue
         if not buffers:
             buffers = [_buffer(most), _buffer(most)]
-        here = buffers[0][: len(piece)]
+        here = buffers[0][: piece.numel()]
         wait = _begin_copy(here, piece)
         del piece
         if late is not None:
@@ -185,24 +188,25 @@ def _begin_copy(here: Tensor, away: Tensor) -> Callable[[], object]:
 def _open(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
     """A file, as a function that writes bytes at a position of it."""
     file = path.open("wb", buffering=0)
+    number = file.fileno()
 
     def put(data: memoryview, position: int) -> None:
-        with _saying(path):
+        try:
             while data:
-                written = os.pwrite(file.fileno(), data, position)  # which may be a part
+                written = os.pwrite(number, data, position)  # which may be a part
                 data, position = data[written:], position + written
+        except OSError as error:
+            raise _refused(path, error) from error
 
     try:
         yield put
-        with _saying(path):
+        try:
             file.close()  # some file systems say only now that they have no room
+        except OSError as error:
+            raise _refused(path, error) from error
     finally:
         file.close()
 
 
-@contextmanager
-def _saying(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"{path} could not be written: {error.strerror} (os error {error.errno}).") from error
+def _refused(path: Path, error: OSError) -> OSError:
+    return OSError(f"{path} could not be written: {error.strerror} (os error {error.errno}).")
