@@ -13,10 +13,11 @@ import pytest
 
 from postlude.cluster.crews import TRIES, ActorCrew, Actors
 from postlude.cluster.nodes import Nodes
+from postlude.rollout.crew import Hire, Outcome, WorkerError
 from postlude.rollout.protocol import Request, Span
 from postlude.rollout.rewards import RewardPool
 from postlude.rollout.servers.starting import Started, StartedEngine
-from postlude.rollout.workers import Hire, Outcome, WorkerError, Workers
+from postlude.rollout.workers import Workers
 from tests.rollout import functions
 from tests.rollout.test_servers import PROMPTS, THREE, check
 from tests.rollout.test_starting import FAKE as HERES

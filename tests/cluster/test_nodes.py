@@ -15,9 +15,10 @@ import pytest
 
 from postlude.cluster.crews import Actors
 from postlude.cluster.nodes import Nodes
+from postlude.rollout.crew import Outcome
 from postlude.rollout.protocol import Request
 from postlude.rollout.servers.starting import Started, StartedEngine
-from postlude.rollout.workers import Outcome, Workers
+from postlude.rollout.workers import Workers
 from tests.cluster.conftest import QUIET
 from tests.cluster.test_actors import FAKE, answered, busy, crew_of
 from tests.cluster.test_gang import grpo

@@ -23,11 +23,11 @@ from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.configs import GRPOConfig
 from postlude.recipes.config.reading import ConfigError, load
 from postlude.recipes.run.beginning import NEWEST
+from postlude.rollout.crew import WorkerError
 from postlude.rollout.servers import starting
 from postlude.rollout.servers.errors import ServerError
 from postlude.rollout.servers.machine import Program
 from postlude.rollout.servers.starting import Started
-from postlude.rollout.workers import WorkerError
 from tests.cluster.conftest import QUIET
 from tests.rollout.test_starting import saying, until
 

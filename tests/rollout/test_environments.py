@@ -14,11 +14,11 @@ import torch
 from postlude.data.chat import Encoder
 from postlude.data.datasets import read_rows
 from postlude.hf.tokenizer import byte_tokenizer
+from postlude.rollout.crew import WorkerError
 from postlude.rollout.environments import MultiTurn, SingleTurn, Transcript, Turn, is_chat
 from postlude.rollout.rewards import RewardPool, Score
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Window, hold_out
 from postlude.rollout.verifiers import GymEntries, gym_dataset, read_page
-from postlude.rollout.workers import WorkerError
 from tests.rollout.functions import guess
 
 ROWS = '{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": [{"role": "user", "content": "2 + 2"}], "answer": 4}\n'

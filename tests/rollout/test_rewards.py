@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from postlude.rollout.crew import WorkerError
 from postlude.rollout.rewards import RewardPool, Sample, Score
 from postlude.rollout.verifiers import MathReward, extract
-from postlude.rollout.workers import WorkerError, Workers
+from postlude.rollout.workers import Workers
 from postlude.user_code import UserCodeError
 from tests.rollout.functions import length, misbehave, process_id, start_child_and_hang
 

@@ -1,7 +1,7 @@
 """Workers that judge as actors, wherever the cluster has CPUs to spare.
 
-Code of the user's runs in a process beside the actor, under the limits that `rollout/workers.py` sets it. So an actor
-that is gone says nothing about the calls that it had: they are made again by another.
+Code of the user's runs in a process beside the actor, under the limits that `rollout/process_crew.py` sets it. So an
+actor that is gone says nothing about the calls that it had: they are made again by another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from postlude.rollout.workers import START_LIMIT, Crew, Outcome, Processes, WorkerError
+from postlude.rollout.crew import START_LIMIT, Crew, Outcome, WorkerError
+from postlude.rollout.process_crew import ProcessCrew
 
 TRIES = 3  # workers that may be lost over one call
 SAID = 60.0  # seconds without a place after which that is said, again and again
@@ -40,14 +41,14 @@ class Post:
     """An actor with one worker process beside it."""
 
     def __init__(self) -> None:
-        self.crew: Processes | None = None
+        self.crew: ProcessCrew | None = None
         self.given = 0
 
     def load(self, start: bytes, name: str, timeout: float, directory: str) -> str:
         """Have the process load its function; says why it cannot, if so."""
         try:
             os.chdir(directory)  # what the function is named by may be a path from there
-            self.crew = Processes(start, name, 1, timeout)
+            self.crew = ProcessCrew(start, name, 1, timeout)
         except (WorkerError, OSError) as error:
             return str(error)
         return ""

@@ -27,7 +27,7 @@ from postlude.recipes.run.lock import wait_for
 from postlude.recipes.serving import SERVERS
 from postlude.recipes.signals import SAME, asked
 from postlude.recipes.where import Where
-from postlude.rollout.workers import START_LIMIT
+from postlude.rollout.crew import START_LIMIT
 from postlude.world.last_words import GRACE, RankError
 from postlude.world.launcher import SIGNALS
 

@@ -299,7 +299,7 @@ def _device(start: Start) -> str:
 def _run(subject: Subject) -> str:
     run: Path = subject.config.run
     path = run.expanduser().absolute()
-    there = next(each for each in (path, *path.parents) if each.exists())
+    there = _nearest(path)
     if not there.is_dir():
         raise NotADirectoryError(f"run is {run}, but {there} is a file. Give --run another directory.")
     if not os.access(there, os.W_OK | os.X_OK):
@@ -308,6 +308,11 @@ def _run(subject: Subject) -> str:
     if (path / LOCK).exists():
         RunLock(path).release()  # what another process holds is refused
     return str(path)
+
+
+def _nearest(path: Path) -> Path:
+    """What there is already of the way to a path."""
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _model(subject: Subject) -> str:
@@ -372,7 +377,7 @@ def _room(device: str, neighbours: int) -> int:
 
 def _disk(subject: Subject) -> str:
     path = subject.config.run.expanduser().absolute()
-    there = next(each for each in (path, *path.parents) if each.exists())
+    there = _nearest(path)
     free, needed = shutil.disk_usage(there).free, subject.size * SAVED * 4
     if needed > free:
         raise OSError(

@@ -17,11 +17,11 @@ from postlude.recipes.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS,
 from postlude.recipes.run.directory import Sample, is_first_rank
 from postlude.recipes.signals import Signals
 from postlude.rollout.conversations import Answered, Conversations, Group, seed_of
+from postlude.rollout.crew import Hire, Nobody
 from postlude.rollout.environments import Environment
 from postlude.rollout.gathered import RankedEngine
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Chosen, Task
-from postlude.rollout.workers import Hire, Nobody
 
 SHOWN = 8  # answers of a step kept to be looked at
 TRAINED, HELD_OUT = 0, 1  # what answers are for: the same task gets other answers in either

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from postlude.recipes.live import LiveView, Viewed
+from postlude.rollout.crew import Hire
 from postlude.rollout.servers.machine import Machine
-from postlude.rollout.workers import Hire
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from postlude.rollout.workers import Outcome
+from postlude.rollout.crew import Outcome
 from postlude.user_code import describe
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
 from postlude.data.messages import Message, short
+from postlude.rollout.crew import Hire
 from postlude.rollout.rewards import Reply, RewardPool, Score
 from postlude.rollout.tasks import Task, Tasks
-from postlude.rollout.workers import Hire
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from postlude.rollout.coroutines import Coroutines
+from postlude.rollout.crew import Outcome
 from postlude.rollout.environments import Environment, Episode, Said, Turn, check_turns, unfinished
 from postlude.rollout.rewards import FailureTally, is_reply, read_score
 from postlude.rollout.tasks import Task, Tasks
-from postlude.rollout.workers import Outcome
 
 
 class Episodes(Environment):

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from postlude.data.chat import Prompt
 from postlude.data.messages import Message
-from postlude.rollout.workers import FAILURES, Failure, Hire, Outcome, Workers
+from postlude.rollout.crew import FAILURES, Failure, Hire, Outcome
+from postlude.rollout.workers import Workers
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from postlude.data.chat import Prompt
 from postlude.data.datasets import Rows
 from postlude.data.messages import Message
+from postlude.rollout.crew import WorkerError
 from postlude.rollout.verifiers import GymEntries, GymReward, read_page
-from postlude.rollout.workers import WorkerError, Workers
+from postlude.rollout.workers import Workers
 
 PAGE = 256  # entries asked for at once
 PAGE_LIMIT = 600.0  # seconds for a page

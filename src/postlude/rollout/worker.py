@@ -1,4 +1,4 @@
-"""One worker process of `workers.py`: gets a function, then lists of calls, and answers each call as it is done.
+"""One worker process of `process_crew.py`: gets a function, then lists of calls, and answers each call as it is done.
 
 It needs the standard library alone, so that a worker starts at once and replaces a lost one cheaply.
 Calls come pickled. Answers go back as JSON, so that nothing a model wrote and a function evaluated can reach the

@@ -17,6 +17,7 @@ from postlude.optimizer import SGD, AdamW, Weights
 from postlude.recipes.config.rollout import Native, Rollout
 from postlude.recipes.config.schema import Kinds, NonNegative, Positive, Settings
 from postlude.recipes.run.sinks import known
+from postlude.rollout.crew import Hire
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
 from postlude.rollout.episodes import Episodes
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
@@ -25,7 +26,6 @@ from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
 from postlude.rollout.tools import ToolReply, by_name, schema
 from postlude.rollout.verifiers import MathReward
-from postlude.rollout.workers import Hire
 from postlude.user_code import load_callable
 
 Recompute = Literal["none", "selective", "full"]

@@ -1,0 +1,215 @@
+"""ProcessCrew: workers that are processes of this machine, each ended with its call where that takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from postlude.rollout import worker
+from postlude.rollout.crew import START_LIMIT, Crew, Outcome, WorkerError
+
+INSIDE = "POSTLUDE_WORKER"  # in the environment of a worker
+SCRIPT = "import sys; sys.path.insert(0, sys.argv[1]); from postlude.rollout.worker import main; main()"
+
+
+class ProcessCrew(Crew):
+    """Processes of this machine, and a thread that hands calls out and hears answers while everybody else goes on.
+
+    The thread alone touches the processes. What it shares with callers is behind `changed`.
+    """
+
+    def __init__(self, start: bytes, name: str, count: int, timeout: float) -> None:
+        super().__init__(name)
+        self.start, self.timeout = start, timeout
+        self.bell, self.ring = _pipe()
+        self.processes = [_Process(start, timeout) for _ in range(count)]
+        self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
+        try:
+            for process in self.processes:
+                process.answers.poll(START_LIMIT)
+                process.greet(name)
+        except BaseException:
+            self.close()
+            raise
+        self.thread.start()
+
+    def _end(self) -> None:
+        while self.processes:
+            self.processes.pop().end()
+        self.bell.close()
+        self.ring.close()
+
+    def _wake(self) -> None:
+        """With `changed` held."""
+        if not self.bell.closed and not self.bell.poll():
+            self.ring.send_bytes(b"")
+
+    def _run(self) -> None:
+        try:
+            while not self.closed:
+                self._round()
+        except BaseException as error:  # a new worker that cannot load the function: everyone who waits is told
+            with self.changed:
+                self.broken = error
+                self.changed.notify_all()
+
+    def _round(self) -> None:
+        with self.changed:
+            self._drop_unwanted()
+            for slot, process in enumerate(self.processes):
+                if not self.waiting or process.at_work or not process.ready:
+                    continue
+                if not process.give(self._parcel(len(self.processes)), self.calls):
+                    self._replace(slot)
+        busy = {
+            process.answers: slot for slot, process in enumerate(self.processes) if process.at_work or not process.ready
+        }
+        nearest = min((self.processes[slot].deadline for slot in busy.values()), default=None)
+        limit = None if nearest is None else max(0.0, nearest - time.monotonic())
+        heard = set(wait([*busy, self.bell], limit))
+        now = time.monotonic()
+        with self.changed:
+            while self.bell.poll():
+                self.bell.recv_bytes()
+            for answers, slot in busy.items():
+                self._hear(slot, answers in heard, now)
+            self.changed.notify_all()
+
+    def _hear(self, slot: int, heard: bool, now: float) -> None:
+        process = self.processes[slot]
+        outcomes: dict[int, Outcome] = {}
+        if not process.ready:
+            if heard or now >= process.deadline:
+                process.greet(self.name)
+            return
+        if heard:
+            whole = process.collect(outcomes)
+            for _ in outcomes:
+                self.pace = 0.9 * self.pace + 0.1 * (now - process.since) / len(outcomes)
+            process.since = now
+            if not whole:
+                blamed = process.at_work.popleft()
+                outcomes[blamed] = Outcome(failure="died", error=f"{self.name} {process.last_words()}.")
+                self._replace(slot)
+        elif now >= process.deadline:
+            blamed = process.at_work.popleft()
+            sentence = f"{self.name} took more than {self.timeout:g} s and was ended."
+            outcomes[blamed] = Outcome(failure="timed_out", error=sentence)
+            self._replace(slot)
+        self._answered(outcomes)
+
+    def _drop_unwanted(self) -> None:
+        for slot, process in enumerate(self.processes):
+            if self.unwanted.intersection(process.at_work):
+                self._replace(slot)
+        self.waiting = deque(ticket for ticket in self.waiting if ticket not in self.unwanted)
+        for ticket in self.unwanted:
+            del self.calls[ticket]
+        self.unwanted.clear()
+
+    def _replace(self, slot: int) -> None:
+        """Put a new worker in the place of one that is lost, and what it had not begun back in front."""
+        lost = self.processes[slot]
+        self.waiting.extendleft(reversed(lost.at_work))
+        lost.end()
+        self.processes[slot] = _Process(self.start, self.timeout)
+
+
+class _Process:
+    """A worker process, and the calls it was given and has not answered."""
+
+    def __init__(self, start: bytes, timeout: float) -> None:
+        self.timeout = timeout
+        self.at_work: deque[int] = deque()
+        self.ready = False
+        self.since = 0.0  # when it began what it is at
+        self.deadline = time.monotonic() + START_LIMIT
+        calls_in, calls_out = os.pipe()
+        answers_in, answers_out = os.pipe()
+        self.calls = Connection(calls_out, readable=False)
+        self.answers = Connection(answers_in, writable=False)
+        home = str(Path(worker.__file__).parents[2])
+        script = [sys.executable, "-P", "-c", SCRIPT, home, str(calls_in), str(answers_out), str(timeout)]
+        try:
+            self.process = subprocess.Popen(
+                script,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a function prints is no result of ours
+                pass_fds=(calls_in, answers_out),
+                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0", INSIDE: "1"},
+                start_new_session=True,  # so that what it starts ends with it
+            )
+        finally:
+            os.close(calls_in)
+            os.close(answers_out)
+        with contextlib.suppress(BrokenPipeError):  # then it is never ready
+            self.calls.send_bytes(start)
+
+    def greet(self, name: str) -> None:
+        """Read whether the function is loaded."""
+        try:
+            if not self.answers.poll():
+                raise WorkerError(
+                    f"{name} was not loaded within {START_LIMIT:g} s. Its file does too much when it is run."
+                )
+            reply = json.loads(self.answers.recv_bytes())
+        except EOFError as error:
+            raise WorkerError(f"{name} cannot be loaded: it {self.last_words()}.") from error
+        if "error" in reply:
+            raise WorkerError(f"{name} cannot be loaded: {reply['error']}")
+        self.ready = True
+
+    def give(self, tickets: list[int], calls: Mapping[int, bytes]) -> bool:
+        """Send calls. False if the process is lost."""
+        self.at_work.extend(tickets)
+        self.since = time.monotonic()
+        try:
+            self.calls.send_bytes(pickle.dumps([calls[ticket] for ticket in tickets]))
+        except BrokenPipeError:
+            return False
+        self.deadline = time.monotonic() + self.timeout
+        return True
+
+    def collect(self, outcomes: dict[int, Outcome]) -> bool:
+        """Take the answers that have come. False if the process is lost."""
+        try:
+            while self.at_work and self.answers.poll():
+                reply = json.loads(self.answers.recv_bytes())
+                outcomes[self.at_work.popleft()] = Outcome.of(reply)
+                self.deadline = time.monotonic() + self.timeout
+        except (EOFError, OSError, ValueError):
+            return False
+        return True
+
+    def last_words(self) -> str:
+        """How the process ended."""
+        try:
+            code = self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "wrote to the pipe of its worker process"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
+
+    def end(self) -> None:
+        """End the process and what it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.calls.close()
+        self.answers.close()
+
+
+def _pipe() -> tuple[Connection, Connection]:
+    """The two ends of a pipe within this process: to hear, and to be heard."""
+    heard, spoken = os.pipe()
+    return Connection(heard, writable=False), Connection(spoken, readable=False)
