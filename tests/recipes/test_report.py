@@ -19,7 +19,7 @@ import pytest
 
 from postlude.recipes.numbers import short
 from postlude.recipes.report import page as report
-from postlude.recipes.report.charts import Scale
+from postlude.recipes.report.charts import Ruler
 from postlude.recipes.report.data import Series, smooth, thin
 from postlude.recipes.report.page import write_report
 from postlude.recipes.run.directory import Onlooker, RunDirectory, Sample, open_run
@@ -416,7 +416,7 @@ def test_smoothing_finds_the_line_under_noise_and_leaves_the_rest_alone() -> Non
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.7, 12.2), (1e-9, 4e-9), (5, 5), (0, 1e300)])
 def test_ticks_are_few_and_within(low: float, high: float) -> None:
-    ticks = Scale(low, high, 0, 100).ticks(4)
+    ticks = Ruler(low, high, 0, 100).ticks(4)
     assert 1 <= len(ticks) <= 9
     assert all(low - 1e-9 * abs(high) <= tick <= high + 1e-9 * abs(high) for tick in ticks)
 

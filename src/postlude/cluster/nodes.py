@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from postlude.cluster.joining import why
-from postlude.rollout.servers.machine import STOPPED_WITHIN, Here, Program, Running
+from postlude.rollout.servers.machine import STOPPED_WITHIN, Here, Program, RunningServer
 
 LOOKED = 0.2  # seconds between two looks at a server
 
@@ -22,7 +22,7 @@ class Nodes:
         self.logs = logs
         self._started = 0
 
-    def start(self, program: Program) -> Running:
+    def start(self, program: Program) -> RunningServer:
         """Have one started, once a node has room for it."""
         import ray
 
@@ -42,7 +42,7 @@ class Host:
     """An actor that starts a server on its node and waits for it."""
 
     def __init__(self) -> None:
-        self.running: Running | None = None
+        self.running: RunningServer | None = None
 
     def start(self, program: Program, logs: str, directory: str) -> str:
         """Start it; returns its address."""

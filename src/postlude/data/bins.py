@@ -15,7 +15,7 @@ ATTENTION_PARITY_LENGTH = 12 * 4096
 
 
 @dataclass(frozen=True)
-class Plan:
+class BinPlan:
     """The microbatches of a batch, from the lengths of its sequences: the same on every rank that knows these."""
 
     lengths: Sequence[int]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from postlude.data.bins import Plan, plan_bins
+from postlude.data.bins import BinPlan, plan_bins
 from postlude.data.microbatch import IGNORE, ROUTING, Microbatch
 from postlude.ops.packing import Packing, to_device
 
@@ -52,7 +52,7 @@ def pack(
         raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
     lengths = lengths_of(sequences)
     kept = [min(length, budget) for length in lengths] if truncate else lengths
-    plan = Plan(kept, plan_bins(kept, budget, multiple_of=multiple_of, groups=groups))
+    plan = BinPlan(kept, plan_bins(kept, budget, multiple_of=multiple_of, groups=groups))
     everything = range(len(plan.bins))
     members = plan.members(everything)
     return build(plan, everything, read(sequences, columns or {}, members, members, kept), depths)
@@ -110,7 +110,7 @@ def read(
     )
 
 
-def build(plan: Plan, numbers: Sequence[int], content: Content, depths: int = 0) -> list[Microbatch]:
+def build(plan: BinPlan, numbers: Sequence[int], content: Content, depths: int = 0) -> list[Microbatch]:
     """The microbatches `numbers` of a plan, from what their sequences hold one after the other."""
     nearest, *further = (_built(plan, numbers, content, depth) for depth in range(depths + 1))
     if not further:
@@ -118,7 +118,7 @@ def build(plan: Plan, numbers: Sequence[int], content: Content, depths: int = 0)
     return [replace(each, ahead=tuple(ahead)) for each, *ahead in zip(nearest, *further, strict=True)]
 
 
-def _built(plan: Plan, numbers: Sequence[int], content: Content, depth: int) -> list[Microbatch]:
+def _built(plan: BinPlan, numbers: Sequence[int], content: Content, depth: int) -> list[Microbatch]:
     """The microbatches of positions that predict the token `depth` further ahead than the next."""
     members = plan.members(numbers)
     device = content.tokens.device

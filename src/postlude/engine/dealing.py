@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Batch, Microbatch, cut, scatter
-from postlude.data.bins import Plan, plan_bins, plan_held
+from postlude.data.bins import BinPlan, plan_bins, plan_held
 from postlude.data.microbatch import ROUTING
 from postlude.data.packing import Content, build, is_plain, lengths_of, read
 from postlude.engine.scale import count_name
@@ -52,7 +52,7 @@ HEADER_BYTES = 4096
 class Dealt:
     """This rank's part of a batch, and what it must know of the rest."""
 
-    plan: Plan
+    plan: BinPlan
     own: list[Microbatch]
     """This rank's microbatches, cut over context parallelism, on its device."""
     counts: Mapping[str, float]
@@ -193,17 +193,17 @@ def deal(
     return Dealt(plan, own, counts | _sums(microbatches, mesh, device), batch.part is not None, mesh)
 
 
-def _plan(batch: Batch, ranks: int, budget: int) -> Plan:
+def _plan(batch: Batch, ranks: int, budget: int) -> BinPlan:
     if not len(batch):
         raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
     if batch.part is None:
         lengths = lengths_of(batch.sequences)
-        return Plan(lengths, plan_bins(lengths, budget, multiple_of=ranks, groups=batch.groups))
+        return BinPlan(lengths, plan_bins(lengths, budget, multiple_of=ranks, groups=batch.groups))
     lengths = [int(length) for length in batch.part.lengths]
-    return Plan(lengths, plan_held(lengths, batch.part.holders, ranks, budget, groups=batch.groups))
+    return BinPlan(lengths, plan_held(lengths, batch.part.holders, ranks, budget, groups=batch.groups))
 
 
-def _read(batch: Batch, plan: Plan, rank: int, numbers: Sequence[int]) -> Content:
+def _read(batch: Batch, plan: BinPlan, rank: int, numbers: Sequence[int]) -> Content:
     """What the sequences of these microbatches hold."""
     members = plan.members(numbers)
     if batch.part is None:

@@ -19,7 +19,7 @@ def _from_zero(config: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Depths:
+class DepthNames:
     """How one family names its depths.
 
     `layers` says what one depth is made of, given the model. They go by the name `layer`, counted on from `start`, all

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from postlude.hf.depths import LAYER, Depths
+from postlude.hf.depths import LAYER, DepthNames
 from postlude.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Family:
     names: Names | Callable[[ModelConfig], Names]
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     layer: str = f"model.layers.{LAYER}"
-    depths: Depths | None = None
+    depths: DepthNames | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     packed: Mapping[str, Callable[[SizedSource], SizedSource]] = field(default_factory=dict)

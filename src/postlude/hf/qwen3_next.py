@@ -15,7 +15,7 @@ from postlude.hf.decoder import (
     rotary,
     rotary_dim,
 )
-from postlude.hf.depths import Depths
+from postlude.hf.depths import DepthNames
 from postlude.hf.family import Family, Inside, Names
 from postlude.hf.qwen3_moe import MOE_NAMES, experts_or_dense
 from postlude.model import ModelConfig
@@ -162,7 +162,7 @@ def _by_head(theirs: str, heads: int, size: int, stretches: Sequence[int]) -> li
     return found
 
 
-DEPTHS = Depths(
+DEPTHS = DepthNames(
     layers=lambda config: ("*E" if "E" in config.blocks else "*-",),
     layer="mtp.layers.{layer}",
     names={

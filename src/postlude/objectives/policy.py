@@ -38,7 +38,7 @@ Ratio = Literal["token", "sequence", "on_policy"]
 
 
 @dataclass(frozen=True)
-class Columns:
+class PolicyColumns:
     """What is known of each token beside its log-prob, [T] each; None where it is not wanted."""
 
     weights: Tensor
@@ -144,13 +144,13 @@ class PolicyGradient:
         by_token = self.ratio == "token" or (self.ratio == "on_policy" and self.correction is None)
         return by_token and self.length is None
 
-    def columns(self, microbatch: Microbatch, weights: Tensor, kept: Tensor) -> Columns:
+    def columns(self, microbatch: Microbatch, weights: Tensor, kept: Tensor) -> PolicyColumns:
         """Read what these settings need. Of tokens that are not `kept`, columns may hold anything: it is taken as 0."""
 
         def read(name: str) -> Tensor:
             return microbatch.column(name).float().where(kept, 0.0)
 
-        return Columns(
+        return PolicyColumns(
             weights,
             read(ADVANTAGES),
             old=None if self.ratio == "on_policy" else read(OLD),
@@ -158,7 +158,7 @@ class PolicyGradient:
             positive=read(POSITIVE) if self.positive_nll else None,
         )
 
-    def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: Columns) -> Tensor:
+    def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: PolicyColumns) -> Tensor:
         """The weighted loss of each token, [n]."""
         losses = self.surrogates(logprob, self.log_ratios(logprob, columns).exp(), columns.advantages)
         if columns.correction is not None:
@@ -172,7 +172,7 @@ class PolicyGradient:
             losses = losses - self.positive_nll * columns.positive * logprob
         return losses * columns.weights
 
-    def log_ratios(self, logprob: Tensor, columns: Columns) -> Tensor:
+    def log_ratios(self, logprob: Tensor, columns: PolicyColumns) -> Tensor:
         """Log of r, [n]."""
         if columns.log_ratio is not None:
             return bounded(columns.log_ratio)
@@ -191,7 +191,7 @@ class PolicyGradient:
         return losses
 
     def metrics(
-        self, microbatch: Microbatch, stats: TokenStats, columns: Columns, corrected: Corrected | None
+        self, microbatch: Microbatch, stats: TokenStats, columns: PolicyColumns, corrected: Corrected | None
     ) -> dict[str, Metric]:
         """What to watch: ratios and what was clipped, divergences, entropy, and how far rollout and training differ."""
         assert stats.entropy is not None  # asked for
@@ -223,8 +223,8 @@ class PolicyGradient:
         return found
 
     def _corrected(
-        self, microbatch: Microbatch, columns: Columns, old: Tensor | None, kept: Tensor
-    ) -> tuple[Columns, Corrected | None]:
+        self, microbatch: Microbatch, columns: PolicyColumns, old: Tensor | None, kept: Tensor
+    ) -> tuple[PolicyColumns, Corrected | None]:
         if self.correction is None or old is None:
             return columns, None
         corrected = self.correction(microbatch, old, microbatch.column(ROLLOUT).float(), kept)

@@ -52,7 +52,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Findings:
     """What is compared of one batch."""
 
     loss: float
@@ -98,7 +98,7 @@ def _source(case: Case) -> Source:
     return found
 
 
-def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, Answer]:
+def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, Findings]:
     """What the engine finds, by the batch's name."""
     engine = Engine(
         _source(case),
@@ -120,11 +120,11 @@ def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, A
         gradients = {theirs: tensor.cpu() for theirs, tensor in engine.gradients()}
         scores = engine.logprobs(batch, entropy=True)
         assert scores.entropy is not None
-        answers[name] = Answer(result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients)
+        answers[name] = Findings(result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients)
     return answers
 
 
-def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Answer]:
+def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Findings]:
     """What one rank finds: every microbatch in turn, by plain autograd."""
     source = with_depths(_source(case), blocks=case.blocks or BLOCKS)  # as an engine with mtp
     model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=case.blocks or BLOCKS)
@@ -153,7 +153,7 @@ def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Answer]:
             stats = [model(each, output_processor=_score) for each in microbatches]
         logprob = torch.cat(unpack(whole, [each.logprob.cpu() for each in stats]))
         entropy = torch.cat(unpack(whole, [each.entropy.cpu() for each in stats]))
-        answers[name] = Answer(loss, logprob, entropy, _gradients(model, source))
+        answers[name] = Findings(loss, logprob, entropy, _gradients(model, source))
     return answers
 
 
@@ -181,7 +181,7 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     return found
 
 
-def report(case: Case, found: Mapping[str, Answer], expected: Mapping[str, Answer]) -> Report:
+def report(case: Case, found: Mapping[str, Findings], expected: Mapping[str, Findings]) -> Report:
     """How far apart two answers are, the worst of all batches."""
     loss = logprob = entropy = 0.0
     gradients: dict[str, float] = {}

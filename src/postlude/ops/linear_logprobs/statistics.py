@@ -125,7 +125,7 @@ class Told:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class Operands:
     """Some tokens and some columns of the vocabulary: the operands of a part of hidden @ weightᵀ."""
 
     hidden: Tensor  # [rows, H]
@@ -135,8 +135,8 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slab(Block):
-    """A block with its products and all that turns them into logits."""
+class Slab(Operands):
+    """Operands with their products, and all that turns these into logits."""
 
     products: Tensor  # [rows, columns]
     rows: Picked

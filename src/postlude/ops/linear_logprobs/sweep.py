@@ -18,9 +18,9 @@ from postlude.ops.linear_logprobs.plan import (
 )
 from postlude.ops.linear_logprobs.problem import Problem, coding, kernels
 from postlude.ops.linear_logprobs.statistics import (
-    Block,
     Census,
     Epilogue,
+    Operands,
     Picked,
     Results,
     Slab,
@@ -87,7 +87,7 @@ class Projection:
         self.problem.epilogue.accumulate(self.current, state, entropy=entropy)
         return self.problem.epilogue.results(state)
 
-    def differentiate(self, results: Results, upstream: Upstream) -> tuple[Block, Tensor]:
+    def differentiate(self, results: Results, upstream: Upstream) -> tuple[Operands, Tensor]:
         """The gradient [rows, columns] of the products kept by `score`, of what arrives at its results."""
         slab, self.current = self.current, None
         assert slab is not None, "nothing was scored"
@@ -95,7 +95,7 @@ class Projection:
         coefficients = epilogue.coefficients(slab.rows, results.normalizer, results.entropy, upstream, None)
         return slab, epilogue.differentiate(slab, coefficients, self.problem.operand)
 
-    def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Block, Tensor]:
+    def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Operands, Tensor]:
         """Project again, and turn `Epilogue.coefficients` [5, n] into the products' gradient [rows, columns]."""
         slab = self.slab(rows, columns)
         return slab, self.problem.epilogue.differentiate(slab, coefficients[:, rows], self.problem.operand)
@@ -117,13 +117,13 @@ class FusedProjection:
         self.buffer = torch.empty(rows, _whole_steps(columns), dtype=problem.operand, device=head.hidden.device)
         self.bias = _fused_bias(head)
 
-    def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Block, Tensor]:
+    def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Operands, Tensor]:
         """The gradient [rows, columns] of the products, from `Epilogue.coefficients` [5, n]."""
         hidden, weight = self.head.hidden[rows], self.head.weight
         out = self.buffer[: hidden.shape[0], : columns.stop - columns.start]
         kernels().differentiate(hidden, weight, self.bias, self.problem.rows[rows], columns, coefficients[:, rows], out)
-        block = Block(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
-        return block, out
+        operands = Operands(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
+        return operands, out
 
 
 class CodedProjection:
@@ -138,7 +138,7 @@ class CodedProjection:
         most, columns = plan.largest(shape)
         self.codes = torch.empty(most, _whole_steps(columns), dtype=operand, device=head.hidden.device)
         self.bias = _fused_bias(head)
-        self.current: tuple[Block, Tensor, Tensor] | None = None
+        self.current: tuple[Operands, Tensor, Tensor] | None = None
 
     def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
         """As there; the state begins here, and entropy costs nothing."""
@@ -146,17 +146,17 @@ class CodedProjection:
         picked = self.rows if isinstance(self.rows, Census) else self.rows[rows]
         codes = self.codes[: hidden.shape[0], : columns.stop]
         partial, results = coding().encode(hidden, weight, self.bias, picked, columns.stop, codes, state)
-        block = Block(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
-        self.current = block, codes, partial
+        operands = Operands(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
+        self.current = operands, codes, partial
         return results
 
-    def differentiate(self, results: Results, upstream: Upstream) -> tuple[Block, Tensor]:
+    def differentiate(self, results: Results, upstream: Upstream) -> tuple[Operands, Tensor]:
         """As there."""
         assert self.current is not None, "nothing was scored"
-        (block, codes, partial), self.current = self.current, None
+        (operands, codes, partial), self.current = self.current, None
         assert isinstance(self.rows, Picked), "the census is not over"
-        picked, masked = self.rows[block.row_range], self.bias is not None
-        return block, coding().decode(codes, partial, picked, results, upstream, masked=masked)
+        picked, masked = self.rows[operands.row_range], self.bias is not None
+        return operands, coding().decode(codes, partial, picked, results, upstream, masked=masked)
 
 
 @dataclass(frozen=True)
@@ -233,14 +233,14 @@ class Gradients:
             self.bias = torch.zeros_like(head.bias, dtype=compute)
             self.bias_dtype = head.bias.dtype
 
-    def add(self, block: Block, gradient: Tensor) -> None:
-        """Add what the gradient [rows, columns] of a block's products gives."""
+    def add(self, operands: Operands, gradient: Tensor) -> None:
+        """Add what the gradient [rows, columns] of such a product gives."""
         if self.hidden is not None:
-            self.hidden.add(block.row_range, gradient, block.weight)
+            self.hidden.add(operands.row_range, gradient, operands.weight)
         if self.weight is not None:
-            self.weight.add(block.column_range, gradient.t(), block.hidden)
+            self.weight.add(operands.column_range, gradient.t(), operands.hidden)
         if self.bias is not None:
-            self.bias[block.column_range] += gradient.sum(0, dtype=self.bias.dtype)
+            self.bias[operands.column_range] += gradient.sum(0, dtype=self.bias.dtype)
 
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden [n, H], weight and bias, each in its tensor's dtype; None where none was wanted."""

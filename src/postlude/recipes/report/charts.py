@@ -30,7 +30,7 @@ STRAY = 5.0  # a range this many times that of nearly all values is made of stra
 
 
 @dataclass(frozen=True)
-class Scale:
+class Ruler:
     """From numbers to places in a drawing."""
 
     low: float
@@ -93,8 +93,8 @@ def curve(key: str, runs: Sequence[tuple[int, RunData]], points: int) -> str:
     bands = _bands([run for _, run in runs])
     for (phase, found), (low, high, margin), length in zip(plots.items(), labelled, lengths, strict=True):
         left += margin
-        x = Scale(*spans[phase], left, left + length)
-        drawn = _plot(found, x, Scale(low, high, BOTTOM, TOP), points)
+        x = Ruler(*spans[phase], left, left + length)
+        drawn = _plot(found, x, Ruler(low, high, BOTTOM, TOP), points)
         several = len({band.phase for _, run in runs for band in run.bands}) > 1
         shown = bands if not phase else [Band(phase, *map(int, spans[phase]))] if several else []
         parts.append(_banded(shown, x) + drawn.svg)
@@ -129,10 +129,10 @@ def _span(lines: Sequence[Line]) -> tuple[float, float]:
 def _labelled(lines: Sequence[Line]) -> tuple[float, float, float]:
     """What a plot's value axis spans, and the room its labels need."""
     low, high = _range(np.concatenate([line.series.finite.values for line in lines]))
-    return low, high, _margin(Scale(low, high, BOTTOM, TOP))
+    return low, high, _margin(Ruler(low, high, BOTTOM, TOP))
 
 
-def _margin(y: Scale) -> float:
+def _margin(y: Ruler) -> float:
     """The room that the labels of a value axis need."""
     return 10 + CHARACTER * max(map(len, labels(y.ticks(4))))
 
@@ -150,7 +150,7 @@ def _bands(runs: Sequence[RunData]) -> Sequence[Band]:
     return first if len(first) > 1 and all(run.bands == first for run in runs) else []
 
 
-def _banded(bands: Sequence[Band], x: Scale) -> str:
+def _banded(bands: Sequence[Band], x: Ruler) -> str:
     """The phases behind a plot. A step's place is its point: a band reaches half a step beyond its own."""
     parts = []
     for place, band in enumerate(bands):
@@ -177,7 +177,7 @@ class Plot:
     notes: list[str]
 
 
-def _plot(lines: Sequence[Line], x: Scale, y: Scale, points: int) -> Plot:
+def _plot(lines: Sequence[Line], x: Ruler, y: Ruler, points: int) -> Plot:
     drawn, known, marks = [], [], []
     strays = odd = 0
     for line in lines:
@@ -236,9 +236,9 @@ def phases(run: RunData, index: int) -> str:
     steps = np.unique(np.concatenate([found.steps for found in series.values()]))
     edges = _edges(steps)
     means = {name: _column_means(found, edges) for name, found in series.items()}
-    y = Scale(0.0, float(np.sum(list(means.values()), axis=0).max()), BOTTOM, TOP)
+    y = Ruler(0.0, float(np.sum(list(means.values()), axis=0).max()), BOTTOM, TOP)
     left = _margin(y)
-    x = Scale(0, len(edges) - 1, left, RIGHT)
+    x = Ruler(0, len(edges) - 1, left, RIGHT)
     bottoms = np.zeros(len(edges) - 1)
     drawn = []
     for place, found in enumerate(means.values(), start=APART):
@@ -255,7 +255,7 @@ def phases(run: RunData, index: int) -> str:
         x,
         ("\n".join(f"{name} {duration(found[c])}" for name, found in means.items()) for c in range(len(edges) - 1)),
     )
-    span = Scale(float(steps[0]), float(steps[-1]), left, RIGHT)
+    span = Ruler(float(steps[0]), float(steps[-1]), left, RIGHT)
     course = (  # of one step there is none
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Seconds a step by phase">{_axes(span, y)}'
         f"{''.join(drawn)}{tips}</svg>"
@@ -276,12 +276,12 @@ def distribution(run: RunData, index: int, key: str) -> str:
     edges = _edges(steps)
     borders = np.searchsorted(steps, edges)
     groups = [np.concatenate([np.array([]), *lists[first:last]]) for first, last in pairwise(borders)]
-    y = Scale(low, high, BOTTOM, TOP)
+    y = Ruler(low, high, BOTTOM, TOP)
     left = _margin(y)
     alone = len(groups) == 1  # then it is a histogram and nothing else
     strip = RIGHT - left + 6 if alone else STRIP
     right = RIGHT - strip
-    x = Scale(0, len(groups), left, right)
+    x = Ruler(0, len(groups), left, right)
     heights = np.linspace(low, high, ROWS + 1)
     counts = [np.histogram(group.clip(low, high), heights)[0] for group in groups]
     shades: dict[int, list[str]] = {}
@@ -303,7 +303,7 @@ def distribution(run: RunData, index: int, key: str) -> str:
         f'width="{(strip - 6) * last[row] / last.max():.1f}" height="{(BOTTOM - TOP) / ROWS - 1:.1f}"/>'
         for row in np.flatnonzero(last)
     )
-    span = Scale(float(steps.min()), float(steps.max()), left, RIGHT if alone else right)
+    span = Ruler(float(steps.min()), float(steps.max()), left, RIGHT if alone else right)
     course = f'{heat}<path class="median" d="{_path(medians)}"/>{_catchers(edges, x, map(_summary, groups))}'
     return (
         f'<figure class="r{index}"><figcaption>{_name(run, index)}<code>{escape(key)}</code><span>median '
@@ -313,7 +313,7 @@ def distribution(run: RunData, index: int, key: str) -> str:
     )
 
 
-def _run(index: int, raw: Series, line: Series | None, x: Scale, y: Scale) -> str:
+def _run(index: int, raw: Series, line: Series | None, x: Ruler, y: Ruler) -> str:
     dashed = " dashed" if index >= COLOURS else ""
     places = [[(x(s), y(v)) for s, v in zip(one.steps, one.values, strict=True)] for one in (raw, line) if one]
     if line is None:
@@ -326,7 +326,7 @@ def _run(index: int, raw: Series, line: Series | None, x: Scale, y: Scale) -> st
     return f'<g class="r{index}{dashed}" {colour(index)}>{drawn}</g>'
 
 
-def _axes(x: Scale, y: Scale, *, course: bool = True) -> str:
+def _axes(x: Ruler, y: Ruler, *, course: bool = True) -> str:
     parts = []
     values = y.ticks(4)
     for value, label in zip(values, labels(values), strict=True):
@@ -339,13 +339,13 @@ def _axes(x: Scale, y: Scale, *, course: bool = True) -> str:
     return "".join(parts)
 
 
-def _odd(series: Series, x: Scale) -> str:
+def _odd(series: Series, x: Ruler) -> str:
     """A cross at the foot for each step without a finite value; those on one spot are one."""
     places = {round(x(step)) for step in series.steps[~np.isfinite(series.values)]}
     return "".join(f'<path class="odd" d="M{place - 2.5} {BOTTOM - 5}l5 5m0-5l-5 5"/>' for place in sorted(places))
 
 
-def _catchers(edges: Floats, x: Scale, texts: Iterable[str]) -> str:
+def _catchers(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:
     """Invisible columns that tell what they are of."""
     found = []
     for column, text in enumerate(texts):

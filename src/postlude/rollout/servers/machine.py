@@ -44,7 +44,7 @@ class Program:
         return [word.replace("{host}", host).replace("{port}", str(port)) for word in self.command]
 
 
-class Running(Protocol):
+class RunningServer(Protocol):
     """A server that was started."""
 
     url: str
@@ -62,7 +62,7 @@ class Running(Protocol):
 class Machine(Protocol):
     """Somewhere to start servers."""
 
-    def start(self, program: Program) -> Running:
+    def start(self, program: Program) -> RunningServer:
         """Start one, without waiting until it is ready."""
         ...
 
@@ -79,7 +79,7 @@ class Here:
         self._started = 0
         self._running: list[_Process] = []
 
-    def start(self, program: Program) -> Running:
+    def start(self, program: Program) -> RunningServer:
         """Start one at a port that is free."""
         self._running = [each for each in self._running if not each.stopped]
         taken = {device for each in self._running for device in each.devices}

@@ -13,7 +13,7 @@ from typing import Any
 
 from postlude.rollout.servers.engine import HTTPEngine
 from postlude.rollout.servers.errors import ServerError
-from postlude.rollout.servers.machine import Machine, Program, Running
+from postlude.rollout.servers.machine import Machine, Program, RunningServer
 
 LOOKED = 0.2  # seconds between two looks at all servers
 SETTLED = 0.5  # seconds after which it is known why a server is not reached any more, if it has ended
@@ -145,7 +145,7 @@ class _Place:
     """One of the servers there are to be."""
 
     restarts: int
-    running: Running | None = None
+    running: RunningServer | None = None
     deadline: float | None = None
     """When it must be ready; None once it is."""
 
