@@ -193,7 +193,12 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["logprobs", "tiny-dense", "--text", "hi", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["logprobs", "tiny-dense", "--text", "hi", "--device", "warp"], "device 'warp' is none that torch knows"),
         (["convert", "tiny-dense"], "the following arguments are required: DST"),
-        (["dance"], "invalid choice: 'dance'"),
+        (["waltz"], "'waltz' is not a command; there are info, convert, "),
+        (["inf", "tiny-dense"], "'inf' is not a command; did you mean info? See `postlude --help`."),
+        (["info", "tiny-dens"], "Did you mean tiny-dense?"),
+        (["info", "Qwen/Qwen3-0.6B"], "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B` brings it"),
+        (["logprobs", "tiny-dense", "--text", "h\udcff"], "the text is not UTF-8 at character 1"),
+        (["plan", "tiny-dense", "--seq", "8", "--mtp", "-1"], "--mtp is -1; give the number of depths"),
         ([], "required: COMMAND"),
     ],
 )
@@ -207,6 +212,43 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(arguments: list[str], sentence:
     assert sentence in printed.err
     assert "Traceback" not in printed.err
     assert len(printed.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", ["convert tiny-dense", "schema grpo --to", "report RUN --to", "trace tiny-moe --to"])
+def test_a_place_below_a_file_is_refused_before_anything_is_done(words: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    below = tmp_path / "metrics.jsonl" / "below" / "it"
+    assert main([*words.replace("RUN", str(tmp_path)).split(), str(below)]) == 2
+    assert f"but {tmp_path / 'metrics.jsonl'} is a file. Give " in capsys.readouterr().err
+
+
+def test_what_the_system_says_of_a_file_is_a_sentence(tmp_path: Path, capsys) -> None:
+    assert main(["schema", "grpo", "--to", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"postlude schema: {tmp_path} cannot be used: is a directory.\n"
+
+
+@pytest.mark.parametrize("words", ["plan MODEL --seq 8", "verify MODEL --layout tp=2"])
+def test_a_config_of_another_name_is_not_taken_for_its_neighbour(words: str, tmp_path: Path, capsys) -> None:
+    read_config("tiny-dense").save_pretrained(tmp_path)
+    (tmp_path / "other.json").write_text('{"model_type": "qwen3"}')
+    assert main(words.replace("MODEL", str(tmp_path / "other.json")).split()) == 2
+    assert "other.json is known by its name: call it config.json" in capsys.readouterr().err
+
+
+def test_info_says_what_training_takes_as_the_planner_does(capsys) -> None:
+    assert main(["info", "tiny-dense"]) == 0
+    shown = re.search(r"bfloat16 +│ \S+ MiB │ (\S+) MiB", capsys.readouterr().out)
+    assert main(["plan", "tiny-dense", "--seq", "8"]) == 0
+    parts = re.findall(r"│ (?:weights|gradients|optimizer|gathered) +│ (\S+) MiB", capsys.readouterr().out)
+    assert shown is not None
+    assert len(parts) == 4
+    assert float(shown[1]) == pytest.approx(sum(map(float, parts)), abs=0.2)
+
+
+def test_a_model_without_a_tokenizer_is_told_where_it_goes(tmp_path: Path, capsys) -> None:
+    source = export_hf(load_model("tiny-dense"), tmp_path / "bare")
+    assert main(["logprobs", str(source), "--text", "hi"]) == 2
+    assert "has no tokenizer. Put the model's tokenizer.json" in capsys.readouterr().err
 
 
 @pytest.mark.slow

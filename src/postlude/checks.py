@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError, ArithmeticError)
 """What is raised of what a user wrote or has, in a sentence. Anything else is a fault of ours, and shown as one."""
+
+
+def sentence(error: BaseException | str) -> str:
+    """What is said of a mistake. What the system says of a file has an error's number, and no end."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename} cannot be used: {error.strerror[:1].lower()}{error.strerror[1:]}."
+    return str(error)
+
+
+def check_place(name: str, path: Path, option: str) -> Path:
+    """Refuse a directory, given as `option`, that could not be made or written to. Returns it whole."""
+    place = path.expanduser().absolute()
+    there = nearest(place)
+    if not there.is_dir():
+        raise NotADirectoryError(f"{name} is {path}, but {there} is a file. Give {option} another directory.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{name} is {path}, but {there} cannot be written to. Give {option} another directory.")
+    return place
+
+
+def nearest(path: Path) -> Path:
+    """The path itself, or the closest of those above it that is there."""
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def one_of(name: str, value: str, choices: Sequence[str]) -> None:

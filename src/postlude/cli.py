@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
-from postlude.checks import MISTAKES
+from postlude.checks import MISTAKES, sentence
 from postlude.complaint import complain
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.plan.machine import MACHINES
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(options: argparse.Namespace, words: Exception | str, code: int) -> int:
-    complain(f"postlude {options.command}: {words}")
+    complain(f"postlude {options.command}: {sentence(words)}")
     return code
 
 
@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
     recipe: Recipe | None = None
 
     def error(self, message: str) -> NoReturn:
-        complain(f"{self.prog}: {message}. See `{self.prog} --help`.")
+        complain(f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See `{self.prog} --help`.")
         self.exit(MISTAKE)
 
     def format_help(self) -> str:
@@ -81,7 +81,12 @@ class _Parser(argparse.ArgumentParser):
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if arguments is None else arguments)
     file = words.pop(1) if words[:1] and words[0] in RECIPES and words[1:] and not words[1].startswith("-") else None
-    options, unknown = _parser().parse_known_args(words)
+    parser, commands = _parser()
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        near = difflib.get_close_matches(words[0], commands, 1)
+        there = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
+        parser.error(f"{words[0]!r} is not a command; {there}")
+    options, unknown = parser.parse_known_args(words)
     options.overrides, options.config = unknown, file and Path(file)
     options.again = again(arguments if arguments is not None else sys.argv[1:])
     if unknown and options.command not in RECIPES:
@@ -91,7 +96,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """It, and the names of its commands."""
     parser = _Parser(prog="postlude", description="A PyTorch-native post-training core.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"postlude {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
@@ -183,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories")
     command.add_argument("--to", metavar="FILE", type=Path, help="where to (default: report.html in the first one)")
     command.set_defaults(module="report", parser=command)
-    return parser
+    return parser, list(commands.choices)
 
 
 def _add_overlap(command: argparse.ArgumentParser) -> None:

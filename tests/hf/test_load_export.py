@@ -333,7 +333,7 @@ class TestBrokenSources:
     def test_a_tokenizer_that_is_not_there(self, directory: Path) -> None:
         with pytest.raises(FileNotFoundError, match="neither a model directory"):
             load_tokenizer("no/such/model")
-        with pytest.raises(FileNotFoundError, match="has no tokenizer that can be read"):
+        with pytest.raises(FileNotFoundError, match="has no tokenizer"):
             load_tokenizer(directory)
 
     def test_export_onto_a_file(self, tmp_path: Path) -> None:

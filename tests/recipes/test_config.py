@@ -459,6 +459,11 @@ def test_help_names_every_option_with_type_default_and_help() -> None:
         assert lines in printed
 
 
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, describe(Run).splitlines())) < 80
+
+
 @pytest.mark.parametrize("part", [AdamW, SGD, Layout, PolicyGradient, Preference, SFT, Distill])
 def test_every_value_of_the_library_can_be_a_section(part: Any, tmp_path: Path) -> None:
     Config = create_model("Config", __base__=Settings, part=(part, part()))

@@ -52,7 +52,8 @@ def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypa
         ("--layout pp=2 --nproc 4", "--nproc 4: Layout(pp=2) runs on 2 rank(s)"),
         ("--microbatches 0", "--microbatches 0: a step has at least 1"),
         ("--tokens 1", "--tokens 1: a microbatch has at least 2"),
-        ("--to FILE", "is a file; name a directory"),
+        ("--to FILE", "FILE is a file. Give it another directory."),
+        ("--to FILE/below", "FILE is a file. Give it another directory."),
     ],
 )
 def test_a_mistake_is_a_sentence(words: str, sentence: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from postlude.checks import check_place
 from postlude.hf.card import ModelCard
 from postlude.hf.export import export_model, refuse_overwriting
 from postlude.hf.load import load_model, load_tokenizer
@@ -26,6 +28,7 @@ def run(options: argparse.Namespace) -> None:
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    check_place("DST", Path(options.target), "it")
     refuse_overwriting(options.target, options.overwrite)
     source: Source = options.source
     how = "Converted by `postlude convert`."
@@ -46,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     except FileNotFoundError as error:
         read_model(options.source)  # a source that is not there is no reason to go on
         tokenizer = None
-        print(f"postlude convert: {error}; the weights are written without one.", file=sys.stderr)
+        print(f"postlude convert: {error} The weights are written without one.", file=sys.stderr)
     model = load_model(source, dtype=options.dtype and getattr(torch, options.dtype), seed=options.seed)
     target = export_model(
         model,

@@ -48,12 +48,12 @@ def run(options: argparse.Namespace) -> None:
         number = blocks.get(name, 1)
         table.add_row(name, str(number), f"{size // number:,}", f"{size:,}", f"{size / total:.1%}")
     console.print(table)
-    memory = Table("dtype", "weights", "with gradients", "with AdamW states", title="Memory")
+    memory = Table("dtype", "weights", "trained by AdamW", title="Memory, without activations")
     for dtype in DTYPES:
         label, each = str(dtype).removeprefix("torch."), dtype.itemsize
-        # AdamW keeps two moments and, beside half-precision weights, a master copy; all three in fp32.
-        states = 8 + (4 if each < 4 else 0)
-        memory.add_row(label, *(in_bytes(total * size) for size in (each, 2 * each, 2 * each + states)))
+        # Weights, gradients and two moments in fp32, and a copy to compute with in another dtype: docs/optimizer.md.
+        trained = 16 + (each if each < 4 else 0)
+        memory.add_row(label, in_bytes(total * each), in_bytes(total * trained))
     console.print(memory)
 
 

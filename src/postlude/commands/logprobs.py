@@ -26,6 +26,10 @@ def run(options: argparse.Namespace) -> None:
     check_device(options.device)
     device = torch.device(options.device or default_device())
     text = sys.stdin.read() if options.text == "-" else options.text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes that were none of UTF-8 stand in it as surrogates
+        raise ValueError(f"the text is not UTF-8 at character {error.start}; convert it.") from error
     tokenizer = load_tokenizer(options.model)
     tokens = tokenizer(text)["input_ids"]
     if len(tokens) < 2:

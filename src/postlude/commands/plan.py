@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from postlude.hf.reading import read_description, read_model
+from postlude.hf.reading import read_model
 from postlude.layout import Layout
 from postlude.model import ModelConfig, Pattern
 from postlude.pipeline.order import check_overlap
@@ -19,6 +18,7 @@ from postlude.plan.machine import Machine, machine_named
 from postlude.plan.search import ROOM, Found, reason, search
 from postlude.plan.sizes import parameters_in
 from postlude.recipes.numbers import duration, in_bytes
+from postlude.verify.cases import source_of
 
 USUAL_MICROBATCHES = 4  # for each pipeline rank, where no batch is named
 MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
@@ -27,9 +27,11 @@ MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
 def run(options: argparse.Namespace) -> int:
     """Print the forecast of a layout, or the best layouts. Returns 1 where nothing fits in memory."""
     console, machine = Console(), machine_named(options.gpu)
+    if options.mtp < 0:
+        raise ValueError(f"--mtp is {options.mtp}; give the number of depths, or 0 for none.")
     config = _config(options.model, options.mtp)
     model = _model(options, config, machine)
-    says = f"{options.model}  {parameters_in(config) / 1e9:,.2f}B parameters, {config.pattern}"
+    says = f"{options.model}  {_count(parameters_in(config))} parameters, {config.pattern}"
     console.print(says, markup=False, highlight=False, soft_wrap=True)
     if options.search:
         tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
@@ -41,9 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _config(model: str, mtp: int) -> ModelConfig:
     """The config of a model directory, a config.json or postlude.json alone, a GGUF file or a built-in model."""
-    path = Path(model).expanduser()
-    source = read_description(path.parent) if path.suffix == ".json" and path.is_file() else model
-    config = read_model(source)[1]
+    config = read_model(source_of(model)[0])[1]
     if mtp and not config.pattern.mtp:
         ahead = f"/[{config.pattern.layers[-1]}]" * mtp
         config = replace(config, pattern=Pattern.parse(f"{config.pattern}{ahead}", symbols=config.pattern.symbols))
@@ -104,7 +104,7 @@ def _show(console: Console, made: Forecast, gpu: str) -> None:
     room = model.machine.memory
     for name, value in (
         ("layout", f"{_short(layout)} on {layout.world_size} {gpu}"),
-        ("batch", f"{made.tokens:,} tokens, {model.microbatches} microbatches of {model.budget:,} for each dp rank"),
+        ("batch", f"{made.tokens:,} tokens, {_microbatches(model)} for each dp rank"),
         ("step", f"{duration(step.seconds)}, {made.tokens_a_second:,.0f} tokens/s a GPU, MFU {made.mfu:.1%}"),
         ("bubble", f"{step.bubble:.1%} of the schedule"),
         ("exchange", f"{duration(step.exchange)} with experts, of which {duration(step.exposed)} exposed"),
@@ -161,6 +161,14 @@ def _told(console: Console, found: Found, options: argparse.Namespace, machine: 
     console.print(f"Steps of {tokens:,} tokens; tok/s are those of one GPU.", highlight=False)
     console.print(f"The best of {found.fitting:,} layouts that divide the model, in {room} a GPU.", highlight=False)
     return 0
+
+
+def _microbatches(model: CostModel) -> str:
+    return f"{model.microbatches} microbatch{'es' * (model.microbatches != 1)} of {model.budget:,}"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:,.2f}B" if parameters >= 1e8 else f"{parameters:,}"
 
 
 def _short(layout: Layout) -> str:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from postlude.checks import check_place
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.hf.reading import read_model
@@ -48,8 +49,7 @@ class Traced:
 
 def run(options: argparse.Namespace) -> int | None:
     """Run a step on the ranks of a layout, and write what they did when."""
-    if options.to.exists() and not options.to.is_dir():
-        raise FileExistsError(f"--to {options.to} is a file; name a directory, which is made if it is not there.")
+    check_place("--to", options.to, "it")
     layout = Layout.parse(options.layout)
     least = 2 * layout.pp
     if options.microbatches is not None and options.microbatches < 1:

@@ -83,7 +83,11 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(path)
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # whatever transformers and its parsers raise
-        raise FileNotFoundError(f"{path} has no tokenizer that can be read: {first_line(error)}") from error
+        if path.is_dir() and not any(path.glob("*token*")):
+            mend = "Put the model's tokenizer.json and tokenizer_config.json beside its weights."
+            raise FileNotFoundError(f"{path} has no tokenizer. {mend}") from error
+        why = first_line(error).rstrip(".")
+        raise FileNotFoundError(f"{path} has no tokenizer that can be read: {why}. Fetch its files again.") from error
 
 
 def fresh_or_filled(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -195,7 +197,15 @@ def existing(source: str | os.PathLike[str]) -> Path:
     built_in = f"a built-in model ({', '.join([*BUILTIN, *PACKAGED])})"
     if path.is_file():
         raise ValueError(f"{path} is a file, but not a .gguf; give a model directory, a GGUF file or {built_in}.")
-    raise FileNotFoundError(f"{str(source)!r} is neither a model directory, nor a GGUF file, nor {built_in}.")
+    said, mend = str(source), ""
+    if near := difflib.get_close_matches(said, [*BUILTIN, *PACKAGED], 1):
+        mend = f" Did you mean {near[0]}?"
+    elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", said) and not path.parent.is_dir():  # a name on the Hugging Face Hub
+        here = f"models/{path.name}"
+        mend = (
+            f" If it is on the Hugging Face Hub, `hf download {said} --local-dir {here}` brings it; then give {here}."
+        )
+    raise FileNotFoundError(f"{said!r} is neither a model directory, nor a GGUF file, nor {built_in}.{mend}")
 
 
 def first_line(error: BaseException) -> str:

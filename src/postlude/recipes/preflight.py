@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from postlude.checks import MISTAKES
+from postlude.checks import MISTAKES, check_place, nearest, sentence
 from postlude.data.chat import Encoder
 from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer
@@ -80,7 +79,7 @@ def preflight(checks: Sequence[Check]) -> dict[str, str]:
             try:
                 found[check.name] = check.look()
             except MISTAKES as error:
-                mistakes.append(str(error))
+                mistakes.append(sentence(error))
     if mistakes:
         raise PreflightError("\n".join(dict.fromkeys(mistakes)))
     return found
@@ -297,22 +296,11 @@ def _device(start: Start) -> str:
 
 
 def _run(subject: Subject) -> str:
-    run: Path = subject.config.run
-    path = run.expanduser().absolute()
-    there = _nearest(path)
-    if not there.is_dir():
-        raise NotADirectoryError(f"run is {run}, but {there} is a file. Give --run another directory.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"run is {run}, but {there} cannot be written to. Give --run another directory.")
+    path = check_place("run", subject.config.run, "--run")
     check_run(path, plain(subject.config), may_change=MAY_CHANGE)
     if (path / LOCK).exists():
         RunLock(path).release()  # what another process holds is refused
     return str(path)
-
-
-def _nearest(path: Path) -> Path:
-    """What there is already of the way to a path."""
-    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _model(subject: Subject) -> str:
@@ -377,7 +365,7 @@ def _room(device: str, neighbours: int) -> int:
 
 def _disk(subject: Subject) -> str:
     path = subject.config.run.expanduser().absolute()
-    there = _nearest(path)
+    there = nearest(path)
     free, needed = shutil.disk_usage(there).free, subject.size * SAVED * 4
     if needed > free:
         raise OSError(

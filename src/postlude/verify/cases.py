@@ -56,6 +56,8 @@ def source_of(model: str) -> tuple[Source, float | None]:
         return model, FRESH_RANGE
     if path.name in (CONFIG, OWN) and path.is_file():
         path = path.parent
+    elif path.suffix == ".json" and path.is_file():
+        raise ValueError(f"{path} is known by its name: call it {CONFIG} if it is Hugging Face's, {OWN} if Postlude's.")
     if path.is_dir() and not any(path.glob("*.safetensors*")):
         return read_description(path), FRESH_RANGE
     return str(path), None

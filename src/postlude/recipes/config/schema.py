@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -285,14 +286,15 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
 
 def describe(config: type) -> str:
     """Every option with its type, default and help, as text for `--help`."""
-    lines = []
+    lines, width = [], min(shutil.get_terminal_size().columns, 110) - 2
     for option in options(config):
         kind, nested = f" ({option.kind})" if option.kind else "", sections(option.node)
         default = ", required" if option.default is MISSING else f", default {_shown(option.default)}"
         if nested and (isinstance(option.default, dict) or (option.default is MISSING and "" in nested)):
             default = ""  # that of each of its fields follows
-        lines.append(f"--{option.path}{kind}: {words(option.node)}{default}")
-        lines += textwrap.wrap(option.help, 108, initial_indent="    ", subsequent_indent="    ")
+        head = f"--{option.path}{kind}: {words(option.node)}{default}"
+        lines += textwrap.wrap(head, width, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+        lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
 
