@@ -115,7 +115,7 @@ def weight_sync(cases: Sequence[Case]) -> list[str]:
         if "failed" in case:
             lines.append(row(*where, case["failed"], "", "", ""))
             continue
-        beside = "–" if case["extra_gib"] is None else f"{case['extra_gib']:.1f}"
+        beside = "–" if case["extra_gib"] is None else f"{round(case['extra_gib'], 1) + 0.0:.1f}"
         lines.append(
             row(*where, f"{case['seconds']:.3f}", f"{case['first_s']:.3f}", f"{case['gib_per_second']:.1f}", beside)
         )
