@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from postlude.rollout.crew import WorkerError
-from postlude.rollout.rewards import RewardPool, Sample, Score
+from postlude.rollout.rewards import RewardPool, Score
 from postlude.rollout.verifiers import MathReward, extract
 from postlude.rollout.workers import Workers
 from postlude.user_code import UserCodeError
@@ -52,8 +53,19 @@ def misbehaving() -> Iterator[RewardPool]:
         yield pool
 
 
-def samples(*completions: str) -> list[Sample]:
-    return [Sample("p", completion, {}) for completion in completions]
+Call = tuple[str, str, Mapping[str, Any]]  # prompt, completion, example
+
+
+def calls(*completions: str) -> list[Call]:
+    return [("p", completion, {}) for completion in completions]
+
+
+def score_all(pool: RewardPool, asked: Sequence[Call]) -> list[Any]:
+    tickets = [pool.submit(call) for call in asked]
+    found: dict[int, Any] = {}
+    while len(found) < len(tickets):
+        found |= pool.poll(None)
+    return [found[ticket] for ticket in tickets]
 
 
 def gone(pid: int, patience: float = 5.0) -> bool:
@@ -71,13 +83,13 @@ def gone(pid: int, patience: float = 5.0) -> bool:
 
 
 def test_workers_give_what_this_process_would_in_order() -> None:
-    many = [Sample("p", "x" * (i % 17), {"bonus": i}) for i in range(1000)]
+    many = [("p", "x" * (i % 17), {"bonus": i}) for i in range(1000)]
     with RewardPool(length, workers=0) as here, RewardPool(length, workers=3) as there:
-        expected = here.score_all(many)
+        expected = score_all(here, many)
         assert expected[3] == Score(6.0, {"length": 3.0, "bonus": 3.0})
-        assert there.score_all(many) == expected
-        assert there.score_all(many[::-1]) == expected[::-1]
-        assert there.score_all([]) == []
+        assert score_all(there, many) == expected
+        assert score_all(there, many[::-1]) == expected[::-1]
+        assert score_all(there, []) == []
         assert there.report() == here.report() | {"scored": 2000.0}
 
 
@@ -85,7 +97,7 @@ def test_workers_give_what_this_process_would_in_order() -> None:
 def test_a_fault_costs_its_own_sample(misbehaving: RewardPool, fault: str) -> None:
     kind, sentence = FAULTS[fault]
     before = misbehaving.report()
-    scores = misbehaving.score_all(samples(*["fine"] * 5, fault, *["fine"] * 6))
+    scores = score_all(misbehaving, calls(*["fine"] * 5, fault, *["fine"] * 6))
     assert [score.reward for score in scores] == [1.0] * 5 + [-1.0] + [1.0] * 6
     assert [index for index, score in enumerate(scores) if score.error] == [5]
     assert (scores[5].error or "").startswith(sentence)
@@ -96,15 +108,15 @@ def test_a_fault_costs_its_own_sample(misbehaving: RewardPool, fault: str) -> No
 @pytest.mark.slow
 def test_every_sample_may_fail_at_once() -> None:
     with RewardPool(misbehave, workers=2, timeout=LIMIT) as pool:
-        scores = pool.score_all(samples("die", "hang", "nan", "killed", "raise", "hang", "die"))
+        scores = score_all(pool, calls("die", "hang", "nan", "killed", "raise", "hang", "die"))
         assert [score.reward for score in scores] == [0.0] * 7
         assert pool.failures == {"died": 3, "timed_out": 2, "invalid": 1, "raised": 1}
-        assert pool.score_all(samples("fine", "fine")) == [Score(1.0)] * 2
+        assert score_all(pool, calls("fine", "fine")) == [Score(1.0)] * 2
 
 
 def test_the_first_failure_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), RewardPool(misbehave, workers=0) as pool:
-        pool.score_all(samples("nan", "nan", "raise"))
+        score_all(pool, calls("nan", "nan", "raise"))
     assert caplog.records[0].getMessage() == (
         "misbehave returned nan, but a reward is finite. The sample gets reward 0; such failures are counted."
     )
@@ -123,12 +135,12 @@ def test_a_hung_worker_is_ended_with_what_it_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", [lambda pool: pool.close(), lambda pool: pool.__exit__(None, None, None)])
 def test_closing_ends_the_workers(end: Callable[[RewardPool], None]) -> None:
     pool = RewardPool(process_id, workers=2)
-    pids = {int(score.reward) for score in pool.score_all(samples(*["x"] * 64))}
+    pids = {int(score.reward) for score in score_all(pool, calls(*["x"] * 64))}
     end(pool)
     pool.close()
     assert all(gone(pid) for pid in pids)
     with pytest.raises(WorkerError, match="the workers of process_id were closed"):
-        pool.score_all(samples("x"))
+        score_all(pool, calls("x"))
 
 
 TRAINER = """
@@ -148,11 +160,11 @@ def test_workers_do_not_outlive_a_trainer_that_was_killed() -> None:
 
 
 def test_what_cannot_be_sent_leaves_the_pool_in_step() -> None:
-    with RewardPool(length, workers=2) as pool:
-        bad = [*samples(*["x"] * 20), Sample("p", "x", {"function": lambda: None})]
+    with closing(Workers(length, count=2, timeout=30.0)) as workers:
+        bad = [*calls(*["x"] * 20), ("p", "x", {"function": lambda: None})]
         with pytest.raises(WorkerError, match=r"cannot be sent to a worker process .* or use workers=0"):
-            pool.score_all(bad)
-        assert [score.reward for score in pool.score_all(samples("a", "bb", "ccc"))] == [1.0, 2.0, 3.0]
+            workers.call_all(bad)
+        assert [each.value["length"] for each in workers.call_all(calls("a", "bb", "ccc"))] == [1.0, 2.0, 3.0]
 
 
 def numbers(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
@@ -162,7 +174,7 @@ def numbers(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
 
 def test_numbers_of_any_make_are_read() -> None:
     with RewardPool(numbers, workers=0) as pool:
-        scores = pool.score_all(samples("numpy", "torch", "bool", "int", "dict"))
+        scores = score_all(pool, calls("numpy", "torch", "bool", "int", "dict"))
     assert scores == [Score(0.5), Score(0.5), Score(1.0), Score(2.0), Score(3.0, {"seen": 1.0})]
 
 
@@ -193,16 +205,16 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_function_is_loaded_by_its_path(file: Path, workers: int) -> None:
     with RewardPool(f"{file}:reward", workers=workers) as pool:
-        assert pool.score_all(samples("abc")) == [Score(6.0)]
+        assert score_all(pool, calls("abc")) == [Score(6.0)]
 
 
 def test_a_worker_is_light_and_hashes_like_every_other(file: Path) -> None:
     with RewardPool(f"{file}:torch_is_here", workers=1) as pool:
-        assert pool.score_all(samples("x")) == [Score(0.0)]
+        assert score_all(pool, calls("x")) == [Score(0.0)]
     scores = []
     for _ in range(2):
         with RewardPool(f"{file}:order", workers=1) as pool:
-            scores += pool.score_all(samples("x"))
+            scores += score_all(pool, calls("x"))
     assert scores[0] == scores[1]
 
 
@@ -238,14 +250,14 @@ def test_a_function_of_a_module_that_workers_cannot_import_is_loaded_by_its_file
     sys.modules["nowhere_to_be_found"] = module
     spec.loader.exec_module(module)
     with RewardPool(module.reward, workers=1) as pool:
-        assert pool.score_all(samples("x")) == [Score(5.0)]
+        assert score_all(pool, calls("x")) == [Score(5.0)]
 
 
 def test_a_function_that_no_worker_can_have_is_refused() -> None:
     with pytest.raises(WorkerError, match=r"<lambda> cannot be sent to a worker process\. .* or use workers=0"):
         RewardPool(lambda *_: 1.0, workers=1)
     with RewardPool(lambda *_: 1.0, workers=0) as pool:
-        assert pool.score_all(samples("x")) == [Score(1.0)]
+        assert score_all(pool, calls("x")) == [Score(1.0)]
 
 
 SCRIPT = """
@@ -303,11 +315,11 @@ MATH = [
 def test_mathematical_answers_are_compared_as_mathematics() -> None:
     pytest.importorskip("math_verify")
     with RewardPool(MathReward(), workers=1, timeout=20.0) as pool:
-        scores = pool.score_all([Sample("p", completion, {"answer": answer}) for completion, answer, _, _ in MATH])
+        scores = score_all(pool, [("p", completion, {"answer": answer}) for completion, answer, _, _ in MATH])
         assert [(score.reward, score.parts["parsed"], score.error) for score in scores] == [
             (reward, parsed, None) for _, _, reward, parsed in MATH
         ]
-        failed = pool.score_all([Sample("p", "3", {"answer": ""}), Sample("p", "3", {"anwser": "3"})])
+        failed = score_all(pool, [("p", "3", {"answer": ""}), ("p", "3", {"anwser": "3"})])
         assert [score.reward for score in failed] == [0.0, 0.0]
         assert "'' holds no mathematical answer" in str(failed[0].error)
         assert 'the example has no "answer"; it has: anwser' in str(failed[1].error)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from postlude.data.chat import Prompt
 from postlude.data.messages import Message
 from postlude.rollout.crew import FAILURES, Failure, Hire, Outcome
 from postlude.rollout.workers import Workers
@@ -20,14 +19,6 @@ log = logging.getLogger(__name__)
 TOTAL = "reward"
 Reply: TypeAlias = "Score | str | list[Message]"
 """What a function says of a completion: what it earned, or something for the model to read."""
-
-
-class Sample(NamedTuple):
-    """What a reward function is called with."""
-
-    prompt: Prompt
-    completion: str
-    example: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -98,10 +89,6 @@ class RewardPool(FailureTally):
         super().__init__(score if isinstance(score, str) else "", failed_reward)
         self._workers = Workers(score, count=workers, timeout=timeout, hire=hire)
         self.name = self._workers.name
-
-    def score_all(self, samples: Sequence[Sample | tuple[Prompt, str, Mapping[str, Any]]]) -> list[Score]:
-        """Score every sample, in their order."""
-        return [self._score(outcome) for outcome in self._workers.call_all(samples)]
 
     def submit(self, call: tuple[Any, ...]) -> int:
         """Ask for one call, and go on. Returns its ticket."""
