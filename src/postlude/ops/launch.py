@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from postlude.ops.backend import numbers_of, version_of
 
-LOOKED_AT = ((3, 6), (3, 9))  # the first and the last Triton that launches alike: it was run, and its source read
+LOOKED_AT = ((3, 6), (3, 9))  # Tritons that launch alike: the first was run on a GPU, the last was read
 ALIGNED = 16  # bytes: what Triton compiles for where addresses are multiples of it
 
 Grid = tuple[int, int, int]
