@@ -13,8 +13,8 @@ from postlude.commands import trace
 from postlude.trace.spans import Span
 
 
-def on_pool(group: Any, chosen: list[trace.Traced], device: str) -> list[list[Span]]:
-    return trace.record_all(chosen, device)
+def on_pool(group: Any, chosen: list[trace.Traced]) -> list[list[Span]]:
+    return trace.record_all(chosen)
 
 
 @pytest.mark.slow

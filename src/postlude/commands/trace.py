@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int | None:
     )
     overlapped = replace(plain, overlap=options.overlap)
     chosen = [*([plain] if options.plain or not options.overlap else []), *([overlapped] if options.overlap else [])]
-    found = on_ranks(record_all, chosen, device, nproc=layout.world_size, timeout=options.timeout, device=device)
+    found = on_ranks(record_all, chosen, nproc=layout.world_size, timeout=options.timeout, device=device)
     if not found:
         return None  # a rank other than the first, which writes
     timelines = [Timeline(TITLES[each.overlap], spans) for each, spans in zip(chosen, found, strict=True)]
@@ -100,7 +100,7 @@ def write(timelines: list[Timeline], directory: Path) -> None:
     (directory / EVENTS).write_text(as_json(events), encoding="utf-8")
 
 
-def record_all(chosen: list[Traced], device: str) -> list[list[Span]]:
+def record_all(chosen: list[Traced]) -> list[list[Span]]:
     """The spans of each, of all ranks; [] on all ranks but the first. Runs on ranks."""
     found = []
     for each in chosen:

@@ -177,7 +177,7 @@ def deal(
             other = _read(batch, plan, beside, range(beside, len(plan.bins), ranks))
             digests[beside] = talk.digest(other.tokens, *other.columns.values())
         said.extend(digests)
-    content = Content(content.tokens, dict(_agreed_columns(batch, content, talk)))
+    content = Content(content.tokens, dict(_agreed_columns(content, talk)))
     for slot in range(ranks):
         if talk.differ([_columns_entries(batch) + slot]):
             raise ValueError(
@@ -246,7 +246,7 @@ def _described(name: str, column: Tensor, plain: bool) -> list[int]:
     return [kind, len(trailing), *trailing, *[0] * (MOST_TRAILING - len(trailing))]
 
 
-def _agreed_columns(batch: Batch, content: Content, talk: _Talk) -> Iterator[tuple[str, Tensor]]:
+def _agreed_columns(content: Content, talk: _Talk) -> Iterator[tuple[str, Tensor]]:
     """The columns in the dtype and shape that all ranks found together: one alone may have no row, or whole numbers."""
     either = {PLAIN + DTYPES.index(dtype) for dtype in (torch.int64, torch.float32)}
     for number, (name, column) in enumerate(content.columns.items()):
