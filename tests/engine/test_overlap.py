@@ -96,6 +96,15 @@ def test_experts_in_two_depths(ranks: Any, layout: str, trunk: str, tied: bool, 
     assert_one(ranks(4, both, layout, source, 2, {"recompute": recompute}))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"compute_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2"])
+def test_a_depth_with_experts_that_is_repeated(ranks: Any, layout: str, options: dict[str, Any]) -> None:
+    """Where gradients wait for the last microbatch, FSDP sums a plain step's in two: before its last one, and after."""
+    source = config("[*E]{2}/[*E]/[*E]", mtp_repeated=True)
+    assert_one(ranks(LAYOUTS[layout], both, layout, source, 2, options))
+
+
 def exchanged(group: Any, layout: str, objective: Any) -> set[str]:
     """What exchanges a step says that it has begun by itself."""
     engine = Engine(config("[*E]/[*E]"), budget=32, mesh=mesh(Layout.parse(layout)), mtp=True, overlap=True)

@@ -130,10 +130,27 @@ def test_weights_that_come_after_all_else_get_the_same(pattern: str, recompute: 
     assert_alike(one, other, at_once(one, microbatches), put_off(other, microbatches))
 
 
-def test_one_depth_used_again_has_one_gradient() -> None:
-    config = small_config("[*-]/[*-]/[*-]", mtp_repeated=True)
-    one, other = LanguageModel(config), LanguageModel(config)
-    assert_alike(one, other, at_once(one, batch(2)), planned(other, batch(2)))
+@pytest.mark.parametrize("recompute", ["none", *(pytest.param(each, marks=pytest.mark.thorough) for each in AGAIN)])
+@pytest.mark.parametrize("asked", [Processor(), Processor(asks=None)], ids=["said", "not said"])
+def test_one_depth_used_again_has_one_gradient(asked: Processor, recompute: Any) -> None:
+    config = small_config("[*-]/[*-][*E]/[*-][*E]/[*-][*E]", mtp_repeated=True)
+    one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    assert_alike(one, other, at_once(one, batch(3), asked), planned(other, batch(3), asked))
+
+
+def test_a_layer_used_again_is_done_once_and_after_all_its_uses() -> None:
+    model = LanguageModel(small_config("[*-]/[*-][*-]/[*-][*-]", mtp_repeated=True))
+    plan = model.build_schedule_plan(batch(2)[0], output_processor=processor, output_processor_context=0.1)
+    done: list[tuple[Any, list[Tensor]]] = []
+
+    def complete(module: torch.nn.Module) -> None:
+        done.append((module, [parameter.grad.clone() for parameter in module.parameters()]))
+
+    plan.backward(plan.forward()["loss"], complete=complete)
+    first, second = model.mtp.layers
+    assert [module for module, _ in done] == [second, first, *model.layers.values(), model]
+    for module, then in done:
+        assert all(map(torch.equal, then, (parameter.grad for parameter in module.parameters())))
 
 
 @pytest.mark.parametrize("recompute", ["none", *(pytest.param(each, marks=pytest.mark.thorough) for each in AGAIN)])
@@ -154,7 +171,7 @@ def test_depths_are_what_they_are_at_once(asked: Processor, recompute: Any) -> N
 
 
 def exchanges(model: LanguageModel, processor: Any) -> list[str]:
-    plan = model.build_schedule_plan(batch(1)[0], output_processor=processor, output_processor_context=0.1)
+    plan = model.build_schedule_plan(batch(2)[0], output_processor=processor, output_processor_context=0.1)
     return [part.name for part in plan.parts if isinstance(part, Crossing)]
 
 
@@ -163,6 +180,8 @@ def test_exchanges_of_depths_are_those_of_a_plan_if_the_processor_says_that_it_a
     own = ["layers.0 moe.dispatch", "layers.0 moe.combine"]
     assert exchanges(model, processor) == [*own, "mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"]
     assert exchanges(model, Processor(asks=None)) == own
+    again = LanguageModel(small_config("[*E]/[*E]/[*E]", mtp_repeated=True), blocks={**BLOCKS, "E": FarMoE})
+    assert exchanges(again, processor) == [*own, *["mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"] * 2]
 
 
 def test_a_processor_that_asks_otherwise_than_it_says_is_refused() -> None:
@@ -253,10 +272,19 @@ class FarMoE(MoE):
         return {**super().plan(asked, context), "there": LoggedWay(), "back": LoggedWay()}
 
 
-@pytest.mark.parametrize("pattern", ["[*E]{3}", "-[*E][*-][*E]-", "[*E]/[*E]/[*E]", "[*E][*-]/[*-][*E]"])
-def test_every_exchange_is_under_way_while_the_other_computes(pattern: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "repeated"),
+    [
+        ("[*E]{3}", False),
+        ("-[*E][*-][*E]-", False),
+        ("[*E]/[*E]/[*E]", False),
+        ("[*E]/[*E]/[*E]", True),
+        ("[*E][*-]/[*-][*E]", False),
+    ],
+)
+def test_every_exchange_is_under_way_while_the_other_computes(pattern: str, repeated: bool) -> None:
     """In a turn of two nobody arrives, nor hears how many rows come, before the other has computed something."""
-    config = small_config(pattern)
+    config = small_config(pattern, mtp_repeated=repeated)
     one, other = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "E": FarMoE})
     first, second, *_ = batch(len(config.pattern.mtp))
     log: list[tuple[int, str, str]] = []
@@ -276,7 +304,7 @@ def test_every_exchange_is_under_way_while_the_other_computes(pattern: str) -> N
     assert len(starts) == 4 * pattern.replace("{3}", "[*E]" * 2).count("E")
     for index in starts:
         who, _, name = found[index]
-        arrived = found.index((who, "arrived", name))
+        arrived = found.index((who, "arrived", name), index)
         assert any(each[0] != who and each[1] in ("forward", "backward") for each in found[index:arrived]), name
     waits = [index for index, (_, kind, name) in enumerate(found) if kind == "forward" and name.endswith("moe.plan")]
     for index in waits[1:]:  # the first time a backward has not begun

@@ -186,13 +186,8 @@ class LanguageModel(Gathered):
         return SchedulePlan(
             [Planned(compute("enter", enter, once=True), context, name="enter", completes=(self,)), *inside, *last],
             context,
-            put_off=not self._uses_again,
+            put_off=not (self.predicts_ahead and self.mtp.repeated),  # a weight that is used twice has one gradient
         )
-
-    @property
-    def _uses_again(self) -> bool:
-        """Whether a forward uses weights of layers twice. They have one gradient, so a plan runs all uses at once."""
-        return self.predicts_ahead and self.config.mtp_repeated
 
     def _planned_end(self, processor: OutputProcessor, given: Any, context: ForwardContext) -> list[Planned]:
         """A plan's steps from the last layer to what the processor returns, with depths that it says it asks for."""
@@ -200,7 +195,7 @@ class LanguageModel(Gathered):
         depths: list[Planned] = []
         reads: tuple[str, ...] = closed(0)
         others = self.mtp.layers if self.predicts_ahead else ()
-        if asks is not None and others and not self._uses_again:
+        if asks is not None and others:
             depths, others = list(self.mtp.planned(context, self._embed, asks)), ()
             reads += tuple(name for depth in range(self.mtp.depths) for name in closed(depth + 1))
 

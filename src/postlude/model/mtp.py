@@ -19,7 +19,7 @@ from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.output import Asks, OutputInputs
 from postlude.model.parallel import Linear, RMSNorm
-from postlude.model.schedule_plan import Planned
+from postlude.model.schedule_plan import Owner, Planned
 from postlude.model.stack import LogicalLayer
 from postlude.model.steps import compute
 from postlude.world.mesh import Mesh
@@ -67,6 +67,11 @@ class MTP(nn.ModuleList):
         super().__init__(MTPDepth(depth, config, mesh, blocks) for depth in range(config.own_depths))
 
     @property
+    def repeated(self) -> bool:
+        """Whether a forward uses weights more than once."""
+        return len(self) < self.depths
+
+    @property
     def layers(self) -> tuple[LogicalLayer, ...]:
         """Every logical layer, in order."""
         return tuple(cast(LogicalLayer, layer) for depth in self for layer in cast(MTPDepth, depth).layers.values())
@@ -85,18 +90,25 @@ class MTP(nn.ModuleList):
     def planned(self, context: ForwardContext, embed: Embed, asks: Asks) -> Iterator[Planned]:
         """All depths for a schedule plan, after the trunk's `closing`: each ends with its own."""
         for number, (depth, own) in enumerate(self.at_depths(context)):
-            yield _joining(depth, number, own, embed, asks)
+            first_use = number < len(self)
+            yield _joining(depth, number, own, embed, asks, used_again=self.repeated and first_use)
             for layer in depth.layers.values():
-                yield from cast(LogicalLayer, layer).planned(own)
+                begin, *others = cast(LogicalLayer, layer).planned(own)
+                done = begin.completes if first_use else ()
+                yield replace(begin, completes=done, used_again=done if self.repeated else ())
+                yield from others
             yield closing(number + 1, depth.norm, own)
 
 
-def _joining(depth: MTPDepth, number: int, context: ForwardContext, embed: Embed, asks: Asks) -> Planned:
+def _joining(
+    depth: MTPDepth, number: int, context: ForwardContext, embed: Embed, asks: Asks, *, used_again: bool
+) -> Planned:
     def join(hidden: Tensor, embedding: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
         embedded = embed(context.microbatch.tokens, embedding)
         return {"hidden": depth.join(*_entering(hidden, embedded, number, stop_trunk=asks.stop_trunk))}
 
-    return Planned(compute("join", join, once=True), context, name=f"mtp.{number} join")
+    again = (depth,) if used_again else ()
+    return Planned(compute("join", join, once=True), context, name=f"mtp.{number} join", used_again=again)
 
 
 def _entering(hidden: Tensor, embedded: Tensor, number: int, *, stop_trunk: bool) -> tuple[Tensor, Tensor]:
@@ -117,7 +129,7 @@ def closing(depth: int, norm: RMSNorm, context: ForwardContext) -> Planned:
         normed = norm(hidden)
         return {"hidden": normed, **dict(zip(closed(depth), (normed, embedding, context), strict=True))}
 
-    return Planned(compute("norm", close, once=True), context, norm, "norm")
+    return Planned(compute("norm", close, once=True), context, Owner("norm"), "norm")
 
 
 def for_processor(hidden: Tensor) -> Tensor:

@@ -12,13 +12,14 @@ The gradients of weights, which nobody waits for, are made while an exchange is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from postlude.model.context import ForwardContext
@@ -34,6 +35,13 @@ Complete = Callable[[Gathered], None]
 """Told of a module when a backward has added all that it adds to its gradients."""
 
 
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """One use of a block: each is its own."""
+
+    name: str
+
+
 @dataclass(frozen=True)
 class Planned:
     """A step of a plan, and the context it runs in.
@@ -44,12 +52,15 @@ class Planned:
 
     step: Step
     context: ForwardContext
-    owner: object = None
+    owner: Owner | None = None
     name: str = ""
     """What a timeline calls it."""
     completes: tuple[Gathered, ...] = ()
     """Modules of which no step comes before this one, so that with its backward all of theirs is done. A cut is made
     before it."""
+    used_again: tuple[nn.Module, ...] = ()
+    """Modules that steps use more than once, and none before this one. What a backward gives each of their parameters
+    is one sum, as in a forward at once, before it is added to what is there; nothing of theirs may be put off."""
 
 
 SHARED = ("hidden", "embedding")
@@ -97,6 +108,11 @@ class Piece:
     name: str
     pauses: bool = False
     written: list[Value] = field(default_factory=list)
+
+    @property
+    def used_again(self) -> Sequence[nn.Module]:
+        """Those of its steps."""
+        return [module for each in self.steps for module in each.used_again]
 
 
 @dataclass(slots=True)
@@ -175,42 +191,45 @@ class SchedulePlan:
         upstream: list[Tensor | None] = [gradient]
         later, fresh = self.later if self.later is not None else [], 0
         done: list[Gathered] = []
-        while self.parts:
-            part = self.parts.pop()
-            if isinstance(part, Crossing):
-                arriving = part.arrived.take()
-                if arriving is not None and part.left.edge is not None:
-                    assert part.way is not None
-                    arrive = part.way.back.start(arriving, "exchange back", part.name, recorder)
-                    del arriving
-                    # Some are made now, for the other's exchange, and some after its turn, for this one. What the last
-                    # piece put off belongs to no module that is done.
-                    make(len(later) - fresh)
-                    self._tell(done, complete)
+        again = [module for part in self.parts if isinstance(part, Piece) for module in part.used_again]
+        with _summed(again) as summed:
+            while self.parts:
+                part = self.parts.pop()
+                if isinstance(part, Crossing):
+                    arriving = part.arrived.take()
+                    if arriving is not None and part.left.edge is not None:
+                        assert part.way is not None
+                        arrive = part.way.back.start(arriving, "exchange back", part.name, recorder)
+                        del arriving
+                        # Some are made now, for the other's exchange, and some after its turn, for this one. What the
+                        # last piece put off belongs to no module that is done.
+                        make(len(later) - fresh)
+                        self._tell(done, complete)
+                        yield
+                        make((len(later) + 1) // 2)
+                        part.left.gradient = arrive()
+                    continue
+                if part.pauses:
                     yield
-                    make((len(later) + 1) // 2)
-                    part.left.gradient = arrive()
-                continue
-            if part.pauses:
-                yield
-            fresh = -len(later)
-            for value in part.written:
-                if (found := value.take()) is not None:
-                    edges.append(value.edge)
-                    upstream.append(found)
-            part.written = []
-            if edges:
-                with recorder.during("backward", part.name):
-                    torch.autograd.backward(edges, upstream)
-            edges, upstream = [], []
-            fresh += len(later)
-            completed = [module for each in reversed(part.steps) for module in each.completes]
-            if completed and not weights:
-                self.left.append((len(later), completed))
-            done += completed
-            if not any(isinstance(each, Crossing) for each in self.parts[-3:]):
-                make(len(later))  # no exchange is near whose time they could fill
-                self._tell(done, complete)
+                fresh = -len(later)
+                for value in part.written:
+                    if (found := value.take()) is not None:
+                        edges.append(value.edge)
+                        upstream.append(found)
+                part.written = []
+                if edges:
+                    with recorder.during("backward", part.name):
+                        torch.autograd.backward(edges, upstream)
+                edges, upstream = [], []
+                summed.add(part.used_again)
+                fresh += len(later)
+                completed = [module for each in reversed(part.steps) for module in each.completes]
+                if completed and not weights:
+                    self.left.append((len(later), completed))
+                done += completed
+                if not any(isinstance(each, Crossing) for each in self.parts[-3:]):
+                    make(len(later))  # no exchange is near whose time they could fill
+                    self._tell(done, complete)
         make(len(later))
         self._tell(done, complete)
 
@@ -248,6 +267,54 @@ class SchedulePlan:
                 for module in done:
                     complete(module)
         done.clear()
+
+
+class _Summed:
+    """What a backward gives to parameters that were used more than once: it is added to their gradients in one.
+
+    It is taken as it is made. Left where it is, FSDP might add it to a sum in another dtype before the next comes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = _parameters(modules)
+        self.before = {each: each.grad for each in found}
+        self.hooks = {each: each.register_post_accumulate_grad_hook(self._take) for each in found}
+        self.sums: dict[Tensor, Tensor] = {}
+        for each in found:
+            each.grad = None
+
+    @torch.no_grad()
+    def _take(self, parameter: Tensor) -> None:
+        found, parameter.grad = parameter.grad, None
+        assert found is not None  # the hook is called when it was added
+        self.sums[parameter] = self.sums[parameter].add_(found) if parameter in self.sums else found
+
+    @torch.no_grad()
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """To the gradients of these, to which nothing more comes."""
+        for each in _parameters(modules):
+            if each in self.hooks:
+                self.hooks.pop(each).remove()
+                each.grad, found = self.before[each], self.sums.pop(each, None)
+                if each.grad is None:
+                    each.grad = found
+                elif found is not None:
+                    each.grad += found
+
+
+@contextlib.contextmanager
+def _summed(modules: Sequence[nn.Module]) -> Iterator[_Summed]:
+    """Also after a backward that failed, parameters take what comes to them as ever."""
+    summed = _Summed(modules)
+    try:
+        yield summed
+    finally:
+        summed.add(modules)
+
+
+def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    found = (each for module in modules for each in module.parameters() if each.requires_grad)
+    return list(dict.fromkeys(found))
 
 
 def _written(steps: Iterable[Planned], values: dict[str, Any]) -> dict[str, Any]:

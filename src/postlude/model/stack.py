@@ -15,7 +15,7 @@ from postlude.model.context import ForwardContext
 from postlude.model.parallel import Gathered
 from postlude.model.pattern import Layer
 from postlude.model.recompute import Recompute, recomputed
-from postlude.model.schedule_plan import Planned
+from postlude.model.schedule_plan import Owner, Planned
 from postlude.model.steps import Step, run_steps
 from postlude.world.mesh import Mesh
 
@@ -48,10 +48,10 @@ class LogicalLayer(Gathered):
         return tuple(step for block in self.blocks for step in block.steps())
 
     def planned(self, context: ForwardContext) -> tuple[Planned, ...]:
-        """The same for a schedule plan."""
+        """The same for a schedule plan. Asked again, it is another use of the same weights."""
         found = [
-            Planned(step, context, block, f"{self.name} {name}.{step.name}")
-            for name, block in zip(self.block_names, self.blocks, strict=True)
+            Planned(step, context, owner, f"{self.name} {name}.{step.name}")
+            for name, block, owner in zip(self.block_names, self.blocks, map(Owner, self.block_names), strict=True)
             for step in block.steps()
         ]
         return (replace(found[0], completes=(self,)), *found[1:])

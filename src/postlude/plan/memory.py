@@ -186,7 +186,7 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
 
 def puts_off(config: ModelConfig, stage: Stage) -> bool:
     """Whether a stage's backward can leave the gradients of weights for later: not where one is used twice."""
-    return not (stage.last and config.pattern.mtp and config.mtp_repeated)
+    return not (stage.last and config.own_depths < len(config.pattern.mtp))
 
 
 def _put_off(config: ModelConfig, stage: Stage, mtp: bool) -> float:
