@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from postlude import export_hf, load_model, load_tokenizer, pack
 from postlude.cli import main
-from postlude.commands import verify
+from postlude.commands import info, verify
 from postlude.hf.reading import read_config, read_model
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
@@ -249,6 +250,21 @@ def test_a_model_without_a_tokenizer_is_told_where_it_goes(tmp_path: Path, capsy
     source = export_hf(load_model("tiny-dense"), tmp_path / "bare")
     assert main(["logprobs", str(source), "--text", "hi"]) == 2
     assert "has no tokenizer. Put the model's tokenizer.json" in capsys.readouterr().err
+
+
+def test_an_interrupt_that_meets_an_object_going_is_not_lost(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    class Going:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    def run(options: Any) -> None:
+        Going()
+        for _ in range(500):
+            time.sleep(0.01)
+
+    monkeypatch.setattr(info, "run", run)
+    assert main(["info", "tiny-dense"]) == 130
+    assert capsys.readouterr().err == "postlude info: SIGINT ended it.\n"
 
 
 @pytest.mark.slow

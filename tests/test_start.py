@@ -42,7 +42,7 @@ def started(*arguments: str) -> tuple[int, str, set[str]]:
         ("verify --help", 0, "--grid"),
         ("schema grpo", 0, '"exclusiveMinimum"'),
         ("", 2, "required: COMMAND"),
-        ("dance", 2, "invalid choice: 'dance'"),
+        ("dance", 2, "'dance' is not a command"),
         ("info tiny-dense --verbose", 2, "'--verbose' is not an option"),
         ("verify tiny-dense --grid --dtype int8", 2, "invalid choice: 'int8'"),
         ("grpo recipes/demo.yaml --optimzer.lr 1", 2, 'did you mean "optimizer.lr"?'),

@@ -6,13 +6,16 @@ what it needs when it is asked for.
 
 from __future__ import annotations
 
+import _thread
 import argparse
+import contextlib
 import difflib
 import gc
 import importlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -39,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.set_threshold(100_000, *gc.get_threshold()[1:])  # imports make much that stays; looking for garbage in it costs
     options = _parse(arguments)
     try:
-        run = cast(Command, importlib.import_module(f"postlude.commands.{options.module}").run)
-        return run(options) or DONE
+        with _interrupts_kept():
+            run = cast(Command, importlib.import_module(f"postlude.commands.{options.module}").run)
+            return run(options) or DONE
     except MISTAKES as error:
         return _told(options, error, MISTAKE)
     except RunFailed as error:
@@ -53,6 +57,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, RankError):
             return _told(options, error, MISTAKE if error.mistake else FAILED)
         raise
+
+
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """A ctrl-C that comes while an object is taken down is shown and forgotten by Python: here it comes again."""
+    before = sys.unraisablehook
+
+    def again(unraised: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraised.exc_value, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main).start()  # by then the object is gone
+        else:
+            before(unraised)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _told(options: argparse.Namespace, words: Exception | str, code: int) -> int:

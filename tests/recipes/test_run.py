@@ -409,6 +409,18 @@ def test_an_onlooker_touches_nothing(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [(0, ""), (2, "going on after step 2/3\n"), (3, "step 3/3 was done before, and nothing is left to do: ")],
+)
+def test_a_run_that_goes_on_says_so(start: int, said: str) -> None:
+    out = io.StringIO()
+    with LiveView(3, console=Console(file=out), start=start):
+        pass
+    assert out.getvalue().startswith(said)
+    assert bool(out.getvalue()) == bool(said)
+
+
 def test_a_view_without_a_terminal_prints_a_line_a_step() -> None:
     out = io.StringIO()
     with LiveView(500, console=Console(file=out, width=40)) as view:

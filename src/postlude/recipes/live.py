@@ -92,6 +92,8 @@ class LiveView:
         self._began = time.monotonic()
         self._ends.clear()
         self._ends.append(self._began)
+        if self.step and not self._silent:
+            self._console.print(self._before(), soft_wrap=True, markup=False, highlight=False)
         if not self._silent and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, refresh_per_second=REFRESHES, get_renderable=self._render)
             self._live.start()
@@ -120,6 +122,12 @@ class LiveView:
             self._phases = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
         if self._live is None:
             self._console.print(self._line(flat), soft_wrap=True, markup=False, highlight=False)
+
+    def _before(self) -> str:
+        done = f"{self.unit} {self.step}/{self.total}"
+        if self.step < self.total:
+            return f"going on after {done}"
+        return f"{done} was done before, and nothing is left to do: more {self.unit}s go on, another --run begins anew."
 
     def _line(self, flat: Mapping[str, float]) -> str:
         values = [f"{label} {short(value)}" for label, value in _shown(flat)]

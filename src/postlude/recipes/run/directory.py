@@ -332,8 +332,8 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
         saved = RunDirectory(path).checkpoints()
         other = f", or begin a new run with its weights: --run OTHER --from {path}/{saved[-1].name}" if saved else ""
         raise ValueError(
-            f"{path} belongs to another run: {told(refused)}. Give the same config to go on with it, another directory "
-            f"(--run){other}."
+            f"{path} belongs to another run: {told(refused)}. Give the same config to go on with it, or another "
+            f"directory (--run){other}."
         )
     if not resume:
         raise ValueError(f"{path} holds a run of this config already. Resume it, or give another directory.")
