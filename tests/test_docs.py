@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from postlude.hf.reading import read_model
+from postlude.layout import Layout
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.reading import load
 
@@ -60,6 +62,15 @@ def test_a_command_in_the_documentation_is_understood(
 ) -> None:
     monkeypatch.chdir(ROOT)
     load(RECIPES[words[1]].config, Path(words[2]), [word for word in words[3:] if word != "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("tiny-dense", "tp=3"), ("tiny-moe", "dp_shard=3,ep=3"), ("tiny-dense", "pp=2,vpp=4")]
+)
+def test_a_refusal_in_the_page_on_parallelism_is_what_is_said(model: str, layout: str) -> None:
+    with pytest.raises(ValueError, match="cannot") as refused:
+        read_model(model)[1].fits(Layout.parse(layout))
+    assert f"`{refused.value}`" in " ".join((ROOT / "docs" / "parallelism.md").read_text().split())
 
 
 def test_the_objective_in_the_readme_is_the_example() -> None:
