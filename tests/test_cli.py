@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from postlude import export_hf, load_model, load_tokenizer, pack
 from postlude.cli import main
-from postlude.commands import info, verify
+from postlude.commands import info, serve, verify
 from postlude.hf.reading import read_config, read_model
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
@@ -199,6 +200,11 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["info", "tiny-dens"], "Did you mean tiny-dense?"),
         (["info", "Qwen/Qwen3-0.6B"], "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B` brings it"),
         (["logprobs", "tiny-dense", "--text", "h\udcff"], "the text is not UTF-8 at character 1"),
+        (["serve", "tiny-dense", "--threads", "0"], "--threads is 0; give at least 1."),
+        (["serve", "tiny-dense", "--port", "99999"], "--port is 99999; give one from 1 to 65535"),
+        (["serve", "tiny-dense", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1, port 0: cannot assign"),
+        (["verify", "tiny-dense", "--layout", "tp=2", "--tolerance", "-1"], "--tolerance is -1; give a number of"),
+        (["sft", "/"], '"/" is a directory; give the config file itself.'),
         (["plan", "tiny-dense", "--seq", "8", "--mtp", "-1"], "--mtp is -1; give the number of depths"),
         ([], "required: COMMAND"),
     ],
@@ -221,6 +227,14 @@ def test_a_place_below_a_file_is_refused_before_anything_is_done(words: str, tmp
     below = tmp_path / "metrics.jsonl" / "below" / "it"
     assert main([*words.replace("RUN", str(tmp_path)).split(), str(below)]) == 2
     assert f"but {tmp_path / 'metrics.jsonl'} is a file. Give " in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(serve, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", "tiny-dense", "--port", str(port)]) == 2
+    assert f"cannot listen at 127.0.0.1, port {port}: address already in use. Give" in capsys.readouterr().err
 
 
 def test_what_the_system_says_of_a_file_is_a_sentence(tmp_path: Path, capsys) -> None:

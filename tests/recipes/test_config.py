@@ -315,7 +315,7 @@ MODEL = "model: tiny\nenvironment: {kind: jsonl, path: a}\n"  # two lines; the t
         ("dtype: Float32", 'config key "dtype" is "Float32" in FILE line 3; give "float32" or "bfloat16".'),
         ("world: 3", 'config key "world" is "3" in FILE line 3; give 1, 2 or 4 or none.'),
         ("directory:", 'config key "directory" is empty in FILE line 3; give a path.'),
-        ("stop: a", 'config key "stop" is "a" in FILE line 3; give a list, each text.'),
+        ("stop: a", 'config key "stop" is "a" in FILE line 3; give a list in brackets, each text.'),
         ("betas: [1, 2, 3]", 'config key "betas" is a list in FILE line 3; give a list of 2: a number, a whole number.'),
         ("betas:\n- 1\n- x", 'config key "betas.1" is "x" in FILE line 5; give a whole number.'),
         ("betas: [.nan, 1]", 'config key "betas.0" is ".nan" in FILE line 3; give a number.'),

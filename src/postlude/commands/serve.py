@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import socket
 
 import torch
 
@@ -20,9 +21,12 @@ from postlude.world.devices import check_device, default_device
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal ends it. One line tells the address when it is ready."""
     check_device(options.device)
+    check_address(options.host, options.port)
     device = torch.device(options.device or default_device())
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if options.threads is not None:
+        if options.threads < 1:
+            raise ValueError(f"--threads is {options.threads}; give at least 1.")
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(options.model)
     if options.empty:
@@ -42,6 +46,20 @@ def run(options: argparse.Namespace) -> None:
         asyncio.run(_serve(served, options))
     except (RuntimeError, ArithmeticError) as error:
         raise RunFailed(str(error)) from error
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened at, before a model is loaded."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port is {port}; give one from 1 to 65535, or 0 for one that is free.")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            trial.bind(address)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise OSError(f"cannot listen at {host}, port {port}: {why}. Give another --host or --port.") from error
 
 
 async def _serve(served: Served, options: argparse.Namespace) -> None:

@@ -319,7 +319,7 @@ def _takes(node: Node) -> str:
     if "prefixItems" in node:
         return f"a list of {len(node['prefixItems'])}: {', '.join(map(words, node['prefixItems']))}"
     if node.get("type") == "array":
-        return f"a list, each {words(node['items'])}"
+        return f"a list in brackets, each {words(node['items'])}"
     if node.get("type") == "object":
         rest = node["additionalProperties"]
         return f"names and values, each {words(rest if isinstance(rest, dict) else {})}"

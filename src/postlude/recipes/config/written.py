@@ -114,6 +114,8 @@ def read(file: Path | None, overrides: Sequence[str]) -> Written:
 
 
 def _read_file(file: Path) -> Written:
+    if file.is_dir():
+        raise ConfigError(f'"{file}" is a directory; give the config file itself.')
     if not file.is_file():
         others = {each.stem: each for each in file.parent.glob("*.y*ml")}
         near = difflib.get_close_matches(file.stem, others, 1)
