@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from postlude.cli import _parse as parsed
 from postlude.hf.reading import read_model
 from postlude.layout import Layout
 from postlude.recipes.commands import RECIPES
@@ -71,6 +73,18 @@ def test_a_refusal_in_the_page_on_parallelism_is_what_is_said(model: str, layout
     with pytest.raises(ValueError, match="cannot") as refused:
         read_model(model)[1].fits(Layout.parse(layout))
     assert f"`{refused.value}`" in " ".join((ROOT / "docs" / "parallelism.md").read_text().split())
+
+
+@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_a_whole_command_has_all_that_it_needs(page: Path) -> None:
+    """One that names what it is to work on; `postlude verify` alone is the command's name."""
+    found = re.findall(r"`(postlude \w+ [^-`][^`]*)`|^(?:\$ )?(postlude \w+ [^-].*)$", page.read_text(), re.MULTILINE)
+    for command in (" ".join("".join(each).split()) for each in found):
+        if "..." not in command and "…" not in command:
+            stand_ins = {"N": "8", "T": "8", "RECIPE": "sft"}
+            words = [stand_ins.get(word, word) for word in shlex.split(command, comments=True)[1:]]
+            with contextlib.suppress(SystemExit) if "--help" in words else contextlib.nullcontext():
+                parsed(words)
 
 
 def test_the_objective_in_the_readme_is_the_example() -> None:
