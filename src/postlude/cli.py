@@ -154,7 +154,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     command.add_argument("--tolerance", type=float, help=f"relative to the largest value (default: {limits})")
     command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
     command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
-    command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
+    command.add_argument(
+        "--timeout", type=_above_zero, default=600.0, help="seconds after which a silent rank is given up"
+    )
     command.set_defaults(module="verify", parser=command)
 
     _add_serve(
@@ -189,9 +191,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
             metavar="RUN/step-N",
             help="begin with the weights of another run's checkpoint, in place of --model",
         )
-        command.add_argument("--nproc", type=int, help="ranks to start on this machine (default: as the layout needs)")
+        command.add_argument(
+            "--nproc", type=_count, help="ranks to start on this machine (default: as the layout needs)"
+        )
         command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
-        command.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a silent rank")
+        command.add_argument("--timeout", type=_above_zero, default=600.0, help="seconds to wait for a silent rank")
         command.add_argument(
             "--ray",
             nargs="?",
@@ -212,6 +216,20 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     command.add_argument("--to", metavar="FILE", type=Path, help="where to (default: report.html in the first one)")
     command.set_defaults(module="report", parser=command)
     return parser, list(commands.choices)
+
+
+def _above_zero(text: str) -> float:
+    """A number of seconds. What is none is said by argparse, with the option's name before it."""
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def _count(text: str) -> int:
+    if not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _add_overlap(command: argparse.ArgumentParser) -> None:
@@ -253,8 +271,10 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32, on a GPU bfloat16)")
     command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
     command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
-    command.add_argument("--nproc", type=int, help="ranks to start on this machine (default: as the layout needs)")
-    command.add_argument("--timeout", type=float, default=600.0, help="seconds after which a silent rank is given up")
+    command.add_argument("--nproc", type=_count, help="ranks to start on this machine (default: as the layout needs)")
+    command.add_argument(
+        "--timeout", type=_above_zero, default=600.0, help="seconds after which a silent rank is given up"
+    )
     command.add_argument("--to", metavar="DIR", type=Path, required=True, help="where timeline.svg and trace.json go")
     command.set_defaults(module="trace", parser=command)
 

@@ -9,7 +9,7 @@ from typing import Any
 from postlude.cluster.joining import LOCAL, check_ray
 from postlude.complaint import complain
 from postlude.layout import Layout
-from postlude.recipes.commands import RECIPES
+from postlude.recipes.commands import RECIPES, Recipe
 from postlude.recipes.config.reading import load, to_yaml
 from postlude.recipes.run.beginning import Beginning, checkpoint_named, step_named
 from postlude.recipes.run.ending import DONE
@@ -21,10 +21,7 @@ LEAVING = 10.0  # seconds that ranks of an earlier driver have to let go of a ru
 def run(options: argparse.Namespace) -> int:
     """Run a recipe, or continue it where it stopped."""
     chosen = RECIPES[options.command]
-    overrides = [part for part in options.overrides if part != "--"]
-    if options.from_checkpoint is not None:
-        overrides += ["--model", str(checkpoint_named(options.from_checkpoint))]
-    config: Any = load(chosen.config, options.config, overrides)
+    config = _config(options, chosen)
     beginning = Beginning(None if options.resume_from is None else step_named(options.resume_from), options.again)
     if options.ray is not None:
         check_ray()
@@ -65,3 +62,13 @@ def run(options: argparse.Namespace) -> int:
     if ending.sentence:
         complain(f"postlude {options.command}: {ending.sentence}")
     return ending.code
+
+
+def _config(options: argparse.Namespace, chosen: Recipe) -> Any:
+    """The config of the file and the words beside it. Where all fields have defaults, no word at all is a slip."""
+    overrides = [part for part in options.overrides if part != "--"]
+    if options.from_checkpoint is not None:
+        overrides += ["--model", str(checkpoint_named(options.from_checkpoint))]
+    if options.config is None and not overrides and not options.dry_run:
+        raise ValueError("give a CONFIG.yaml, or fields such as --model; --dry-run alone shows what all of them are.")
+    return load(chosen.config, options.config, overrides)
