@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ def batches(objective: str, vocab_size: int, seed: int) -> dict[str, Batch]:
 
 def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int, pairs: bool) -> Batch:
     generator = torch.Generator().manual_seed(seed)
+    # Near what a model says of random tokens. Far from it most ratios are clipped, and a KL is mostly rounding.
+    guess = -math.log(vocab_size)
 
     def normal(length: int) -> Tensor:
         return torch.randn(length, generator=generator)
@@ -99,8 +102,8 @@ def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int, pairs: bool) ->
         {
             "response_mask": [(torch.arange(length) >= length // 3).float() for length in lengths],
             "advantages": [normal(1).expand(length) for length in lengths],
-            "old_logprobs": [-3.0 + 0.5 * normal(length) for length in lengths],
-            "reference_logprobs": [-3.0 + 0.5 * normal(length) for length in lengths],
+            "old_logprobs": [guess + 0.5 * normal(length) for length in lengths],
+            "reference_logprobs": [guess + 0.5 * normal(length) for length in lengths],
         },
         groups=[index // 2 for index in range(len(lengths))] if pairs else None,
     )

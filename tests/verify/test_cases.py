@@ -1,0 +1,30 @@
+"""The batches that layouts are compared on ask for what objectives do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from postlude import load_model, pack
+from postlude.hf.builtin import BUILTIN
+from postlude.verify.cases import BUDGET, FRESH_RANGE, batches
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_some_ratios_are_clipped_and_some_are_not(seed: int) -> None:
+    """Of both advantages; and no ratio is so large that its rounding would be all that is compared."""
+    config = BUILTIN["tiny-dense"]()
+    config.initializer_range = FRESH_RANGE
+    model = load_model(config, seed=seed)
+    batch = batches("grpo", model.config.vocab_size, seed)["many"]
+    whole = pack(batch.sequences, budget=BUDGET, columns=batch.columns)
+    kinds = set()
+    for each in whole:
+        with torch.no_grad():
+            losses = model(each, targets=True)
+        ratios = (-losses - each.column("old_logprobs")).exp()[each.targets >= 0]
+        raised = each.column("advantages")[each.targets >= 0] > 0
+        clipped = torch.where(raised, ratios > 1.28, ratios < 0.8)
+        kinds |= set(zip(raised.tolist(), clipped.tolist(), strict=True))
+        assert ratios.log().abs().max() < 6
+    assert len(kinds) == 4
