@@ -50,7 +50,7 @@ def _where(run: RunData) -> str:
         f"torch {found['versions.torch']}" if "versions.torch" in found else "",
         f"commit {str(found['commit'])[:8]}" if found.get("commit") else "",
     ]
-    return f'<span class="soft">{escape(" · ".join(filter(None, words)))}</span>'
+    return f" <small>{escape(' · '.join(filter(None, words)))}</small>"
 
 
 def _state(verdict: Verdict) -> str:
