@@ -200,10 +200,16 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["info", "tiny-dens"], "Did you mean tiny-dense?"),
         (["info", "Qwen/Qwen3-0.6B"], "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B` brings it"),
         (["logprobs", "tiny-dense", "--text", "h\udcff"], "the text is not UTF-8 at character 1"),
-        (["serve", "tiny-dense", "--threads", "0"], "--threads is 0; give at least 1."),
-        (["serve", "tiny-dense", "--port", "99999"], "--port is 99999; give one from 1 to 65535"),
+        (["serve", "tiny-dense", "--threads", "0"], "argument --threads: '0' is not a whole number of at least 1."),
+        (["serve", "tiny-dense", "--port", "99999"], "argument --port: '99999' is not from 1 to 65535, or 0"),
         (["serve", "tiny-dense", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1, port 0: cannot assign"),
-        (["verify", "tiny-dense", "--layout", "tp=2", "--tolerance", "-1"], "--tolerance is -1; give a number of"),
+        (["verify", "tiny-dense", "--grid", "--tolerance", "-1"], "--tolerance: '-1' is not a number of at least 0."),
+        (["verify", "tiny-dense", "--layout", "tp=x"], "--layout: layout 'tp=x': 'tp=x' is not of the form tp=N"),
+        (["verify", "tiny-dense", "--layout", "pq=2"], "layout 'pq=2': 'pq' is no axis; the axes are pp,"),
+        (["verify", "tiny-dense"], "one of the arguments --layout --grid is required"),
+        (["trace", "tiny-moe", "--to", "x", "--layout", "dp_shard=2,ep=3"], "ep=3 does not divide"),
+        (["trace", "tiny-moe", "--to", "x", "--microbatches", "0"], "--microbatches: '0' is not a whole number"),
+        (["plan", "tiny-dense", "--seq", "8", "--batch-tokens", "0"], "--batch-tokens: '0' is not a whole number"),
         (["grpo"], "postlude grpo: give a CONFIG.yaml, or fields such as --model"),
         (["grpo", "--timeout", "-3"], "argument --timeout: '-3' is not a number above 0."),
         (["grpo", "--nproc", "0"], "argument --nproc: '0' is not a whole number of at least 1."),
@@ -294,13 +300,6 @@ def test_the_installed_command_answers() -> None:
 
 
 class TestVerify:
-    def test_a_layout_that_is_none_or_does_not_divide(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["verify", "tiny-dense", "--layout", "pq=2"]) == 2
-        assert "'pq' is no axis" in capsys.readouterr().err
-        with pytest.raises(SystemExit):
-            main(["verify", "tiny-dense"])
-        assert "one of the arguments --layout --grid is required" in capsys.readouterr().err
-
     @pytest.mark.slow
     def test_the_exit_code_tells(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         reports = []

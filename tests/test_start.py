@@ -45,6 +45,8 @@ def started(*arguments: str) -> tuple[int, str, set[str]]:
         ("dance", 2, "'dance' is not a command"),
         ("info tiny-dense --verbose", 2, "'--verbose' is not an option"),
         ("verify tiny-dense --grid --dtype int8", 2, "invalid choice: 'int8'"),
+        ("verify tiny-dense --layout tp=x", 2, "'tp=x' is not of the form tp=N"),
+        ("serve tiny-dense --threads 0", 2, "'0' is not a whole number of at least 1"),
         ("grpo recipes/demo.yaml --optimzer.lr 1", 2, 'did you mean "optimizer.lr"?'),
         ("grpo recipes/demo.yaml --steps many", 2, "give a whole number"),
         ("grpo recipes/demo.yaml --optimizer.lr -1", 2, "lr is -1"),

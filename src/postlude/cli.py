@@ -22,6 +22,7 @@ from typing import NoReturn, cast
 from postlude.checks import MISTAKES, sentence
 from postlude.complaint import complain
 from postlude.hf.builtin import BUILTIN, PACKAGED
+from postlude.layout import Layout
 from postlude.plan.machine import MACHINES
 from postlude.recipes.commands import RECIPES, Recipe
 from postlude.recipes.run.beginning import again
@@ -142,7 +143,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
     chosen = command.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--layout", action="append", metavar="pp=2,cp=2", help="a layout to compare; may be repeated")
+    chosen.add_argument(
+        "--layout", action="append", type=_layout, metavar="pp=2,cp=2", help="a layout to compare; may be repeated"
+    )
     chosen.add_argument("--grid", action="store_true", help="compare the standard set of layouts, up to 8 ranks")
     command.add_argument(
         "--objective", action="append", choices=OBJECTIVES, help="what to minimise; may be repeated (default: grpo)"
@@ -151,7 +154,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     _add_overlap(command)
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
-    command.add_argument("--tolerance", type=float, help=f"relative to the largest value (default: {limits})")
+    command.add_argument("--tolerance", type=_from_zero, help=f"relative to the largest value (default: {limits})")
     command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
     command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
     command.add_argument(
@@ -218,8 +221,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     return parser, list(commands.choices)
 
 
+# What an option takes. A mistake is said by argparse, with the option's name before it, and before torch is imported.
+
+
 def _above_zero(text: str) -> float:
-    """A number of seconds. What is none is said by argparse, with the option's name before it."""
     with contextlib.suppress(ValueError):
         if 0 < (number := float(text)) < float("inf"):
             return number
@@ -230,6 +235,27 @@ def _count(text: str) -> int:
     if not (text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _from_zero(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (number := float(text)) >= 0:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+
+
+def _port(text: str) -> int:
+    if not (text.isdigit() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 1 to 65535, or 0 for one that is free")
+    return int(text)
+
+
+def _layout(text: str) -> str:
+    try:
+        Layout.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from error
+    return text
 
 
 def _add_overlap(command: argparse.ArgumentParser) -> None:
@@ -246,15 +272,15 @@ def _add_overlap(command: argparse.ArgumentParser) -> None:
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     command.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
-    command.add_argument("--port", type=int, default=0, help="the port (default: one that is free)")
+    command.add_argument("--port", type=_port, default=0, help="the port (default: one that is free)")
     command.add_argument("--name", help="what the model is called (default: MODEL)")
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
     command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
-    command.add_argument("--threads", type=int, help="threads to compute with on a CPU (default: all cores)")
-    command.add_argument("--max-sequences", type=int, help="the most answers at once (default: 256)")
-    command.add_argument("--max-batch-tokens", type=int, help="tokens that the cache has room for (default: 65536)")
+    command.add_argument("--threads", type=_count, help="threads to compute with on a CPU (default: all cores)")
+    command.add_argument("--max-sequences", type=_count, help="the most answers at once (default: 256)")
+    command.add_argument("--max-batch-tokens", type=_count, help="tokens that the cache has room for (default: 65536)")
     command.add_argument(
-        "--max-prefill-tokens", type=int, help="tokens of new prompts that join a step (default: 8192)"
+        "--max-prefill-tokens", type=_count, help="tokens of new prompts that join a step (default: 8192)"
     )
     command.add_argument("--empty", action="store_true", help="begin without weights; they come over HTTP")
     command.set_defaults(module="serve", parser=command)
@@ -262,10 +288,12 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
-    command.add_argument("--layout", default="", metavar="dp_shard=2,ep=2", help="how to divide it (default: one rank)")
+    command.add_argument(
+        "--layout", default="", type=_layout, metavar="dp_shard=2,ep=2", help="how to divide it (default: one rank)"
+    )
     _add_overlap(command)
     command.add_argument("--plain", action="store_true", help="with --overlap: draw a step without it, too")
-    command.add_argument("--microbatches", type=int, help="of each data-parallel rank (default: 2·pp, at least 4)")
+    command.add_argument("--microbatches", type=_count, help="of each data-parallel rank (default: 2·pp, at least 4)")
     command.add_argument("--tokens", type=int, default=512, help="of a microbatch (default: 512)")
     command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32, on a GPU bfloat16)")
@@ -282,10 +310,14 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
 def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json alone")
     command.add_argument("--layout", metavar="pp=2,ep=8", help="degrees of parallelism (default: data-parallel alone)")
-    command.add_argument("--gpus", type=int, help="GPUs in all (default: as the layout needs); dp_shard takes the rest")
-    command.add_argument("--seq", type=int, required=True, help="tokens of a sequence")
-    command.add_argument("--budget", type=int, help="tokens of a microbatch (default: one sequence)")
-    command.add_argument("--batch-tokens", type=int, help="tokens of a step (default: 4 microbatches a pipeline rank)")
+    command.add_argument(
+        "--gpus", type=_count, help="GPUs in all (default: as the layout needs); dp_shard takes the rest"
+    )
+    command.add_argument("--seq", type=_count, required=True, help="tokens of a sequence")
+    command.add_argument("--budget", type=_count, help="tokens of a microbatch (default: one sequence)")
+    command.add_argument(
+        "--batch-tokens", type=_count, help="tokens of a step (default: 4 microbatches a pipeline rank)"
+    )
     _add_overlap(command)
     command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
     command.add_argument("--mtp", type=int, default=0, metavar="DEPTHS", help="train so many tokens further ahead")

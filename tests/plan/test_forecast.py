@@ -188,7 +188,6 @@ def test_a_671b_model_is_planned_from_its_config_alone(large: Path, capsys) -> N
         ("--gpu h1000", "GPU 'h1000' is unknown; use a100, h100"),
         ("--gpu numbers.json", "numbers.json does not exist"),
         ("--budget 64", "--budget is 64, but a sequence has 128 tokens"),
-        ("--batch-tokens 0", "--batch-tokens is 0; give at least 1"),
     ],
 )
 def test_a_mistake_is_a_sentence(arguments: str, sentence: str, capsys) -> None:

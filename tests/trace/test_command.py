@@ -46,11 +46,9 @@ def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--layout dp_shard=2,ep=3", "ep=3 does not divide"),
         ("--layout tp=3", "8 heads"),
         ("--layout pp=2,vpp=2 --overlap zero_bubble", "has an order for one stage a rank, but vpp is 2"),
         ("--layout pp=2 --nproc 4", "--nproc 4: Layout(pp=2) runs on 2 rank(s)"),
-        ("--microbatches 0", "--microbatches 0: a step has at least 1"),
         ("--tokens 1", "--tokens 1: a microbatch has at least 2"),
         ("--to FILE", "FILE is a file. Give it another directory."),
         ("--to FILE/below", "FILE is a file. Give it another directory."),

@@ -52,10 +52,6 @@ def _config(model: str, mtp: int) -> ModelConfig:
 
 def _model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> CostModel:
     """What was asked for, or a sentence."""
-    for name in ("gpus", "seq", "budget", "batch_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
     budget = options.budget or options.seq
     if budget < options.seq:
         raise ValueError(f"--budget is {budget}, but a sequence has {options.seq} tokens. Raise it, or lower --seq.")

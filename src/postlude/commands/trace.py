@@ -52,8 +52,6 @@ def run(options: argparse.Namespace) -> int | None:
     check_place("--to", options.to, "it")
     layout = Layout.parse(options.layout)
     least = 2 * layout.pp
-    if options.microbatches is not None and options.microbatches < 1:
-        raise ValueError(f"--microbatches {options.microbatches}: a step has at least 1.")
     if options.tokens < 2:
         raise ValueError(f"--tokens {options.tokens}: a microbatch has at least 2, one to predict the other from.")
     if options.nproc is not None and options.nproc != layout.world_size:

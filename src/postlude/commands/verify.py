@@ -46,8 +46,6 @@ def run(options: argparse.Namespace) -> int:
         for layout in layouts
         for objective in objectives
     ]
-    if options.tolerance is not None and not options.tolerance >= 0:
-        raise ValueError(f"--tolerance is {options.tolerance:g}; give a number of at least 0.")
     tolerance = TOLERANCES[options.dtype] if options.tolerance is None else options.tolerance
     by_size: dict[int, list[Case]] = {}
     for case in cases:
