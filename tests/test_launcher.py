@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from postlude.complaint import complain
 from postlude.world.last_words import GRACE, RankError
 from postlude.world.launcher import launch, ranks
 from tests.plain_ranks import PATIENCE, PlainRanks
@@ -144,10 +145,21 @@ def test_under_torchrun_the_sentence_stands_at_the_end(tmp_path: Path) -> None:
     )
     sentence = f"postlude report: {nowhere} has no metrics.jsonl, so it is not the directory of a run."
     assert done.returncode != 0
-    assert done.stderr.splitlines().count(sentence) <= 1  # the first rank's, unless torchrun ends it before it speaks
+    assert done.stderr.splitlines().count(sentence) == 1
     *_, last, line = done.stderr.rstrip().splitlines()
     assert set(line) == {"="}  # of torchrun's table
     assert last.strip() == f"traceback : {sentence}"
+
+
+@pytest.mark.parametrize("first", ["0", "1"])
+def test_the_rank_that_fails_first_speaks_for_its_machine(first: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """torchrun may end the others before they could."""
+    for rank in sorted("01", key=lambda rank: rank != first):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / rank / "error.json"))
+        complain(f"rank {rank}.")
+    assert capsys.readouterr().err == f"rank {first}.\n"
+    assert len(list(tmp_path.glob("attempt_0/*/error.json"))) == 2
 
 
 @pytest.fixture
