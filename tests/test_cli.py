@@ -211,6 +211,12 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["trace", "tiny-moe", "--to", "x", "--microbatches", "0"], "--microbatches: '0' is not a whole number"),
         (["plan", "tiny-dense", "--seq", "8", "--batch-tokens", "0"], "--batch-tokens: '0' is not a whole number"),
         (["grpo"], "postlude grpo: give a CONFIG.yaml, or fields such as --model"),
+        (
+            ["grpo", "--environment.kind", "dataset", "--environment.path", "rows.jsonl"],
+            'config key "environment.reward" is missing on the command line; give text there or as',
+        ),
+        (["sft", "--data.path=a.jsonl", "--objective.kind=file"], 'config key "objective.file" is missing'),
+        (["eval", "--rollout.kind=server"], 'config key "rollout.urls" is missing on the command line; give a list'),
         (["grpo", "--timeout", "-3"], "argument --timeout: '-3' is not a number above 0."),
         (["grpo", "--nproc", "0"], "argument --nproc: '0' is not a whole number of at least 1."),
         (["sft", "/"], '"/" is a directory; give the config file itself.'),

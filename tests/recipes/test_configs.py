@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from postlude.recipes.commands import RECIPES
-from postlude.recipes.config.reading import load
-from postlude.recipes.config.schema import json_schema
+from postlude.recipes.config.reading import ConfigError, load
+from postlude.recipes.config.schema import json_schema, options
 from postlude.recipes.config.written import Loader
 from postlude.recipes.metrics import explain
 from postlude.recipes.verdict import read_verdict
@@ -29,6 +30,41 @@ def command_of(file: Path) -> str:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_config_is_read(file: Path) -> None:
     load(RECIPES[command_of(file)].config, file)
+
+
+def required_by_kinds() -> list[tuple[str, str, str, str]]:
+    """(recipe, section, kind, key) of every key that must be given once its section is of that kind."""
+    found = []
+    for recipe in RECIPES:
+        for option in options(RECIPES[recipe].config):
+            section, _, key = option.path.rpartition(".")
+            if option.kind and option.default is MISSING and section != "objective.kl":  # which has no kinds itself
+                found.append((recipe, section, option.kind, key))
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "section", "kind", "key"), required_by_kinds())
+def test_a_key_that_a_kind_requires_is_named_where_it_is_missing(
+    recipe: str, section: str, kind: str, key: str, tmp_path: Path
+) -> None:
+    values = {"max_turns": "2", "tools": "[a.py:b]"}
+    siblings = [each[3] for each in required_by_kinds() if each[:3] == (recipe, section, kind) and each[3] != key]
+    given = [f"--{section}.kind={kind}", *(f"--{section}.{each}={values.get(each, 'a.py:b')}" for each in siblings)]
+    given += {"sft": ["--data.path=x"], "dpo": ["--data.path=x"], "distill": ["--teacher=x"]}.get(recipe, [])
+    with pytest.raises(ConfigError) as error:
+        load(RECIPES[recipe].config, None, given)
+    assert str(error.value).startswith(f'config key "{section}.{key}" is missing on the command line; give ')
+    assert str(error.value).endswith(f" there or as --{section}.{key}.")
+    file = tmp_path / "config.yaml"
+    file.write_text("seed: 1\n" + "{}{}: {{kind: {}}}\n".format(*_indented(section), kind))
+    with pytest.raises(ConfigError) as error:
+        load(RECIPES[recipe].config, file, given[1:])
+    assert f'"{section}.{key}" is missing in {file} line ' in str(error.value)
+
+
+def _indented(section: str) -> tuple[str, str]:
+    outer, dot, name = section.rpartition(".")
+    return (f"{outer}:\n  kind: own_answers\n  " if dot else ""), name
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -140,7 +140,7 @@ def _sentence(error: ValidationError, node: Node, written: Written) -> ConfigErr
         if not kinds and len(schema.alternatives(node)) > 1:
             break  # what follows is which of several it was not
         if first["type"] == "missing" and place == len(first["loc"]) - 1:
-            return _missing(written, str(part), kinds[""]["properties"][part])
+            return _missing(written, str(part), _inside(node, part))
         node = _inside(node, part)
         written = written.inside(part) or Written(join(written.path, str(part)), written.where)
     if first["type"] == "value_error":
