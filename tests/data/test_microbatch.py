@@ -120,7 +120,8 @@ def test_a_missing_column_is_named_beside_those_there_are(microbatch, columns, a
     with pytest.raises(LookupError) as error:
         replace(microbatch, columns=columns).column("advantage")
     assert str(error.value) == (
-        f'the microbatch has no column "advantage" (it has: {available}). Give it to pack(columns=...).'
+        f'the microbatch has no column "advantage" (it has: {available}). Name one of these, or give it to '
+        "pack(columns=...)."
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from postlude.model import LanguageModel, OutputInputs
@@ -46,7 +47,7 @@ class Killing:
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         self.steps += inputs.microbatch.index == 0
-        if self.moment == "backward" and self.steps == self.step:
+        if self.moment == "backward" and self.steps == self.step and dist.is_initialized():  # in a rank
             inputs.hidden.register_hook(self.on_gradient)  # when the head's backward is done and the layers' is not
         return self.policy(inputs)
 

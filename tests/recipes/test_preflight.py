@@ -24,6 +24,7 @@ ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number
 
 
 def dataset(directory: Path, rows: Any = ROWS) -> Path:
+    directory.mkdir(exist_ok=True)
     path = directory / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -90,6 +91,69 @@ def test_more_than_a_rank_can_hold_is_refused(
     assert "a rank needs 12.5 MiB for weights, gradients and the optimizer's numbers, but has 3.8 MiB" in said
     assert "Raise layout.dp_shard, tp or pp" in said
     assert list(tmp_path.iterdir()) == [data]
+
+
+OBJECTIVES = """
+from pathlib import Path
+from postlude.objectives import Loss
+
+def recording(inputs, *, over, to):
+    batch = inputs.microbatch
+    with Path(to).open("a") as file:
+        file.write(" ".join(sorted(batch.columns)) + "\\n")
+    return Loss(-inputs.head.logprobs(inputs.hidden, batch.targets).logprob, over)
+
+def mistyped(inputs):
+    return Loss(-inputs.microbatch.column("advantage"), "response_mask")
+
+def broken(inputs):
+    return Loss(inputs.hidden.no_such_thing(), "response_mask")
+
+def over_nothing(inputs):
+    return Loss(-inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob, "answer_mask")
+"""
+SHORT = ("--steps=1", "--budget=256", "--export=false", "--save_every=0", "--sinks=[]")
+GRPO = ("grpo", "--prompts=2", "--samples=2", "--answers.max_new_tokens=4", "--evaluation.every=0", *SHORT)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mistyped", 'has no column "advantage" (it has: "response_mask", "sequence_mean"'),
+        ("broken", "AttributeError: 'Tensor' object has no attribute 'no_such_thing' (mine.py, line 15)"),
+        ("over_nothing", 'has no column "answer_mask" (it has: "response_mask"'),
+    ],
+)
+def test_an_objective_that_cannot_be_called_is_a_sentence(
+    name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(OBJECTIVES)
+    assert main([*GRPO, f"--objective={mine}:{name}", f"--run={tmp_path}/run"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"postlude grpo: the objective {mine}:{name} failed in its trial call: ")
+    assert says in told
+    assert "old_logprobs" in told, "the columns that exist are listed"
+    assert len(told.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "grpo", "grpo --reference=true", "distill"])
+def test_the_trial_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_path: Path) -> None:
+    data, seen = dataset(tmp_path), tmp_path / "columns"
+    (tmp_path / "mine.py").write_text(OBJECTIVES)
+    pairs = dataset(tmp_path / "pairs", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}] * 3)
+    mine = [f"--objective={tmp_path}/mine.py:recording", f"--objective.settings.to={seen}", f"--run={tmp_path}/run"]
+    over = "loss_mask" if recipe == "sft" else "response_mask"
+    beside = {
+        "sft": ["sft", f"--data.path={data}", "--batch=2", *SHORT],
+        "dpo": ["dpo", f"--data.path={pairs}", "--batch=2", *SHORT],
+        "distill": ["distill", "--teacher=tiny-dense", "--data=examples", f"--data.path={data}", "--batch=2", *SHORT],
+    }.get(recipe, [*GRPO, *recipe.split()[1:]])
+    assert main([*beside, *mine, f"--objective.settings.over={over}"]) == 0
+    first, *others = seen.read_text().splitlines()
+    assert others, "a step was made"
+    assert {first} == set(others)
 
 
 @pytest.mark.thorough  # tests/test_launcher.py starts ranks by torchrun, too

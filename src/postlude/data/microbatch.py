@@ -204,7 +204,8 @@ class Microbatch:
         if name not in self.columns:
             available = ", ".join(f'"{other}"' for other in self.columns) or "none"
             raise LookupError(
-                f'the microbatch has no column "{name}" (it has: {available}). Give it to pack(columns=...).'
+                f'the microbatch has no column "{name}" (it has: {available}). Name one of these, or give it to '
+                "pack(columns=...)."
             )
         return self.columns[name]
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from postlude.data import Batch
 from postlude.data.chat import Encoded
 from postlude.engine import Engine
@@ -20,6 +23,7 @@ from postlude.recipes.run.ending import Ending
 from postlude.recipes.serving import engine_of, of_servers
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
+from postlude.recipes.trial import ANSWERS
 from postlude.recipes.where import HERE, Where
 from postlude.rollout.environments import Transcript
 from postlude.rollout.tasks import Task
@@ -91,8 +95,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             self.answered = None
         with self.timed("teacher"):
             logprobs, ids = self.teacher.topk(batch, self.config.top_k, temperature=self.temperature)
-        columns = {**batch.columns, "teacher_logprobs": logprobs, "teacher_ids": ids}
-        return replace(batch, columns=columns), found
+        return _with_teacher(batch, logprobs, ids), found
 
     def answer(self, tasks: Sequence[Task], *, held_out: bool) -> dict[str, Any]:
         """On the first rank: have the student answer; returns what is to be told of it."""
@@ -111,6 +114,17 @@ def _batch(sequences: Sequence[Encoded | Transcript]) -> Batch:
     return Batch([each.tokens for each in sequences], {MASK: [each.mask for each in sequences]})
 
 
+def _with_teacher(batch: Batch, logprobs: Sequence[Tensor], ids: Sequence[Tensor]) -> Batch:
+    return replace(batch, columns={**batch.columns, "teacher_logprobs": logprobs, "teacher_ids": ids})
+
+
+def _trial(top_k: int) -> Batch:
+    """A batch to try the objective on. The teacher's likeliest tokens are alike at every position."""
+    batch, best = _batch(ANSWERS), torch.arange(top_k)
+    logprobs = [(-1.0 - best).expand(length, -1) for length in batch.lengths]
+    return _with_teacher(batch, logprobs, [best.expand(length, -1) for length in batch.lengths])
+
+
 def checks(subject: Subject) -> list[Check]:
     """What must hold before a run begins."""
     config: DistillConfig = subject.config
@@ -124,7 +138,11 @@ def checks(subject: Subject) -> list[Check]:
             *of_servers(subject, data.rollout, data.answers, trained=True),
         ]
     )
-    return [*of_training(subject), *of_teacher(subject, config.teacher, config.top_k), *learned_on]
+    return [
+        *of_training(subject, _trial(config.top_k)),
+        *of_teacher(subject, config.teacher, config.top_k),
+        *learned_on,
+    ]
 
 
 def run(config: DistillConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from postlude.data import Batch
 from postlude.data.chat import Encoded, preference_batch
 from postlude.engine.reference import Reference
@@ -17,6 +20,7 @@ from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
+from postlude.recipes.trial import ANSWERS
 from postlude.recipes.where import HERE, Where
 
 
@@ -43,13 +47,20 @@ class DPOTrainer(SupervisedTrainer[tuple[Encoded, Encoded]]):
             return batch, {}
         with self.timed("reference"):
             logprobs = self.reference.logprobs(batch).logprob
-        return replace(batch, columns={**batch.columns, "reference_logprobs": logprobs}), {}
+        return _with_reference(batch, logprobs), {}
+
+
+def _with_reference(batch: Batch, logprobs: list[Tensor]) -> Batch:
+    return replace(batch, columns={**batch.columns, "reference_logprobs": logprobs})
 
 
 def checks(subject: Subject) -> list[Check]:
     """What must hold before a run begins."""
     subject.others += [subject.config.model] if subject.config.has_reference else []
-    return [*of_training(subject), *of_rows(subject, subject.config.data)]
+    trial = preference_batch([(ANSWERS[0], ANSWERS[1]), (ANSWERS[2], ANSWERS[3])])
+    if subject.config.has_reference:
+        trial = _with_reference(trial, [torch.full((length,), -1.0) for length in trial.lengths])
+    return [*of_training(subject, trial), *of_rows(subject, subject.config.data)]
 
 
 def run(config: DPOConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:

@@ -31,6 +31,7 @@ from postlude.recipes.run.ending import Ending
 from postlude.recipes.serving import engine_of, of_servers
 from postlude.recipes.supply import Supply, age
 from postlude.recipes.trainer import Trainer, train
+from postlude.recipes.trial import ANSWERS
 from postlude.recipes.where import HERE, Where
 from postlude.rollout.conversations import Answered
 from postlude.rollout.tasks import Task, Tasks, hold_out
@@ -287,6 +288,25 @@ def routing_of(answered: Sequence[Answered]) -> list[Tensor]:
     return found
 
 
+def _trial(config: GRPOConfig) -> Batch:
+    """A batch to try the objective on: two prompts with two answers each, one of them better."""
+    masks = [each.mask for each in ANSWERS]
+    logprobs = [torch.full((len(each),), -1.0) for each in ANSWERS]
+    columns: dict[str, Any] = {
+        "response_mask": weights(masks),
+        "sequence_mean": weights(masks, "sequences"),
+        "group_mean": weights(masks, "groups", groups=[0, 0, 1, 1]),
+        "positive": [1.0, 0.0, 1.0, 0.0],
+        "advantages": [1.0, -1.0, 1.0, -1.0],
+        "rollout_logprobs": logprobs,
+        "old_logprobs": logprobs,
+    }
+    return Batch(
+        [each.tokens for each in ANSWERS],
+        columns | ({"reference_logprobs": logprobs} if config.has_reference else {}),
+    )
+
+
 def checks(subject: Subject) -> list[Check]:
     """What must hold before a run begins."""
     config: GRPOConfig = subject.config
@@ -299,7 +319,7 @@ def checks(subject: Subject) -> list[Check]:
     held_out = config.evaluation.tasks if config.evaluation.every else 0
     replay = [Check("replay_routing", lambda: _replay(subject), after=("model",))] if config.replay_routing else []
     return [
-        *of_training(subject),
+        *of_training(subject, _trial(config)),
         *replay,
         *of_environment(subject, config.environment, config.answers, example=warm, held_out=held_out),
         *of_servers(subject, config.rollout, config.answers, trained=True, compared=config.old_logprobs == "rollout"),

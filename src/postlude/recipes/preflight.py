@@ -21,6 +21,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from postlude.checks import MISTAKES, check_place, nearest, sentence
+from postlude.data import Batch
 from postlude.data.chat import Encoder
 from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer
@@ -50,6 +51,7 @@ from postlude.recipes.run.changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
 from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.recipes.run.sinks import check_sinks
+from postlude.recipes.trial import try_objective
 from postlude.rollout.environments import Environment, is_chat
 from postlude.rollout.generator import check_draft
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
@@ -144,17 +146,22 @@ class Subject:
         """The model's tokenizer."""
         return load_tokenizer(self.config.model)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        default = "bfloat16" if self.start.device == "cuda" else "float32"
+        found: torch.dtype = getattr(torch, self.config.dtype or default)
+        return found
+
     @cached_property
     def memory(self) -> list[Memory]:
         """What a rank of each pipeline stage will need."""
         config: Training = self.config
-        on_gpu = self.start.device == "cuda"
-        dtype = getattr(torch, config.dtype or ("bfloat16" if on_gpu else "float32"))
         return estimate(
             self.model[1],
             config.layout,
             budget=config.budget,
-            compute_bytes=dtype.itemsize,
+            compute_bytes=self.dtype.itemsize,
             moments=config.optimizer.numbers(config.weights),
             weights=config.weights,
             recompute=config.recompute,
@@ -176,15 +183,18 @@ def of_model(subject: Subject) -> Iterator[Check]:
     yield Check("tokenizer", lambda: _tokenizer(subject), after=("model",))
 
 
-def of_training(subject: Subject) -> Iterator[Check]:
-    """What every recipe that trains needs besides: a layout that divides the model, room in memory and on disk."""
+def of_training(subject: Subject, trial: Batch) -> Iterator[Check]:
+    """What every recipe that trains needs besides: a layout that divides the model, room in memory and on disk.
+
+    The objective is called once, on `trial`: a small batch with the columns that the recipe gives it.
+    """
     yield from of_model(subject)
     if (ahead := subject.config.mtp) is not None:
         yield Check("mtp", lambda: told(subject.config.model, ahead), after=("model",))
     yield Check("layout", lambda: _layout(subject), after=("model",))
     yield Check("memory", lambda: _memory(subject), after=("device", "layout"))
     yield Check("disk", lambda: _disk(subject), after=("model", "run"))
-    yield Check("objective", lambda: _objective(subject.config.objective))
+    yield Check("objective", lambda: _objective(subject, trial), after=("model",))
 
 
 def of_environment(
@@ -375,9 +385,13 @@ def _disk(subject: Subject) -> str:
     return f"{in_bytes(free)} left, about {in_bytes(needed)} a checkpoint"
 
 
-def _objective(objective: Any) -> str:
+def _objective(subject: Subject, trial: Batch) -> str:
+    objective, start = subject.config.objective, subject.start
     made = built(objective)
-    return objective.file if isinstance(objective, ObjectiveFile) else type(made).__name__
+    name = objective.file if isinstance(objective, ObjectiveFile) else type(made).__name__
+    devices = ["cpu", "cuda"] if start.device == "cuda" and start.here else ["cpu"]
+    try_objective(made, name, trial, subject.model[1], subject.dtype, devices)
+    return f"{name}, which returns a loss"
 
 
 def _turns(environment: Environment, tokenizer: PreTrainedTokenizerBase, settings: Turns) -> None:

@@ -15,6 +15,7 @@ from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.ending import Ending
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
+from postlude.recipes.trial import ANSWERS
 from postlude.recipes.where import HERE, Where
 
 
@@ -39,7 +40,7 @@ class SFTTrainer(SupervisedTrainer[Encoded]):
 
 def checks(subject: Subject) -> list[Check]:
     """What must hold before a run begins."""
-    return [*of_training(subject), *of_rows(subject, subject.config.data)]
+    return [*of_training(subject, sft_batch(ANSWERS)), *of_rows(subject, subject.config.data)]
 
 
 def run(config: SFTConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:
