@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -42,6 +43,68 @@ def test_parquet_equals_jsonl(tmp_path: Path) -> None:
     write(tmp_path / "torn.parquet", (tmp_path / "train.parquet").read_bytes()[:100])
     with pytest.raises(ValueError, match=r"torn\.parquet cannot be read as parquet: "):
         read_rows(tmp_path / "torn.parquet")
+
+
+def test_parquet_leaves_out_the_keys_that_other_rows_have(tmp_path: Path) -> None:
+    """Every struct of a column has the keys of all: those that a row lacks are null there, and are no part of it."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    calls = [[{"function": {"name": "look", "arguments": arguments}}] for arguments in ({"a": 1}, {"b": "x"})]
+    nested = [{"messages": [{"role": "assistant", "tool_calls": each}], "other": None} for each in calls]
+    nested.append({"messages": [{"role": "user", "content": "hi"}], "other": "x"})
+    parquet.write_table(pyarrow.Table.from_pylist(nested), tmp_path / "train.parquet")
+    assert list(read_rows(tmp_path / "train.parquet")) == nested
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.CSV", "a.csv.gz", "a.jsonl.gz", "a.json.gz", "a.json", "list.json"])
+def test_every_format_holds_the_same_rows(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": 'é, "x"\ny', "completion": "1"}, {"prompt": "b\u2028b", "completion": None}]
+    if ".csv" in name.lower():
+        text = "\N{ZERO WIDTH NO-BREAK SPACE}" + 'prompt,completion\r\n"é, ""x""\ny",1\r\n\r\nb\u2028b,\r\n'
+    else:
+        text = json.dumps(rows, indent=1) if name == "list.json" else lines(rows)  # type: ignore[arg-type]
+    write(tmp_path / name, gzip.compress(text.encode()) if name.endswith(".gz") else text)
+    assert list(read_rows(tmp_path / name)) == rows
+    assert list(read_rows(tmp_path)) == rows
+
+
+def test_a_folder_names_what_it_does_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.jsonl", lines(ROWS))
+    for name in ("dataset_infos.json", "dataset_info.json", "README.md", "._a.jsonl", "_SUCCESS", "LICENSE"):
+        write(tmp_path / name, '{"default": 1}')
+    (tmp_path / "b.jsonl").mkdir()
+    assert list(read_rows(tmp_path)) == ROWS
+    assert not caplog.text
+    for name in ("b.arrow", "c.jsonl.zst"):
+        write(tmp_path / name, "x")
+    assert list(read_rows(tmp_path)) == ROWS
+    assert "not read" in caplog.text
+    assert "b.arrow, c.jsonl.zst." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("d.csv", "a,b\n1,2\n1,2,3\n", r"line 3 of d\.csv has 3 cells, but its first line names 2 columns"),
+        ("d.csv", b"a,b\n\xff,1\n", r"d\.csv is not UTF-8 text"),
+        ("d.csv", 'a,b\n"1,2\n', r"line 2 of d\.csv is not CSV: unexpected end of data"),
+        ("d.jsonl.gz", "no gzip", r"d\.jsonl\.gz cannot be read as gzip"),
+        (
+            "d.jsonl.gz",
+            gzip.compress(b"{}\n" * 9, mtime=0)[:-12],
+            r"d\.jsonl\.gz cannot be read as gzip: .*cut off",
+        ),
+        ("d.json", '[{"a": 1},\n{"a" 2}]', r"d\.json is not JSON: .* at line 2, column 6"),
+        ("d.json", '[{"a": 1},\n2]', r"row 1 of d\.json holds a JSON int"),
+        ("d.jsonl", '{"a": ' + "9" * 5000 + "}\n", r"line 1 of d\.jsonl cannot be read: Exceeds the limit"),
+    ],
+)
+def test_a_broken_file_of_another_format_is_a_sentence(
+    tmp_path: Path, name: str, text: str | bytes, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read_rows(write(tmp_path / name, text))
 
 
 def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
@@ -89,11 +152,11 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
         read_rows(tmp_path / "trian.jsonl")
     with pytest.raises(FileNotFoundError, match="the current directory is"):
         read_rows(tmp_path / "nowhere" / "x.jsonl")
-    with pytest.raises(ValueError, match=r'ends in "\.csv", but \.jsonl and \.parquet can be read'):
-        read_rows(write(tmp_path / "train.csv", "a,b"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"has no \.jsonl or \.parquet files"):
-        read_rows(tmp_path / "empty")
+    with pytest.raises(ValueError, match=r'ends in "\.xlsx", but \.jsonl, \.json, \.csv .* and \.parquet can be read'):
+        read_rows(write(tmp_path / "train.xlsx", "a,b"))
+    (tmp_path / "outer" / "data").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"outer has no rows to read.* did you mean .*outer/data\?"):
+        read_rows(tmp_path / "outer")
 
 
 def test_parquet_without_pyarrow_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

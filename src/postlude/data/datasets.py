@@ -1,17 +1,30 @@
-"""Rows of a dataset from JSONL or parquet files, and the order they are visited in."""
+"""Rows of a dataset from JSONL, JSON, CSV or parquet files, and the order they are visited in."""
 
 from __future__ import annotations
 
+import csv
 import difflib
+import gzip
 import importlib
+import io
 import json
+import logging
+import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 LINES = (".jsonl", ".ndjson", ".json")
-PARQUET = (".parquet",)
+FORMATS = (*LINES, ".csv", ".parquet")
+READABLE = ".jsonl, .json, .csv (each also as .gz) and .parquet"
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that describe a dataset and hold no rows of it."""
+DOCUMENTS = (".", "_", "README", "LICENSE")
+"""What the names of files begin with that are skipped without a word."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +73,17 @@ class Rows:
 
 
 def read_rows(path: str | Path, require: Sequence[str] = ()) -> Rows:
-    """Read a .jsonl or .parquet file, or a folder of such files in the order of their names.
+    """Read a .jsonl, .json, .csv or .parquet file, or a folder of such files in the order of their names.
 
     Every row is read and checked here, so that a broken one stops a run before it starts. `require` names the columns
-    in which every row must have a value. JSONL has one object a line, in UTF-8; blank lines count but hold no row.
+    in which every row must have a value. JSONL has one object a line, in UTF-8; blank lines count but hold no row. A
+    .json file is the same, or one list of objects. All but parquet may be compressed: `rows.jsonl.gz`.
     """
     path = Path(path)
     rows: list[Mapping[str, Any]] = []
     places: list[str] = []
     for file in dataset_files(path):
-        for place, row in _read_parquet(file) if file.suffix in PARQUET else _read_lines(file):
+        for place, row in _read(file):
             rows.append(row)
             places.append(place)
     if not rows:
@@ -78,42 +92,122 @@ def read_rows(path: str | Path, require: Sequence[str] = ()) -> Rows:
 
 
 def dataset_files(path: Path) -> list[Path]:
-    """The files that a dataset is, in their order."""
+    """The files that a dataset is, in their order. A folder's files that cannot be read are named in a warning."""
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in LINES + PARQUET)
+        found = sorted(file for file in path.iterdir() if file.is_file() and not _is_description(file))
+        files = [file for file in found if _format(file) is not None]
         if not files:
-            raise FileNotFoundError(f"folder {path} has no .jsonl or .parquet files.")
+            folders = sorted(each.name for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+            hint = f" It has the folder {folders[0]}: did you mean {path / folders[0]}?" if folders else ""
+            raise FileNotFoundError(f"folder {path} has no rows to read, which are {READABLE}.{hint}")
+        skipped = [file.name for file in found if _format(file) is None]
+        if skipped:
+            log.warning("folder %s: not read, since rows are %s: %s.", path, READABLE, ", ".join(skipped))
         return files
     if not path.is_file():
         siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, siblings, 1)
         hint = f"did you mean {path.parent / near[0]}?" if near else f"the current directory is {Path.cwd()}."
         raise FileNotFoundError(f"there is no dataset {path}; {hint}")
-    if path.suffix not in LINES + PARQUET:
-        raise ValueError(f'dataset {path} ends in "{path.suffix}", but .jsonl and .parquet can be read. Convert it.')
+    if _format(path) is None:
+        raise ValueError(f'dataset {path} ends in "{path.suffix}", but {READABLE} can be read. Convert it.')
     return [path]
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            place = f"line {number} of {path.name}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                row = json.loads(text) if text else None
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{place} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
-            except json.JSONDecodeError as error:
-                torn = "" if line.endswith(b"\n") else " It is the last line and has no end: was the file cut off?"
-                raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}.{torn}") from error
-            if not text:
-                continue
-            if not isinstance(row, dict):
+def _is_description(file: Path) -> bool:
+    return file.name.startswith(DOCUMENTS) or file.name in DESCRIPTIONS
+
+
+def _format(file: Path) -> str | None:
+    """The suffix that says how a file is read, without that of compression; None if it cannot be."""
+    name = file.name.lower()
+    bare = name.removesuffix(".gz")
+    suffix = Path(bare).suffix
+    return suffix if suffix in FORMATS and (bare == name or suffix != ".parquet") else None
+
+
+def _read(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    suffix = _format(file)
+    if suffix == ".parquet":
+        yield from _read_parquet(file)
+        return
+    try:
+        with gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb") as opened:
+            if suffix == ".csv":
+                yield from _read_csv(opened, file.name)
+            elif suffix == ".json" and _is_list(opened):
+                yield from _read_list(opened, file.name)
+            else:
+                yield from _read_lines(opened, file.name)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{file} cannot be read as gzip: {error}. Was it cut off? Fetch or compress it again."
+        ) from error
+
+
+def _is_list(file: io.BufferedIOBase) -> bool:
+    """Whether a file of JSON is one list of objects, and not an object a line."""
+    start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    file.seek(0)
+    return start.startswith(b"[") and start[1:].lstrip()[:1] in (b"{", b"", b"]")
+
+
+def _read_list(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        rows = json.loads(file.read().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}.") from error
+    for number, row in enumerate(rows):
+        yield _checked_row(row, f"row {number} of {name}", "Give a list of objects.")
+
+
+def _read_lines(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in enumerate(file, start=1):
+        place = f"line {number} of {name}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            row = json.loads(text) if text else None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{place} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+        except json.JSONDecodeError as error:
+            torn = "" if line.endswith(b"\n") else " It is the last line and has no end: was the file cut off?"
+            raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}.{torn}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+            raise ValueError(f"{place} cannot be read: {error}. Leave it out.") from error
+        if text:
+            yield _checked_row(row, place, "Write one object a line.")
+
+
+def _checked_row(row: Any, place: str, mend: str) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(row, dict):
+        raise ValueError(
+            f'{place} holds a JSON {type(row).__name__}, but a row is an object such as {{"prompt": "..."}}. {mend}'
+        )
+    return place, row
+
+
+def _read_csv(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Rows of text by the names in the first line. An empty cell has no value."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a conversation may be longer than csv's own limit
+    binary: Any = file
+    reader = csv.reader(io.TextIOWrapper(binary, encoding="utf-8-sig", newline=""), strict=True)
+    try:
+        columns = next(reader, [])
+        for cells in reader:
+            if len(cells) not in (0, len(columns)):
                 raise ValueError(
-                    f'{place} holds a JSON {type(row).__name__}, but a row is an object such as {{"prompt": "..."}}. '
-                    f"Write one object a line."
+                    f"line {reader.line_num} of {name} has {len(cells)} cells, but its first line names "
+                    f"{len(columns)} columns. Put cells that hold a comma or a line break in quotes."
                 )
-            yield place, row
+            if cells:
+                row = {column: cell or None for column, cell in zip(columns, cells, strict=True)}
+                yield f"line {reader.line_num} of {name}", row
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text after line {reader.line_num}: {error.reason}.") from error
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num} of {name} is not CSV: {error}.") from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -131,8 +225,18 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     for batch in table.to_batches(max_chunksize=4096):
         for row in batch.to_pylist():
-            yield f"row {number} of {path.name}", row
+            yield f"row {number} of {path.name}", {name: _unpadded(value) for name, value in row.items()}
             number += 1
+
+
+def _unpadded(value: Any) -> Any:
+    """A value without the keys that are null within it.
+
+    In parquet every object of a column has the keys of all of them, so that a key which only others have is null here.
+    """
+    if isinstance(value, dict):
+        return {name: _unpadded(each) for name, each in value.items() if each is not None}
+    return [_unpadded(each) for each in value] if isinstance(value, list) else value
 
 
 def _no_column(name: str, column: str, columns: Sequence[str]) -> str:
