@@ -30,7 +30,7 @@ LLAMA = LlamaConfig(
     bos_token_id=None,
     eos_token_id=2,
 )
-MOE = MoEConfig(experts=4, top_k=2, intermediate_size=12, selection_bias=True)
+MOE = MoEConfig(experts=4, top_k=2, intermediate_size=12, selection_bias=True, selection_bias_rate=1e-3)
 FAST = AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 
 

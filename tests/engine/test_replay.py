@@ -23,6 +23,7 @@ EXPERTS = MoEConfig(
     intermediate_size=12,
     shared_intermediate_size=8,
     selection_bias=True,
+    selection_bias_rate=1e-3,
     balance_coefficient=0.01,
     router_fp32=True,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from tests.engine.training import (
     weights,
 )
 from tests.equality import assert_equal
+from tests.hf.attention_families import CONFIGS
 
 DENSE, MOE = config("tiny-dense", num_hidden_layers=2), config("tiny-moe", num_hidden_layers=2)
 SOURCES = {"dense": DENSE, "moe": MOE, "deep": config("tiny-dense")}
@@ -438,3 +440,42 @@ def test_selection_biases_move_by_the_load_of_all_ranks(ranks: Any, tmp_path: An
     for found, alike in run(ranks, layout, balancing, recompute, str(tmp_path / "many")):
         assert alike
         assert same(found, expected)
+
+
+BIASED = CONFIGS["glm4_moe"]()  # as DeepSeek-V3 and Nemotron-H choose experts, too
+
+
+def selecting(group: Any, directory: str) -> dict[str, Any]:
+    """What three steps without a learning rate make of the selection biases, by the rate; and what is exported."""
+    found: dict[str, Any] = {}
+    for rate in (None, 0.0, 0.01):
+        engine = build("", BIASED, selection_bias_rate=rate, optimizer=AdamW(lr=0.0))
+        for block in engine.stages[0].blocks:
+            for buffer in block.buffers():
+                buffer.fill_(0.25)  # as loaded
+        engine.zero_grad()
+        before = {name: bias.clone() for name, bias in engine.tensors.items() if "selection_bias" in name}
+        for seed in range(3):
+            engine.forward_backward(batch(seed, vocab_size=61), policy)
+            engine.optimizer_step()
+        found[str(rate)] = {name: (engine.tensors[name] - bias).abs().max().item() for name, bias in before.items()}
+        exported = engine.export_hf(Path(directory) / str(rate))
+        found[f"{rate} exported"] = {
+            name: tensor for name, tensor in load_model(exported).state_dict().items() if "selection_bias" in name
+        }
+        assert same(found[f"{rate} exported"], {name: engine.tensors[name] for name in before})
+    return found
+
+
+def test_a_selection_bias_moves_by_its_own_rate_alone(ranks: Any, tmp_path: Path) -> None:
+    (found,) = ranks(1, selecting, str(tmp_path))
+    for rate, far in ("None", 0.0), ("0.0", 0.0):
+        assert set(found[rate].values()) == {far}
+    assert all(0.0 < moved < 0.0301 for moved in found["0.01"].values())
+
+
+def test_a_selection_bias_rate_needs_a_router_with_a_bias() -> None:
+    with pytest.raises(ValueError, match=r"selection_bias_rate is 0.01, but no router of \[\*E\]\{2\} has"):
+        adapt(MOE)[1].with_selection_bias_rate(0.01)
+    with pytest.raises(ValueError, match="selection_bias_rate is -1, but it must be a number of at least 0"):
+        adapt(BIASED)[1].with_selection_bias_rate(-1.0)

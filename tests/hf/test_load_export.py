@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from postlude import LanguageModel, Stage, export_hf, export_model, load_model, load_tokenizer, pack
 from postlude.hf.card import ModelCard
+from postlude.hf.load import check_weights
 from postlude.hf.reading import read_config, read_generation
+from postlude.hf.renew import renew
 from tests.hf.families import CONFIGS, saved
 
 
@@ -40,6 +43,23 @@ def test_half_precision_keeps_its_dtype_and_bits(dtype: torch.dtype, tmp_path: P
     again = load_model(tmp_path / "half")
     assert {parameter.dtype for parameter in again.parameters()} == {dtype}
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_a_tied_model_whose_files_hold_another_head_is_refused(tmp_path: Path) -> None:
+    export_hf(load_model("tiny-dense"), tmp_path)
+    tensors = {name: tensor.clone() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert check_weights(tmp_path) == len(tensors)
+    assert torch.equal(load_model(tmp_path).embedding.weight, embedding)
+    head = embedding + 1.0
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    for refusing in (load_model, check_weights, functools.partial(renew, load_model("tiny-dense"))):
+        with pytest.raises(ValueError, match=r'lm_head.weight in the files is not .*set "tie_word_embeddings": false'):
+            refusing(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert torch.equal(load_model(tmp_path).head.weight, head)
 
 
 def test_sharded_directories_in_and_out(tmp_path: Path) -> None:

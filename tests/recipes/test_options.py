@@ -178,6 +178,7 @@ ELSEWHERE = {
     "recompute": "it changes no number; tests/verify",
     "overlap": "it changes no number; tests/engine/test_overlap.py and test_zero_bubble.py",
     "gather_once": "it changes no number; tests/engine/test_sharding.py",
+    "selection_bias_rate": "tests/engine/test_training.py: test_a_selection_bias_moves_by_its_own_rate_alone",
     "optimizer.moments": "tests/engine/test_optimizers.py",
     "optimizer.offload": "it changes no number; tests/engine/test_optimizers.py",
     "dtype": "test_grpo.py: test_what_is_computed_in",

@@ -66,6 +66,8 @@ class Engine:
     pipeline, so do gradients, which are summed once a step instead of once a microbatch: where ranks shard a model,
     each needs room for all of its stage's, in fp32. One that shards nothing has them whole anyway. `weights` says how
     they are stored between steps (`postlude.optimizer.Weights`): narrower than fp32 where no rank shares them.
+    `selection_bias_rate` is how far a step moves the selection biases of routers towards even load, whatever the
+    learning rate is; None leaves what the model's config says, which is 0 for every model of a Hugging Face family.
 
     `source` is what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family,
     its tensors are streamed under our own names. Of a `Recast`, `fresh` names the tensors that the source had not.
@@ -88,6 +90,7 @@ class Engine:
         overlap: Overlap = False,
         gather_once: bool = False,
         weights: Weights = "fp32",
+        selection_bias_rate: float | None = None,
         seed: int = 0,
         mesh: Mesh | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
@@ -106,6 +109,8 @@ class Engine:
         self.block_types, self.families = blocks, families
         source = with_depths(source, families, blocks) if mtp else source
         self.family, self.config = read_model(source, families, blocks)
+        if selection_bias_rate is not None:
+            self.config = self.config.with_selection_bias_rate(selection_bias_rate)
         self.fresh = read_moves(source, families, blocks).fresh if isinstance(source, Recast) else ()
         self.generation = read_generation(source, blocks)
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)

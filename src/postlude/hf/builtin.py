@@ -122,7 +122,7 @@ def tiny_hybrid() -> ModelConfig:
             "G": GatedDeltaConfig(key_heads=4, value_heads=8, key_dim=16, value_dim=16, chunk=16),
             "+": LatentAttentionConfig(heads=8, nope_dim=8, rope_dim=4, value_dim=8, latent_size=24),
             "-": MLPConfig(intermediate_size=192),
-            "E": MoEConfig(experts=8, top_k=2, intermediate_size=64, selection_bias=True),
+            "E": MoEConfig(experts=8, top_k=2, intermediate_size=64, selection_bias=True, selection_bias_rate=1e-3),
         },
         norm_eps=1e-3,
         hf_config={"eos_token_id": END},

@@ -112,6 +112,7 @@ def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> 
     """Copy every tensor that this rank holds from the source, and account for every tensor of the source."""
     _start_from_nothing(model)
     _account(wanted_tensors(model.config, family, model.block_types), set(tensors.names()), family, model.config)
+    _check_tied(tensors, family, model.config)
     _copy(tensors, family, model.config, model.state_dict())
 
 
@@ -129,6 +130,7 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapp
         tensors, family = MemorySource(drawn.state_dict()), None
     else:
         _account(wanted_tensors(before, family, blocks), set(tensors.names()), family, before)
+        _check_tied(tensors, family, before)
     _start_from_nothing(model)
     model.reset(seed, only=set(moved.fresh))
     own = model.state_dict()
@@ -198,6 +200,8 @@ def wanted_tensors(
 def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> int | None:
     """Make sure, by the files' headers alone, that every tensor is there in the shape that the config asks for.
 
+    Of a tied model whose files hold the head once more, the head and the embedding are read and compared.
+
     Returns how many there are; None where weights are drawn afresh, or are in a GGUF file, which has no such header.
     Of a `Recast`, it is the tensors of its source, those of multi-token prediction included.
     """
@@ -215,6 +219,7 @@ def check_tensors(
     """The same of tensors from anywhere."""
     wanted, available = wanted_tensors(config, family, blocks), set(tensors.names())
     _account(wanted, available, family, config)
+    _check_tied(tensors, family, config)
     for name in wanted.keys() & available:
         _compare(name, tensors.shape(name), wanted[name].shape)
     return len(wanted.keys() & available)
@@ -226,8 +231,8 @@ def _account(tensors: Mapping[str, Theirs], available: set[str], family: Family 
     if missing:
         raise ValueError(f"the source lacks {len(missing)} tensor(s) of {config.pattern}: {_some(missing)}.")
     derived = {name for name in available if name.endswith("rotary_emb.inv_freq")}
-    if config.tied_head:
-        derived.add("lm_head.weight")
+    if config.tied_head and family is not None:
+        derived.add(_tied(family)[1])
     for what, starts in {} if family is None else family.not_read(config, available).items():
         found = {name for name in available - wanted if name.startswith(starts)}
         if found:
@@ -242,6 +247,27 @@ def _account(tensors: Mapping[str, Theirs], available: set[str], family: Family 
     if unknown:
         raise ValueError(
             f"the source holds {len(unknown)} tensor(s) {config.pattern} has no place for: {_some(unknown)}."
+        )
+
+
+def _tied(family: Family) -> tuple[str, str]:
+    """What the embedding and the head are called in the family's files."""
+    return f"{family.outer['embedding']}.weight", f"{family.outer['head']}.weight"
+
+
+def _check_tied(tensors: TensorSource, family: Family | None, config: ModelConfig) -> None:
+    """Refuse files of a tied model that hold a head which is not the embedding: which one is meant, they do not say."""
+    if not config.tied_head or family is None or isinstance(tensors, MemorySource):  # transformers tied the latter
+        return
+    embedding, head = _tied(family)
+    if head not in set(tensors.names()):
+        return
+    shared = tensors.take(embedding)
+    if not torch.equal(tensors.take(head).to(shared.dtype), shared):
+        raise ValueError(
+            f"the config ties the head to the embedding, but {head} in the files is not {embedding}. To load it as a "
+            f'head of its own, set "tie_word_embeddings": false in config.json; to leave it out, take {head} out of '
+            "the files."
         )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from postlude.layout import Layout, Stage
 from postlude.model.block_config import BlockConfig
 from postlude.model.pattern import Pattern
+
+RATE = "selection_bias_rate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,20 @@ class ModelConfig:
             for symbol, name in zip(layer.blocks, layer.names, strict=True)
         }
         return {name: choice for name, choice in choices.items() if choice[0]}
+
+    def with_selection_bias_rate(self, rate: float) -> ModelConfig:
+        """The same model, whose routers' selection biases move by `rate` after each optimizer step."""
+        changed: dict[str, Any] = {RATE: rate}
+        biased = {
+            symbol: replace(block, **changed)
+            for symbol, block in self.blocks.items()
+            if getattr(block, "selection_bias", False)
+        }
+        if not biased:
+            raise ValueError(
+                f"{RATE} is {rate:g}, but no router of {self.pattern} has a selection bias. Leave the setting out."
+            )
+        return replace(self, blocks={**self.blocks, **biased})
 
     def fits(self, layout: Layout) -> None:
         """Refuse a layout that cannot divide this model, in a sentence with the nearest that can."""

@@ -315,6 +315,8 @@ def _run(subject: Subject) -> str:
 
 def _model(subject: Subject) -> str:
     config = subject.model[1]
+    if (rate := getattr(subject.config, "selection_bias_rate", None)) is not None:
+        config.with_selection_bias_rate(rate)  # or a sentence
     return f"{subject.config.model}, {config.pattern}, {subject.size:,} parameters"
 
 

@@ -108,6 +108,7 @@ class Trainer(ABC):
             overlap=config.overlap,
             gather_once=config.gather_once,
             weights=config.weights,
+            selection_bias_rate=config.selection_bias_rate,
             seed=config.seed,
             mtp=config.mtp is not None,
         )

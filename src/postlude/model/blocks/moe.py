@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
+from postlude.checks import Within
 from postlude.layout import Layout, nearest
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block, Part
@@ -40,9 +41,10 @@ class MoEConfig(GatedConfig):
     `top_groups` groups (by the sum of each one's best `group_best` experts, by default top_k / top_groups), then
     experts inside them. `normalise` makes the chosen weights sum to one, `weight_scale` multiplies them after that.
     `selection_bias` adds a per-expert bias to the choice alone; after each step it moves by `selection_bias_rate`
-    towards even load, without an auxiliary loss. With a `latent_size` the chosen experts work in a space of so many
-    features, which one projection leads into before tokens are exchanged, and another out of after; router and shared
-    expert do not.
+    towards even load, without an auxiliary loss, whatever the learning rate is. The default of 0 leaves it as it was
+    loaded. The rate is a setting of training: configs that differ in it alone are equal, and export alike. With a
+    `latent_size` the chosen experts work in a space of so many features, which one projection leads into before tokens
+    are exchanged, and another out of after; router and shared expert do not.
 
     `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e the share of slots, p_e the mean score: 1 when even) and
     `z_coefficient` weighs the mean squared logsumexp of the router. Both are means over the tokens of the whole batch.
@@ -61,7 +63,7 @@ class MoEConfig(GatedConfig):
     top_groups: int = 1
     group_best: int | None = None
     selection_bias: bool = False
-    selection_bias_rate: float = 1e-3
+    selection_bias_rate: float = field(default=0.0, compare=False)
     router_fp32: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
@@ -81,6 +83,7 @@ class MoEConfig(GatedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        Within(least=0).check("selection_bias_rate", self.selection_bias_rate)
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(
                 f"top_k={self.top_k} of {self.experts} experts: choose at least 1 and at most all of them."
@@ -166,6 +169,7 @@ class MoE(Block):
     def __init__(self, config: MoEConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
         self.config = config
+        self.moves_bias = config.selection_bias and config.selection_bias_rate > 0
         self._replays: list[Tensor] = []  # each [2]: choices that were not the router's own, of how many given
         router = WideLinear if config.router_fp32 else Linear
         self.router = router(model.hidden_size, config.experts, bias=config.router_bias, tp=mesh.tp)
@@ -209,7 +213,7 @@ class MoE(Block):
 
     def counted(self) -> tuple[Tensor, ...]:
         """The load of each expert."""
-        return (self.load,) if self.config.selection_bias else ()
+        return (self.load,) if self.moves_bias else ()
 
     def measured(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Of the choices that were given, the share that the router would not have made."""
@@ -222,7 +226,7 @@ class MoE(Block):
     @torch.no_grad()
     def after_step(self) -> None:
         """Raise the bias of experts that saw less than the mean load, lower the others'."""
-        if self.config.selection_bias:
+        if self.moves_bias:
             self.selection_bias += self.config.selection_bias_rate * torch.sign(self.load.mean() - self.load)
 
     def route(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
@@ -324,7 +328,7 @@ class MoE(Block):
                     f"{self.name} counts its load in {self.load.dtype}, where counts and small steps of the bias are "
                     "lost; cast parameters alone, as load_model(dtype=...) does."
                 )
-            if self.training and context.first_time(f"{self.name}.load"):
+            if self.moves_bias and self.training and context.first_time(f"{self.name}.load"):
                 self.load += counts
         return counts
 

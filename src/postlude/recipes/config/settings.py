@@ -408,6 +408,9 @@ class Training(Model):
     weights: Weights = "fp32"
     """How weights are stored, where no ranks share them: in fp32; "split", in bf16, with the sixteen bits that fp32
     has beyond in the optimizer's state; "rounded", in bf16 alone, each step rounded at random, right on average."""
+    selection_bias_rate: NonNegative | None = None
+    """How far each step moves the selection biases of routers that have them (DeepSeek-V3, GLM, Nemotron-H) towards
+    even load, whatever the learning rate is; none leaves what the model's config says, 0 for a Hugging Face model."""
     mtp: Ahead | None = None
     """Multi-token prediction of the tokens that are learned, beside the objective; none leaves it out."""
     recompute: Recompute = "none"

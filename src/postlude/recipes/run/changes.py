@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "optimizer.lr",
     "optimizer.schedule",
     "optimizer.weight_decay",
+    "selection_bias_rate",
     "optimizer.max_grad_norm",
     "warm_start.optimizer.lr",
     "warm_start.optimizer.schedule",
