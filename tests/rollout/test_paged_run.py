@@ -17,8 +17,9 @@ from postlude.ops import few_rows
 from postlude.ops.linear import side_by_side
 from postlude.rollout.generator import Generator
 from postlude.rollout.paged_run import PagedRun, Slots
-from postlude.rollout.protocol import Completion
+from postlude.rollout.protocol import Completion, Request
 from postlude.rollout.sampling import Sampling
+from postlude.rollout.session import Session
 from tests.rollout.test_generator import teacher_forced
 
 STOPS = tuple(range(0, 256, 9))
@@ -206,6 +207,61 @@ def test_logits_that_are_no_numbers_are_an_error(device: str) -> None:
     model.reset()
     sampling = Sampling(max_new_tokens=9)
     assert_alike(generator.generate([[1, 2, 3]], sampling), Stepped(model).generate([[1, 2, 3]], sampling))
+
+
+def spoil(model: LanguageModel, token: int) -> None:
+    """After this token nothing is a number, whatever came before."""
+    model.embedding.register_forward_hook(
+        lambda _, arguments, hidden: hidden.masked_fill((arguments[0] == token)[:, None], torch.nan)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", [Stepped, Recorded])
+def test_an_answer_that_fails_costs_no_other_and_the_generator_stays_usable(way: type[Generator], device: str) -> None:
+    """One that begins with a token whose state is not a number; others run beside it and take its room after it."""
+    model = dense(device)
+    asked, samplings = uneven(4, 10, seed=5, ignore_eos=True, stop_tokens=(7,))
+    asked[2] = [1, 2, 3]
+    expected = Stepped(model).generate(asked, samplings, n=2)
+    spoil(model, 7)
+    session = Session(way(model, max_sequences=3, max_batch_tokens=260))
+    bad = {session.add(Request((5, 7, *asked[2]), samplings[2], n=2)) for _ in range(3)}
+    tickets = [session.add(Request(tuple(prompt), own, n=2)) for prompt, own in zip(asked, samplings, strict=True)]
+    found = {}
+    while session.busy:
+        found |= {(done.ticket, done.number): done for done in session.step()}
+    assert_alike([[found[ticket, number].answer for number in range(2)] for ticket in tickets], expected)
+    for ticket in bad:
+        for number in range(2):
+            assert "after 5 tokens are not numbers" in str(found[ticket, number].error)
+    generator = way(model, max_sequences=3, max_batch_tokens=260)
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="after 2 tokens are not numbers"):
+            generator.generate([[5, 7], *asked], [samplings[0], *samplings], n=2)
+        assert_alike(generator.generate(asked, samplings, n=2), expected)
+
+
+@pytest.mark.parametrize("way", [Stepped, Recorded])
+def test_a_tokenizer_that_fails_at_one_answer_costs_no_other(way: type[Generator]) -> None:
+    model, tokenizer = dense("cpu"), load_tokenizer("tiny-dense")
+
+    class Fails:
+        eos_token_id = None
+
+        def decode(self, tokens, **how) -> str:
+            if len(tokens) == 2:
+                raise ValueError("no text for two tokens")
+            return tokenizer.decode(tokens, **how)
+
+    session = Session(way(model, Fails(), max_batch_tokens=130))
+    bad = session.add(Request((1, 2), Sampling(max_new_tokens=6, stop=("zz",))))
+    good = session.add(Request((3, 4), Sampling(max_new_tokens=6)))
+    found = {}
+    while session.busy:
+        found |= {done.ticket: done for done in session.step()}
+    assert str(found[bad].error) == "no text for two tokens"
+    assert len(found[good].answer.tokens) == 6
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from postlude import load_model, pack
 from postlude.rollout.draw import Settings, draw
 from postlude.rollout.generator import Generator
 from postlude.rollout.noise import gumbel, mix, stream_key
-from postlude.rollout.sampling import Sampling
+from postlude.rollout.sampling import COLDEST, LEAST_FP32, MOST_FP32, Sampling
 
 WAYS = {
     "plain": Sampling(),
@@ -109,6 +109,41 @@ def test_rows_keep_their_own_settings() -> None:
         assert together[0][-1] == logits[-1].argmax()
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"temperature": COLDEST},
+        {"temperature": MOST_FP32},
+        {"top_p": LEAST_FP32},
+        {"top_p": 1.0 - 1e-12},
+        {"min_p": 1e-300},
+        {"temperature": COLDEST, "top_p": LEAST_FP32, "min_p": 1.0},
+    ],
+    ids=str,
+)
+def test_the_most_extreme_values_draw_a_token_of_a_finite_logprob(limits: dict) -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)) * 100
+    settings = Settings.of([Sampling(**limits)] * 3, [1, 2, 3], 300, logits.device)
+    tokens, logprobs, sampled = draw(logits, settings, torch.zeros(3, dtype=torch.int64))
+    assert torch.isfinite(torch.stack((logprobs, sampled))).all()
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+def test_logits_that_are_no_numbers_spoil_no_other_row() -> None:
+    logits = torch.randn(len(WAYS) * 2, 300, generator=torch.Generator().manual_seed(0))
+    logits[::2] = torch.nan
+    samplings = [each for each in WAYS.values() for _ in range(2)]
+    keys = list(range(len(samplings)))
+    _, *spoiled = draw(
+        logits, Settings.of(samplings, keys, 300, logits.device), torch.zeros(len(keys), dtype=torch.int64)
+    )
+    own = Settings.of(samplings[1::2], keys[1::2], 300, logits.device)
+    _, *alone = draw(logits[1::2], own, torch.zeros(len(WAYS), dtype=torch.int64))
+    for found, expected in zip(spoiled, alone, strict=True):
+        assert found[::2].isnan().all()
+        torch.testing.assert_close(found[1::2], expected, rtol=0, atol=1e-5)
+
+
 def test_top_p_finds_its_edge_past_the_first_shortlist() -> None:
     logits = torch.linspace(0.0, 0.5, 6000)  # nearly even: the edge lies thousands of tokens down
     sampling = Sampling(top_p=0.9)
@@ -159,12 +194,21 @@ def test_a_generator_draws_from_the_model(way: str) -> None:
         ({"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5: give a whole number"),
         ({"temperature": -1.0}, ValueError, "temperature=-1.0: give 0"),
         ({"temperature": math.nan}, ValueError, "temperature=nan"),
+        ({"temperature": 1e-46}, ValueError, "temperature=1e-46: give 0 .* from 1e-05 to 3.4e"),
+        ({"temperature": 1e39}, ValueError, "temperature=1e.39: give 0"),
+        ({"temperature": 10**400}, ValueError, r"temperature=10\*\*400 or so: give 0"),
+        ({"temperature": True}, TypeError, "temperature=True: give a number"),
+        ({"temperature": "1"}, TypeError, "temperature='1': give a number"),
         ({"top_k": -1}, ValueError, "top_k=-1"),
+        ({"top_k": -(10**5000)}, ValueError, r"top_k=-10\*\*5000 or so"),
+        ({"top_p": 1e-50}, ValueError, "top_p=1e-50: give a probability above 0, at least 1.18e-38"),
         ({"top_p": 0.0}, ValueError, "top_p=0.0: give a probability above 0"),
         ({"min_p": 1.1}, ValueError, "min_p=1.1"),
         ({"stop": "word"}, TypeError, "give a tuple of str"),
         ({"stop": ("",)}, ValueError, "at least one letter"),
         ({"stop_tokens": [1]}, TypeError, "give a tuple of int"),
+        ({"stop_tokens": (True,)}, TypeError, "give a tuple of int"),
+        ({"ignore_eos": "no"}, TypeError, "ignore_eos='no': give True or False"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict, error: type[Exception], sentence: str) -> None:

@@ -56,5 +56,8 @@ def attend_pages(
     last = lengths[running] - 1
     pages = table[running, last // PAGE].long()
     keys[pages, last % PAGE], values[pages, last % PAGE] = key[running], value[running]
-    gathered = [store[table.long()].flatten(1, 2) for store in (keys, values)]
+    unused = torch.arange(table.shape[1] * PAGE, device=lengths.device) >= lengths[:, None]  # what was left there
+    gathered = [
+        store[table.long()].flatten(1, 2).masked_fill_(unused[..., None, None], 0.0) for store in (keys, values)
+    ]
     return DecodeAttention(lengths.clamp_min(1), table.shape[1] * PAGE)(query, gathered[0], gathered[1], scores)

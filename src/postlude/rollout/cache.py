@@ -165,6 +165,12 @@ class RowCache:
                 for each in states:
                     each[row] = 0
 
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget all that is kept of these rows: what follows in them meets zeros, since masked keys must be finite."""
+        for tensors in (*self._stores.values(), *self._states.values()) if rows else ():
+            for each in tensors:
+                each[list(rows)] = 0
+
     def states(self, row: int) -> Mapping[str, States]:
         """A copy of the states of one row, by block."""
         return {name: tuple(each[row].clone() for each in states) for name, states in self._states.items()}

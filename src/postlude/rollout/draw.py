@@ -156,10 +156,10 @@ def _top_p_edge(scaled: Tensor, total: Tensor, settings: Settings) -> Tensor:
         before = probabilities.cumsum(-1) - probabilities
         everything = settings.top_p == 1.0
         within = (before < settings.top_p[:, None]) | everything[:, None]
-        kept = (within & (ranked > float("-inf"))).sum(-1)  # at least 1
+        kept = (within & (ranked > float("-inf"))).sum(-1)  # at least 1, unless logits are not numbers
         cut_short = (kept == size) & ~everything
         if size == vocab or not bool(cut_short.any()):
-            edge = ranked.gather(-1, (kept - 1)[:, None])[:, 0]
+            edge = ranked.gather(-1, (kept - 1).clamp_min(0)[:, None])[:, 0]
             if settings.top_k is not None:
                 everything &= settings.top_k == vocab
             return edge.masked_fill(everything, float("-inf"))

@@ -7,7 +7,6 @@ tokens are drafted, and the whole prompts of those that join. Answers join as ot
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -28,7 +27,7 @@ from postlude.rollout.paged_run import Need, PagedRun, Slots
 from postlude.rollout.protocol import Completion
 from postlude.rollout.routing import RoutingRecord, check_record
 from postlude.rollout.sampling import Sampling, one_each
-from postlude.rollout.schedule import Admission, Answer, Opening, Prompt, Schedule, not_numbers
+from postlude.rollout.schedule import Admission, Answer, Opening, Prompt, Schedule
 from postlude.rollout.stops import Decoder, StopStrings, final_text
 
 Draft = Literal["mtp"]
@@ -118,6 +117,9 @@ class Generator:
         answers = [answer for group in groups for answer in group]
         with self.stepping():
             (self._recorded(answers) if answers and self.unsteady() is None else _Run(self, answers)).finish()
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
         return [[self.completion(answer) for answer in group] for group in groups]
 
     def begin(self, answers: Sequence[Answer]) -> PagedRun | _Run:
@@ -351,7 +353,7 @@ class _Run:
         finished = self._draw(schedule.running, logits, self._all_settings(), drafts)
         left: list[int] = []
         self._tell_routing(finished)
-        while heirs := schedule.inherit(finished):
+        while heirs := schedule.inherit(self._without_failed(finished)):
             left += set(finished) - set(heirs)
             answers = [schedule.running[row] for row in heirs]
             firsts = torch.stack([self._begin_in(row, schedule.running[row]) for row in heirs])
@@ -362,6 +364,12 @@ class _Run:
         if left:
             self.cache.copy(schedule.retire(left))
             self.settings = None
+
+    def _without_failed(self, rows: Sequence[int]) -> list[int]:
+        """Those of these rows whose answer did not fail. Keys of the others may not be finite, so they are cleared."""
+        failed = [row for row in rows if self.schedule.running[row].error is not None]
+        self.cache.clear(failed)
+        return [row for row in rows if row not in failed]
 
     def _tell_routing(self, rows: Sequence[int]) -> None:
         """Give the answers that are finished in these rows their record, before the rows are used again."""
@@ -407,8 +415,6 @@ class _Run:
                 answer.accepted += len(taken) - 1
             answer.unseen = 0
             for token, logprob, sampled in taken:
-                if math.isnan(logprob):
-                    raise not_numbers(answer)
                 answer.unseen += 1
                 if answer.add(int(token), logprob, sampled):
                     finished.append(place)

@@ -6,7 +6,6 @@ steps in where answers end, join or need another page. A stop string it finds la
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from postlude.model.parallel import lay_together
 from postlude.ops.packing import Packing, to_device
 from postlude.ops.paged_attention import PAGE
 from postlude.rollout.graphs import Steps, all_logits_at, bucket, microbatch_of
-from postlude.rollout.schedule import MARGIN, Answer, Prompt, not_numbers
+from postlude.rollout.schedule import MARGIN, Answer, Prompt
 from postlude.rollout.slots import LOG_MIN_P, PagedCache, Rows, draw_next
 
 AHEAD = 2  # steps that are under way while the host reads an earlier one's tokens
@@ -274,10 +273,8 @@ class PagedRun:
             if each.gone or token < 0:
                 continue
             answer = each.answer
-            if math.isnan(logprob):
-                raise not_numbers(answer)
             if answer.add(int(token), logprob, sampled):
-                if answer.stopped_by is not None:
+                if answer.stopped_by is not None or answer.error is not None:
                     self.late.append(each.row)
                 self._leave(each)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+
+COLDEST = 1e-5  # the least temperature above 0: colder, vLLM takes the likeliest token, and fp32 logits may overflow
+LEAST_FP32, MOST_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # normal numbers; below them a device may round to 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +41,34 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}={value!r}: give a whole number.")
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name}={value!r}: give a number.")
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos={self.ignore_eos!r}: give True or False.")
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}: an answer has at least 1 token.")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: give 0 for the likeliest token, or a positive number.")
+            raise ValueError(f"max_new_tokens={short(self.max_new_tokens)}: an answer has at least 1 token.")
+        if self.temperature != 0 and not COLDEST <= self.temperature <= MOST_FP32:
+            raise ValueError(
+                f"temperature={short(self.temperature)}: give 0 for the likeliest token, or a positive number from "
+                f"{COLDEST:g} to {MOST_FP32:.3g}."
+            )
         if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: give how many tokens to choose from, or 0 for all.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p}: give a probability above 0; 1 leaves all tokens.")
+            raise ValueError(f"top_k={short(self.top_k)}: give how many tokens to choose from, or 0 for all.")
+        if not LEAST_FP32 <= self.top_p <= 1.0:
+            raise ValueError(
+                f"top_p={short(self.top_p)}: give a probability above 0, at least {LEAST_FP32:.3g} since it is compared "
+                "in fp32; 1 leaves all tokens."
+            )
         if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p={self.min_p}: give a share between 0 and 1 of the likeliest token's probability.")
+            raise ValueError(
+                f"min_p={short(self.min_p)}: give a share between 0 and 1 of the likeliest token's probability."
+            )
         for name, kind in (("stop", str), ("stop_tokens", int)):
             values = getattr(self, name)
-            if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
+            wrong = not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values)
+            if wrong or (kind is int and any(isinstance(value, bool) for value in values)):
                 raise TypeError(f"{name}={values!r}: give a tuple of {kind.__name__}; of one value it is (value,).")
         if "" in self.stop:
             raise ValueError(f"stop={self.stop!r}: every stop string has at least one letter.")
@@ -62,6 +82,13 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         return self.temperature == 0.0
+
+
+def short(value: float) -> str:
+    """A number as a sentence has it: 4000 digits of an integer are not shown."""
+    if isinstance(value, int) and abs(value) > MOST_FP32:
+        return f"{'-' if value < 0 else ''}10**{int(math.log10(abs(value)))} or so"
+    return str(value)
 
 
 def one_each(sampling: Sampling | Sequence[Sampling], prompts: int) -> list[Sampling]:

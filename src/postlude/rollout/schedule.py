@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,13 @@ class Answer:
     """Once it is finished, which experts its tokens were sent to, where that is recorded."""
     versions: list[Span] = field(default_factory=list)
     """With which weights its tokens were sampled, where someone names them."""
+    error: Exception | None = None
+    """Why it will not be finished. It costs no other answer."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is finished, or failed."""
+        return self.finish_reason is not None or self.error is not None
 
     @property
     def length(self) -> int:
@@ -77,14 +85,21 @@ class Answer:
         return len(self.prompt.tokens) + self.prompt.sampling.max_new_tokens
 
     def add(self, token: int, logprob: float, sampled_logprob: float) -> bool:
-        """Take the next token; whether it was the last one."""
+        """Take the next token; whether it was the last one, or the answer failed."""
+        if math.isnan(logprob):
+            self.error = not_numbers(self)
+            return True
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.sampled_logprobs.append(sampled_logprob)
         if token in self.stop_tokens:
             self.finish_reason = "stop"
         elif self.stop_strings is not None:
-            self.stopped_by = self.stop_strings.found(self.tokens)
+            try:
+                self.stopped_by = self.stop_strings.found(self.tokens)
+            except Exception as error:  # of the tokenizer, at these tokens
+                self.error = error
+                return True
             self.finish_reason = "stop" if self.stopped_by is not None else None
         if self.finish_reason is None and len(self.tokens) == self.prompt.sampling.max_new_tokens:
             self.finish_reason = "length"

@@ -81,7 +81,7 @@ class Session:
         return ticket
 
     def step(self) -> list[Finished]:
-        """A token for every running answer; those that it finished."""
+        """A token for every running answer; those that it finished, and those that failed."""
         with self.generator.stepping():
             if self._run is None and self._late:
                 self._begin()
@@ -89,7 +89,7 @@ class Session:
                 self._run.step()
                 if not self._run.busy:
                     self._run = None
-        return [self._finished(*key) for key, answer in list(self._under_way.items()) if answer.finish_reason]
+        return [self._finished(*key) for key, answer in list(self._under_way.items()) if answer.done]
 
     def withdraw(self, ticket: int) -> None:
         """Nobody wants these answers any more."""
@@ -135,6 +135,8 @@ class Session:
 
     def _finished(self, ticket: int, number: int) -> Finished:
         answer = self._under_way.pop((ticket, number))
+        if answer.error is not None:
+            return Finished(ticket, number, None, answer.error)
         self._name_weights(answer)
         return Finished(ticket, number, self.generator.completion(answer))
 

@@ -272,16 +272,27 @@ class Templated:
             ) from error
 
 
+def _temperature(value: float) -> float:
+    return Sampling(temperature=value).temperature
+
+
+def _top_p(value: float) -> float:
+    return Sampling(top_p=value).top_p
+
+
+Temperature: TypeAlias = Annotated[NonNegative, AfterValidator(_temperature)]
+
+
 class Answers(Settings):
     """How answers are drawn."""
 
     max_new_tokens: PositiveInt = 256
     """The most tokens of an answer."""
-    temperature: NonNegative = 1.0
+    temperature: Temperature = 1.0
     """Logits are divided by it."""
     top_k: NonNegativeInt = 0
     """Choose among the likeliest k tokens; 0 leaves all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), AfterValidator(_top_p)] = 1.0
     """Choose among the fewest tokens of this probability together."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Choose among tokens at least this share as likely as the likeliest."""
@@ -313,7 +324,7 @@ class Evaluation(Settings):
     """How many tasks are held out."""
     samples: PositiveInt = 1
     """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
-    temperature: NonNegative = 0.0
+    temperature: Temperature = 0.0
     """Of these answers; 0 takes the likeliest token."""
 
 

@@ -125,8 +125,11 @@ class Served:
                 while not self._session.busy or not self._work.empty():
                     self._work.get()()
                 for done in self._session.step():
-                    assert done.answer is not None
-                    self._waiting.pop(done.ticket).set_result(done.answer)
+                    future = self._waiting.pop(done.ticket)
+                    if done.answer is None:
+                        future.set_exception(Problem(500, f"this answer failed: {done.error}"))
+                    else:
+                        future.set_result(done.answer)
         except SystemExit:
             pass
         except BaseException as error:
