@@ -123,8 +123,13 @@ def test_gated_shared_expert_equals_qwen2_moe(normalise: bool) -> None:
     compare(moe, theirs)
 
 
-def test_balance_loss_and_its_gradient_equal_transformers_on_one_layer(tmp_path) -> None:
-    """One layer, because transformers multiplies means over all layers where each layer should have its own."""
+@pytest.mark.parametrize("budget", [23, 32, 64])
+@pytest.mark.parametrize("lengths", [(23,), (23, 4, 11, 1, 17)])
+def test_balance_loss_and_its_gradient_equal_transformers_on_one_layer(tmp_path, lengths, budget) -> None:
+    """One layer, because transformers multiplies means over all layers where each layer should have its own.
+
+    Theirs is of one batch; ours is of each sequence, weighted by its length, however the sequences are packed.
+    """
     config = Qwen3MoeConfig(
         vocab_size=31,
         hidden_size=16,
@@ -142,10 +147,14 @@ def test_balance_loss_and_its_gradient_equal_transformers_on_one_layer(tmp_path)
     randomise(theirs)
     theirs.save_pretrained(tmp_path)
     ours = load_model(tmp_path)
-    sequence = torch.arange(23) * 7 % 31
-    theirs(sequence[None], labels=sequence[None], output_router_logits=True).loss.backward()
-    (microbatch,) = pack([sequence], budget=32)
-    (ours(microbatch, targets=True).sum() / microbatch.batch_targets).backward()
+    sequences = [(torch.arange(length) * 7 + length) % 31 for length in lengths]
+    for sequence in sequences:
+        found = theirs(sequence[None], output_router_logits=True)
+        nll = nn.functional.cross_entropy(found.logits[0, :-1], sequence[1:], reduction="sum")
+        loss = nll / (sum(lengths) - len(lengths)) + 0.3 * found.aux_loss * len(sequence) / sum(lengths)
+        loss.backward()
+    for microbatch in pack(sequences, budget=budget):
+        (ours(microbatch, targets=True).sum() / microbatch.batch_targets).backward()
     assert_equal(ours.layers["0"].moe.router.weight.grad, theirs.model.layers[0].mlp.gate.weight.grad, "router")
     assert_equal(ours.embedding.weight.grad, theirs.model.embed_tokens.weight.grad, "embedding")
 
@@ -205,7 +214,7 @@ def test_selection_bias_moves_towards_even_load_and_changes_no_weight() -> None:
     tokens = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(5))
     _, scores = moe.score(tokens)
     microbatch = small_microbatch(len(scores))
-    first = moe.count(moe.choose(scores), ForwardContext(microbatch))
+    (first,) = moe.count(moe.choose(scores), ForwardContext(microbatch))
     assert torch.equal(moe.load, first.float())
     before = moe.selection_bias.clone()
     moe.after_step()

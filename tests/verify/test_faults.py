@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
+from transformers import Qwen3MoeConfig
 
 from postlude import Layout
 from postlude.engine import engine as engine_module
 from postlude.engine import whole
 from postlude.engine.scale import Scale
+from postlude.hf.source import Source
 from postlude.model import context as context_module
 from postlude.ops import collectives, exchange
 from postlude.pipeline import executor
@@ -57,7 +59,28 @@ def nothing(entered: Tensor) -> Tensor:
     return torch.zeros_like(entered)
 
 
-FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
+BALANCED = Qwen3MoeConfig(
+    vocab_size=37,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    moe_intermediate_size=12,
+    num_experts=6,
+    num_experts_per_tok=2,
+    output_router_logits=True,
+    router_aux_loss_coef=0.1,
+)
+"""A model with a balance loss, and nothing that is costly."""
+
+
+def one_sequence(self: context_module.ForwardContext) -> Tensor:
+    """As if all tokens of a microbatch were one sequence's."""
+    return torch.zeros(len(self.microbatch) // self.mesh.tp.size, dtype=torch.int64)
+
+
+FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
     "tp: the gradient of gathered tokens is not summed": (
         Layout(tp=2),
         "tiny-dense",
@@ -130,6 +153,12 @@ FAULTS: dict[str, tuple[Layout, str, str, Fault]] = {
         "sft",
         lambda: patch.object(context_module.ForwardContext, "total", lambda self, values: values),
     ),
+    "dp: an expert's share is that of a microbatch, which another layout packs otherwise": (
+        Layout(dp_shard=2),
+        BALANCED,
+        "sft",
+        lambda: patch.object(context_module.ForwardContext, "sequence_index", property(one_sequence)),
+    ),
     "scale: the loss is a sum": (
         Layout(dp_shard=2),
         "tiny-dense",
@@ -149,7 +178,11 @@ def verify_with(group: Any, case: Case, fault: str | None) -> Report | None:
 
 
 MORE_RANKS = ("tp: the gradient of what ranks hold alike is not summed before it is sharded",)
-QUICK = ("cp: every rank counts a sequence's loss", "scale: the loss is a sum")
+QUICK = (
+    "cp: every rank counts a sequence's loss",
+    "dp: an expert's share is that of a microbatch, which another layout packs otherwise",
+    "scale: the loss is a sum",
+)
 
 
 @pytest.mark.parametrize(

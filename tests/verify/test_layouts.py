@@ -19,11 +19,12 @@ from transformers import (
 
 from postlude import Layout
 from postlude.hf.reading import read_model
-from postlude.model.blocks import BLOCKS
+from postlude.model.blocks import BLOCKS, MoEConfig
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
 from postlude.verify.compare import Report
 from tests.meshes import verify
+from tests.model.small import small_config
 
 
 def check(ranks: Any, case: Case) -> Report:
@@ -211,3 +212,11 @@ def test_overlapped_layouts_equal_one_rank(ranks: Any, model: str, layout: str) 
 def test_layouts_that_put_off_weights_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
     report = check(ranks, Case(model, Layout.parse(layout), "grpo", overlap="zero_bubble", initializer_range=0.1))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(cp=2), Layout(tp=2, ep=2)], ids=label)
+def test_side_losses_equal_those_of_one_rank_however_it_packs(ranks: Any, layout: Layout) -> None:
+    """Balance and z losses so strong that most of the router's gradient is theirs, and in a depth, too."""
+    experts = MoEConfig(experts=6, top_k=2, intermediate_size=12, balance_coefficient=0.5, z_coefficient=0.1)
+    report = check(ranks, Case(small_config("[*E]{2}/[*E]", blocks={"E": experts}), layout, "sft"))
+    assert report.passes(), (report.loss, report.worst)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -113,6 +114,12 @@ class ForwardContext:
     def packing(self) -> Packing:
         """Where each sequence begins and ends among the tokens."""
         return self.microbatch.packing
+
+    @cached_property
+    def sequence_index(self) -> Tensor:
+        """[T / tp] int64, which sequence each of this rank's tokens belongs to."""
+        index = self.packing.sequence_index()
+        return index[slice(*self.mesh.tp.block(len(index)))]
 
     def rotary(self, config: RotaryConfig, width: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of this microbatch's positions, fp32 [T, 1, width]; layers alike share one table."""

@@ -15,6 +15,27 @@ def add_side_loss(values: Tensor, loss: Tensor) -> Tensor:
     return result
 
 
+def weighted_sum(values: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """Σ values · weights[rows], a scalar: `values` [T, E], `weights` [n, E] without a gradient, `rows` [T] int64.
+
+    The backward keeps `weights` and `rows`, nothing of [T, E].
+    """
+    result: Tensor = _WeightedSum.apply(values, weights, rows)
+    return result
+
+
+class _WeightedSum(Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, rows)
+        return (values * weights[rows]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        weights, rows = ctx.saved_tensors
+        return (gradients[0] * weights)[rows], None, None
+
+
 class _SideLoss(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """compare: run one case in its layout and on one rank, and measure how far apart they are.
 
-The one rank is no engine: a plain model, each microbatch in turn, autograd alone. What both share is the objective.
+The one rank is no engine: a plain model, each microbatch in turn, autograd alone, and packed for one rank, whatever the
+layout. What both share is the objective.
 """
 
 from __future__ import annotations
@@ -135,7 +136,6 @@ def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Findings]:
             batch.sequences,
             budget=BUDGET,
             columns=batch.columns,
-            multiple_of=case.layout.dp,
             groups=batch.groups,
             depths=len(model.config.pattern.mtp),
         )

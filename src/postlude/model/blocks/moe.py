@@ -29,7 +29,7 @@ from postlude.ops.experts import (
     merge_rows,
     replicate_rows,
 )
-from postlude.ops.side_loss import add_side_loss
+from postlude.ops.side_loss import add_side_loss, weighted_sum
 from postlude.world.mesh import Axis, Mesh
 
 
@@ -46,8 +46,10 @@ class MoEConfig(GatedConfig):
     `latent_size` the chosen experts work in a space of so many features, which one projection leads into before tokens
     are exchanged, and another out of after; router and shared expert do not.
 
-    `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e the share of slots, p_e the mean score: 1 when even) and
-    `z_coefficient` weighs the mean squared logsumexp of the router. Both are means over the tokens of the whole batch.
+    `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e an expert's share of a sequence's slots, p_e its mean score in the
+    sequence: 1 when even), averaged over sequences by their lengths. It is DeepSeek-V3's sequence-wise loss: shares of
+    anything larger would depend on how the batch is packed and divided. `z_coefficient` weighs the mean squared
+    logsumexp of the router. Both are means over the tokens of the whole batch.
     """
 
     has_experts = True
@@ -315,13 +317,23 @@ class MoE(Block):
         return torch.where(known, given, choice)
 
     @torch.no_grad()
-    def count(self, choice: Tensor, context: ForwardContext) -> Tensor:
-        """Slots each expert got from this rank's tokens, padding left out: fp32 [experts]. Kept for the bias."""
+    def count(self, choice: Tensor, context: ForwardContext) -> Tensor | None:
+        """Slots each expert got from this rank's tokens of each sequence, padding left out: fp32 [n, experts].
+
+        Without a balance loss all sequences count as one, and without a bias either nothing is counted: None. The sum
+        over sequences is kept for the bias.
+        """
+        experts = self.config.experts
+        if not (self.config.balance_coefficient or self.config.selection_bias):
+            return None
         real = torch.ones_like(choice, dtype=torch.float32)
         if context.real is not None:
             real = real * context.real[:, None]
+        rows, slots = 1, choice
+        if self.config.balance_coefficient:
+            rows, slots = context.packing.count, choice + experts * context.sequence_index[:, None]
         # Whole numbers, so their sum is the same in any order.
-        counts = real.new_zeros(self.config.experts).scatter_add_(0, choice.flatten(), real.flatten())
+        counts = real.new_zeros(rows * experts).scatter_add_(0, slots.flatten(), real.flatten()).view(rows, experts)
         if self.config.selection_bias:
             if self.load.dtype != torch.float32:
                 raise TypeError(
@@ -329,25 +341,25 @@ class MoE(Block):
                     "lost; cast parameters alone, as load_model(dtype=...) does."
                 )
             if self.moves_bias and self.training and context.first_time(f"{self.name}.load"):
-                self.load += counts
+                self.load += counts.sum(0)
         return counts
 
     def balance(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor, context: ForwardContext
+        self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor | None, context: ForwardContext
     ) -> Tensor:
         """Attach the balance and z losses: their gradient joins at `weights`, so they need no path to the caller.
 
-        They are means over the whole batch already, and minimised in training alone. An expert's share is that of the
-        whole microbatch, wherever its tokens are.
+        They are means over the whole batch already, and minimised in training alone. An expert's share is that of a
+        whole sequence, wherever its tokens are: `counts` [n, experts] are this rank's.
         """
         config, batch_tokens = self.config, context.microbatch.batch_tokens
         attach = add_side_loss if self.training else _only_report
-        if config.balance_coefficient:
+        if config.balance_coefficient and counts is not None:
             counts = context.total(counts)
-            share = counts / counts.sum().clamp_min(1.0)
+            share = counts / counts.sum(-1, keepdim=True).clamp_min(1.0)
             probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
             # A sum over tokens, like every loss.
-            evenness = config.experts * (share * context.drop_padding(probability).sum(0)).sum()
+            evenness = config.experts * weighted_sum(context.drop_padding(probability), share, context.sequence_index)
             context.report(f"{self.name}.balance", context.mean_of_total(evenness))
             weights = attach(weights, evenness * (config.balance_coefficient / batch_tokens))
         if config.z_coefficient:
