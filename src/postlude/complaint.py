@@ -18,7 +18,8 @@ def complain(sentence: str) -> None:
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if _speaks(file):
-        print(sentence, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a terminal that has hung up shows nothing
+            print(sentence, file=sys.stderr, flush=True)
     if file:
         with suppress(OSError):  # it has been said already
             Path(file).parent.mkdir(parents=True, exist_ok=True)

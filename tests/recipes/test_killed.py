@@ -179,13 +179,16 @@ def asked_to_end(place: Path, *overrides: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.slow
-def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_goes_on(ranks: Ranks, place: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)])
+def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_goes_on(
+    ranks: Ranks, place: Path, by: signal.Signals
+) -> None:
     ranks(1, trained, str(place), "whole")
-    order(place, "backward", step=2, by="SIGTERM")
+    order(place, "backward", step=2, by=by.name)
     ended = asked_to_end(place)
-    words = "postlude grpo: SIGTERM ended the run after step 3, which is saved; go on with: postlude grpo "
+    words = f"postlude grpo: {by.name} ended the run after step 3, which is saved; go on with: postlude grpo "
     assert ended.stderr.splitlines()[-1] == f"{words}small.yaml --run parts", ended.stderr
-    assert ended.returncode == 143
+    assert ended.returncode == 128 + by
     assert [path.name for path in (place / "parts" / "checkpoints").iterdir()] == ["step-000003"]
     assert not (place / "parts" / "model").exists()
     (done,) = ranks(1, trained, str(place), "parts")

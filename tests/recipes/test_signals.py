@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
 from postlude.recipes import signals
+from postlude.recipes.live import LiveView
 from postlude.recipes.signals import ASKING, Signals
+from postlude.world.launcher import Forwarding
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +39,35 @@ def test_a_signal_is_heard_and_one_that_follows_at_once_is_the_same(
     assert [signal.getsignal(each) for each in ASKING] == before
     told = f"{number.name}: the run ends after this step; another ends it at once."
     assert capfd.readouterr().err.strip() == told
+
+
+def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hung_up(*_: object, **__: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "write", hung_up)
+    with Signals(speaks=True) as heard:
+        signal.raise_signal(signal.SIGHUP)
+        assert heard.heard == signal.SIGHUP
+        console = Console(file=io.StringIO())
+        monkeypatch.setattr(console, "print", hung_up)
+        with LiveView(3, console=console, silent=False) as view:
+            view.update(1, {"loss": 1.0})
+            view.update(2, {"loss": 1.0})
+
+
+def test_what_nohup_had_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals(speaks=False) as heard:
+            signal.raise_signal(signal.SIGHUP)
+            assert heard.heard == 0
+        with Forwarding(0.0) as forwarding:
+            signal.raise_signal(signal.SIGHUP)
+        assert not forwarding.received
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:

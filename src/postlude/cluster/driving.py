@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from postlude.recipes.signals import SAME, asked
 from postlude.recipes.where import Where
 from postlude.rollout.crew import START_LIMIT
 from postlude.world.last_words import GRACE, RankError
-from postlude.world.launcher import SIGNALS
+from postlude.world.launcher import SIGNALS, heeded
 
 LOG = logging.getLogger("postlude")
 LEAVING = 30.0  # seconds that ranks which were ended may still hold the run's directory
@@ -96,7 +97,7 @@ class Signalled:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            self._handlers = {number: signal.signal(number, self._hear) for number in heeded(SIGNALS)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,7 +117,8 @@ class Signalled:
     def _hear(self, number: int, _: Any) -> None:
         if not self.first:
             self.first, self.at = number, time.monotonic()
-            os.write(2, asked(number))
+            with suppress(OSError):  # a terminal that has hung up takes no words
+                os.write(2, asked(number))
         elif time.monotonic() - self.at > SAME:
             self.over = True
 

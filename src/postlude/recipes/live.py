@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from threading import Lock
 from typing import Any, Protocol, Self
@@ -93,7 +94,7 @@ class LiveView:
         self._ends.clear()
         self._ends.append(self._began)
         if self.step and not self._silent:
-            self._console.print(self._before(), soft_wrap=True, markup=False, highlight=False)
+            self._print(self._before())
         if not self._silent and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, refresh_per_second=REFRESHES, get_renderable=self._render)
             self._live.start()
@@ -102,7 +103,8 @@ class LiveView:
     def __exit__(self, *_: object) -> None:
         self._doing = ""
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # the terminal may have hung up
+                self._live.stop()
             self._live = None
 
     def doing(self, phase: str) -> None:
@@ -121,7 +123,13 @@ class LiveView:
                 self._history.setdefault(label, deque(maxlen=REMEMBERED)).append(value)
             self._phases = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
         if self._live is None:
-            self._console.print(self._line(flat), soft_wrap=True, markup=False, highlight=False)
+            self._print(self._line(flat))
+
+    def _print(self, line: str) -> None:
+        try:
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        except OSError:  # the terminal has hung up: what a run does is more than what it shows
+            self._silent = True
 
     def _before(self) -> str:
         done = f"{self.unit} {self.step}/{self.total}"

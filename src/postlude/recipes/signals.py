@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask a run to end after its step; a second one ends the process at once.
+"""SIGINT, SIGTERM and SIGHUP ask a run to end after its step; a second one ends the process at once.
 
 Who waits for others' answers does not know how long a step will take: there it ends in the middle, by `EndAsked`.
 """
@@ -9,10 +9,13 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-ASKING = (signal.SIGINT, signal.SIGTERM)
+from postlude.world.launcher import heeded
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME = 1.0  # seconds in which a second signal is the first one, come another way: a terminal's and a launcher's
 
 
@@ -44,7 +47,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._hear) for number in ASKING}
+            self._handlers = {number: signal.signal(number, self._hear) for number in heeded(ASKING)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,7 +68,8 @@ class Signals:
         elif not self.heard:
             self.heard, self._at = number, now
             if self._speaks:
-                os.write(2, asked(number))  # what is interrupted may be in the middle of a print
+                with suppress(OSError):  # a terminal that has hung up takes no words
+                    os.write(2, asked(number))  # what is interrupted may be in the middle of a print
         elif now - self._at > SAME:
             self.__exit__()
             signal.raise_signal(number)

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -252,6 +252,12 @@ def _ended_by_signal(error: RankError) -> bool:
     return bool(re.search(r" failed: (KeyboardInterrupt|SystemExit)\b| was killed by SIG", str(error)))
 
 
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those of the signals that may end this process: under nohup, SIGHUP may not."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in numbers if not (ignored and number == signal.SIGHUP)]
+
+
 class Forwarding:
     """While it is entered, signals that would end this process go to its children instead: each once, then their end.
 
@@ -267,8 +273,8 @@ class Forwarding:
 
     def __enter__(self) -> Forwarding:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python hears of no signal
-            self.handlers = {number: signal.getsignal(number) for number in SIGNALS}
-            for number in SIGNALS:
+            self.handlers = {number: signal.getsignal(number) for number in heeded(SIGNALS)}
+            for number in self.handlers:
                 signal.signal(number, lambda number, _: self.received.append(number))
             self.thread = threading.Thread(target=self._forward, name="postlude-signals", daemon=True)
             self.thread.start()
