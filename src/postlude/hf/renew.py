@@ -23,7 +23,10 @@ def renew(model: LanguageModel, directory: str | os.PathLike[str]) -> str:
     What the files' headers show is seen before the first weight is touched: a directory without one of the tensors, or
     with another shape, raises a sentence and leaves the model as it was. Returns the checksum of what was read.
     """
-    path = Path(directory).expanduser()
+    try:
+        path = Path(directory).expanduser()
+    except RuntimeError as error:  # ~ of a user that there is none of
+        raise FileNotFoundError(f"{directory} names the home of a user who is not known here.") from error
     family = FAMILIES[model.config.family] if model.config.family is not None else None
     summed = Summed(SafetensorsSource(path))
     tensors: SizedSource = summed if family is None or family.seen is None else family.seen(summed)

@@ -159,7 +159,9 @@ def _files(directory: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise TypeError("weight_map must give the name of a file for each tensor")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{index} is not a safetensors index ({error}); download or export the model again."
             ) from error

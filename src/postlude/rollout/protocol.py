@@ -87,6 +87,18 @@ class Completion:
     """With which weights its tokens were sampled, where the engine has weights of its own that it names."""
 
 
+@dataclass(frozen=True)
+class Progress:
+    """What has come of one answer since the last time: tokens and their log-probs, and at the end the whole."""
+
+    place: int
+    """Of its request among those that were asked for together."""
+    number: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    completion: Completion | None
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Anything that samples answers to prompts."""

@@ -91,6 +91,10 @@ class Session:
                     self._run = None
         return [self._finished(*key) for key, answer in list(self._under_way.items()) if answer.done]
 
+    def progress(self, ticket: int) -> dict[int, Answer]:
+        """The answers of a request that are under way, by number: their tokens so far."""
+        return {number: answer for (owner, number), answer in self._under_way.items() if owner == ticket}
+
     def withdraw(self, ticket: int) -> None:
         """Nobody wants these answers any more."""
         group = [self._under_way.pop(key) for key in list(self._under_way) if key[0] == ticket]

@@ -6,22 +6,29 @@
     GET  /weights      -> {version, checksum}, each null where it has none
     POST /weights      {directory, version} -> the same, when all of them are read
 
-Numbers are written so that they are read as they were. A mistake is status 400 and {"error": a sentence}.
+Numbers are written so that they are read as they were. A mistake is status 400 and {"error": a sentence}. Values must
+have the types they should have: 1.0 is no token id, and "ab" no list of stop strings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, fields, replace
+from typing import Any, get_type_hints
+
+from pydantic import create_model
 
 from postlude.rollout.protocol import Completion, Request, Span
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.dialect import Ask, Dialect, completion
 from postlude.rollout.servers.errors import Garbled
+from postlude.rollout.servers.parsing import Body, Tokens
 
 OWNER = "postlude"
 GENERATE, WEIGHTS = "/generate", "/weights"
+_TYPES = get_type_hints(Sampling)
+_FIELDS: dict[str, Any] = {field.name: (_TYPES[field.name], field.default) for field in fields(Sampling)}
+_SamplingBody = create_model("_SamplingBody", __base__=Body, **_FIELDS)
 
 
 class Postlude(Dialect):
@@ -59,18 +66,25 @@ def write_request(request: Request, model: str) -> dict[str, Any]:
     }
 
 
-def read_request(body: Any) -> Request:
-    """The request that was written so; a sentence of any other."""
-    try:
-        fields = dict(body["sampling"])
-        for name in ("stop", "stop_tokens"):
-            fields[name] = tuple(fields.get(name, ()))
-        prompt = tuple(body["prompt"])
-        if not all(isinstance(token, int) for token in prompt):
-            raise TypeError(f"prompt is {str(prompt)[:80]}: give a list of token ids.")
-        return Request(prompt, Sampling(**fields), first=int(body.get("first", 0)))
-    except KeyError as error:
-        raise ValueError(f"{GENERATE} needs prompt and sampling, but the request has no {error}.") from error
+class GenerateBody(Body):
+    """What is posted to GENERATE. `sampling` has the fields of `Sampling`, with their types and defaults."""
+
+    prompt: Tokens
+    sampling: _SamplingBody  # type: ignore[valid-type]
+    first: int = 0
+    model: str | None = None
+
+
+class WeightsBody(Body):
+    """What is posted to WEIGHTS."""
+
+    directory: str
+    version: str
+
+
+def read_request(body: GenerateBody) -> Request:
+    """The request that was written so; a sentence where the values make none."""
+    return Request(body.prompt, Sampling(**dict(body.sampling)), first=body.first)
 
 
 def write_completion(found: Completion) -> dict[str, Any]:
