@@ -218,7 +218,11 @@ BAD = [
         says=(r"rows\.parquet cannot be read as parquet",),
         arrange=lambda: Path("rows.parquet").write_bytes(b"PAR1 not really PAR1"),
     ),
-    sft("more rows held out than there are", "--held_out.rows=4", says=("held_out.rows is 4", "4 rows", "Leave at l")),
+    sft(
+        "more rows held out than there are",
+        "--held_out.rows=4",
+        says=("4 rows are to be held out", "Lower held_out.rows"),
+    ),
     Bad(
         "a pair without a prompt",
         DPO,
@@ -287,7 +291,7 @@ BAD = [
         "answers that leave no room", "--answers.max_new_tokens=300", says=("max_new_tokens is 300", "256", "Raise bu")
     ),
     grpo(
-        "no task to train on", "--evaluation.every=1", "--evaluation.tasks=3", says=("3 of 3 tasks", "leave at least 1")
+        "no task to train on", "--evaluation.every=1", "--evaluation.tasks=3", says=("3 tasks are to be held out", "Lower evaluation.tasks")
     ),
     Bad(
         "no such reasoning-gym task",

@@ -115,7 +115,7 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
     for name, sizes in (
         ("demo", ("--warm_start.steps=3", "--steps=2", "--prompts=8", "--evaluation.tasks=8")),
         ("tiny-sft", ("--steps=30",)),
-        ("tiny-dpo", ("--steps=6", f"--model={directory}/tiny-sft/model")),
+        ("tiny-dpo", ("--steps=15", f"--model={directory}/tiny-sft/model")),
         ("tiny-distill", ("--steps=6", f"--teacher={directory}/tiny-sft/model")),
         ("tiny-eval", ("--tasks=8", f"--model={directory}/demo/model")),
     ):

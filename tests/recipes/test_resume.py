@@ -122,7 +122,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
         ("--data.path=no/rows.jsonl", "no/rows.jsonl"),
         ("--data.prompt=question", 'no column "question"'),
         ("--objective=nothing.py:mine", "nothing.py"),
-        ("--held_out.rows=16", "held_out.rows is 16"),
+        ("--held_out.rows=16", "16 rows are to be held out"),
         ("--budget=4", "too many for the budget"),
     ],
 )

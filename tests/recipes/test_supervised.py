@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
+from postlude.data.chat import Encoded
 from postlude.hf.load import load_model
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.reading import ConfigError, load, undocumented
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.dpo import DPOTrainer
+from postlude.recipes.examples import Course
 from postlude.recipes.run.ending import read_ending
 from postlude.recipes.sft import SFTTrainer
 from postlude.recipes.trainer import train
+from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 
 TRAINERS: dict[str, Callable[..., Any]] = {"sft": SFTTrainer, "dpo": DPOTrainer, "distill": DistillTrainer}
@@ -83,6 +86,25 @@ def test_a_run_learns_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, 
     assert rows[-1]["epoch"] == pytest.approx(1.0)
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     assert load_model(tmp_path / "run" / "model").config.vocab_size == 264
+
+
+def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
+    """Whatever is answered; pairs by their prompt; a row without a prompt, but for a token that begins it, whole."""
+    prompts = [[1, 10 + number % 5] for number in range(20)]
+    answers = [Encoded([*prompt, 30 + place], [0, 0, 1]) for place, prompt in enumerate(prompts)]
+    pairs = [(each, Encoded([*each.tokens[:2], 99], [0, 0, 1])) for each in answers]
+    texts = [Encoded([1, *prompt], [0, 1, 1]) for prompt in prompts]
+    tasks = [Task(str(prompt), {"place": place}) for place, prompt in enumerate(prompts)]
+    for rows in (answers, pairs, texts, tasks):
+        course: Course[Any] = Course(rows, batch=4, held_out=3, seed=0)
+        assert course.held_out == rows[-3:]
+        taken = [course.take() for _ in range(course.steps(2.0))]
+        assert course.steps(2.0) == 4, "of the eight rows with the other two prompts"
+        kept = [row for place, row in enumerate(rows) if prompts[place] not in prompts[-3:]]
+        assert len(kept) == 8
+        assert all(sum(any(row is each for each in batch) for batch in taken) == 2 for row in kept)
+    with pytest.raises(ValueError, match=r"5 rows are to be held out, but 20 rows have 5 different prompts"):
+        Course(answers, batch=4, held_out=5, seed=0)
 
 
 @pytest.mark.slow
@@ -190,7 +212,7 @@ def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Pat
             r'line 1 of rows.jsonl has 202 tokens in "prompt" and "completion", too many for the budget, which leaves',
         ),
         ([{"prompt": "1" * 200, "completion": "2"}], ("--data.overlong=drop",), "every row of rows.jsonl is longer"),
-        ([{"prompt": "1", "completion": "2"}] * 3, (), "3 of 3 rows are to be held out"),
+        ([{"prompt": "1", "completion": "2"}] * 3, (), "3 rows are to be held out, but 3 rows have 1 different"),
     ],
 )
 def test_a_dataset_that_cannot_be_learned_is_refused_before_the_run(

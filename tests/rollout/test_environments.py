@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,12 +13,12 @@ import pytest
 import torch
 
 from postlude.data.chat import Encoder
-from postlude.data.datasets import read_rows
+from postlude.data.datasets import Sampler, read_rows
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.rollout.crew import WorkerError
 from postlude.rollout.environments import MultiTurn, SingleTurn, Transcript, Turn, is_chat
 from postlude.rollout.rewards import RewardPool, Score
-from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Window, hold_out
+from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, hold_out, last_tasks
 from postlude.rollout.verifiers import GymEntries, gym_dataset, read_page
 from tests.rollout.functions import guess
 
@@ -63,14 +64,54 @@ def test_rows_are_tasks(tasks: DatasetTasks) -> None:
         tasks[2]
 
 
-def test_held_out_tasks_are_none_of_those_trained_on(tasks: DatasetTasks) -> None:
-    train, held = hold_out(tasks, 1)
-    assert ([train[0]], [held[0]]) == ([tasks[0]], [tasks[1]])
-    with pytest.raises(IndexError, match="there is no task 1"):
-        train[1]
-    for count in (0, 2):
-        with pytest.raises(ValueError, match=f"{count} of 2 tasks are to be held out"):
+SUMS = [f"{one}+{other}=" for one in range(5) for other in range(4)]  # 20 prompts, and each several times
+
+
+def copies(*numbers: int) -> list[Task]:
+    """Tasks with the prompts of these numbers, as text or as messages, told apart by their rows."""
+    return [
+        Task(SUMS[number] if number % 2 else [{"role": "user", "content": SUMS[number]}], {"place": place}, f"{place}")
+        for place, number in enumerate(numbers)
+    ]
+
+
+def test_held_out_prompts_are_none_of_those_trained_on() -> None:
+    numbers = [(7 * place) % 13 for place in range(60)]
+    tasks = copies(*numbers)
+    held_out = hold_out(tasks, 6)
+    assert held_out.indices == [54, 55, 56, 57, 58, 59]
+    sampler = Sampler(len(tasks), seed=1, skip=held_out)
+    kept = sum(number not in numbers[54:] for number in numbers)
+    trained = sampler.take(3 * kept)
+    assert all(trained.count(index) == 3 for index in trained), "every other task once an epoch"
+    assert sampler.progress == 3.0
+    asked = {str(tasks[index].prompt) for index in held_out.indices}
+    assert len(asked) == 6
+    assert not asked & {str(tasks[index].prompt) for index in trained}
+
+
+def test_copies_of_a_prompt_count_once_among_those_held_out() -> None:
+    tasks = copies(0, 1, 2, 3, 3, 2, 3, 3)
+    assert hold_out(tasks, 2).indices == [5, 7]
+    assert [index for index in range(8) if index not in hold_out(tasks, 2)] == [0, 1]
+    assert hold_out(tasks, 2, by="row").indices == [6, 7]
+    for count, found in ((0, 0), (4, 4), (5, 4)):
+        with pytest.raises(ValueError, match=f"{count} tasks are to be held out, but 8 tasks have {found} different p"):
             hold_out(tasks, count)
+    assert last_tasks(tasks, 2).indices == [5, 7], "an evaluation asks what training held out"
+    assert last_tasks(tasks, 6).indices == [0, 1, 4, 5, 6, 7], "and then copies"
+    assert last_tasks(tasks, 8).indices == list(range(8))
+
+
+def test_which_prompts_are_held_out_does_not_depend_on_the_process() -> None:
+    script = """
+from postlude.rollout.tasks import Task, content_of
+print(content_of(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c", "d"}}), "row").hex())
+"""
+    environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
+    command = [sys.executable, "-c", script]
+    told = [subprocess.run(command, capture_output=True, env=each, check=True) for each in environments]
+    assert told[0].stdout == told[1].stdout != b""
 
 
 def test_one_turn_is_scored_and_over(tasks: DatasetTasks) -> None:
@@ -167,10 +208,8 @@ def test_reasoning_gym_asks_for_an_answer_in_a_tag(words: ReasoningGym) -> None:
 def test_reasoning_gym_is_scored_by_itself() -> None:
     pytest.importorskip("reasoning_gym")
     gym = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 3}, seed=1, size=40, chat=False)
-    train, held = hold_out(gym, 8)
-    assert not {train[i].prompt for i in range(32)} & {held[i].prompt for i in range(8)}
-    environment = SingleTurn(train, RewardPool(gym.reward(), workers=1))
-    chosen = [train[i] for i in range(3)]
+    environment = SingleTurn(gym, RewardPool(gym.reward(), workers=1))
+    chosen = [gym[i] for i in range(3)]
     answers = [str(task.example["answer"]) for task in chosen]
     completions = [f"<answer>{answers[0]}</answer>", answers[1], "<answer>nonsense</answer>"]
     turns = environment.step([environment.reset(task) for task in chosen], completions)
@@ -179,7 +218,7 @@ def test_reasoning_gym_is_scored_by_itself() -> None:
     assert turns[2].score.reward < 0.5
     environment.close()
     gym.close()
-    assert Window(gym, 0, 40)[39] == gym[39]  # what was made stays
+    assert gym[39].prompt  # what was made stays
 
 
 @pytest.mark.slow

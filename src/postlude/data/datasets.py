@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,13 +246,42 @@ def _no_column(name: str, column: str, columns: Sequence[str]) -> str:
     return f'dataset {name} has no column "{column}"; it has: {listed}{hint}'
 
 
+class HeldOutRows:
+    """`count` of `size` rows that are never trained on, nor is any other row with the same content as one of them.
+
+    `content` gives what a row is compared by. The rows held out are the last ones with different contents. Contents are
+    read as they are needed, since making a task may take long. `what` and `fix` are for the sentence about too few.
+    """
+
+    def __init__(self, size: int, content: Callable[[int], bytes], count: int, *, what: str, fix: str) -> None:
+        self.content = content
+        self.indices: list[int] = []
+        self._contents: set[bytes] = set()
+        for index in reversed(range(size)):
+            if len(self.indices) == count:
+                break
+            if index not in self:
+                self._contents.add(content(index))
+                self.indices.insert(0, index)
+        if count < 1 or all(index in self for index in range(size)):
+            raise ValueError(
+                f"{count} {what} are to be held out, but {size} {what} have {len(self._contents)} different prompts, "
+                f"and at least one must be left to train on. {fix}"
+            )
+
+    def __contains__(self, index: object) -> bool:
+        """Whether a row, or one with the same content, is held out."""
+        return isinstance(index, int) and self.content(index) in self._contents
+
+
 class Sampler:
     """The order in which `size` rows are visited: each once an epoch, shuffled anew by `seed` and the epoch's number.
 
-    `state()` is plain JSON. A sampler restored from it goes on with exactly the rows that would have come.
+    Rows in `skip` are left out; it must not hold all of them. `state()` is plain JSON. A sampler restored from it goes
+    on with exactly the rows that would have come.
     """
 
-    def __init__(self, size: int, seed: int = 0, *, shuffle: bool = True) -> None:
+    def __init__(self, size: int, seed: int = 0, *, shuffle: bool = True, skip: Container[int] = ()) -> None:
         if size < 1:
             raise ValueError(f"size is {size}, but a sampler needs at least one row.")
         if seed < 0:
@@ -260,8 +289,9 @@ class Sampler:
         self.size = size
         self.seed = seed
         self.shuffle = shuffle
+        self.skip = skip
         self.epoch = 0
-        self.position = 0  # rows of this epoch already given
+        self.position = 0  # rows of this epoch already given or skipped
         self._order = self._permutation()
 
     def take(self, count: int) -> list[int]:
@@ -274,8 +304,10 @@ class Sampler:
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._permutation()
             more = self._order[self.position : self.position + count - len(taken)]
-            taken += more
+            taken += [row for row in more if row not in self.skip]
             self.position += len(more)
+            while self.position < self.size and self._order[self.position] in self.skip:
+                self.position += 1  # so that after the last row that is not skipped, the epoch is done
         return taken
 
     @property

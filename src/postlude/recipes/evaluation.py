@@ -28,6 +28,7 @@ from postlude.recipes.verdict import EVALUATED
 from postlude.recipes.where import HERE, Where
 from postlude.rollout.conversations import Answered
 from postlude.rollout.gathered import RankedEngine, SharedGenerator
+from postlude.rollout.tasks import last_tasks
 
 PAGE = 256  # tasks answered at a time
 
@@ -71,7 +72,8 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST, 
         )
         held.enter_context(closing(rollouts.conversations))
         count = min(config.tasks, len(environment.tasks))
-        tasks = [environment.tasks[index] for index in range(len(environment.tasks) - count, len(environment.tasks))]
+        chosen = last_tasks(environment.tasks, count)
+        tasks = [chosen[index] for index in range(count)]
         answers: list[Answered] = []  # on the first rank
 
         def page(first: int) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from postlude.data.chat import ChatTokenizer, Encoded, Encoder, Form
-from postlude.data.datasets import Rows, Sampler
+from postlude.data.datasets import HeldOutRows, Rows, Sampler
 from postlude.recipes.config.schema import Settings
+from postlude.rollout.tasks import Task, content_of, digest
 
 if TYPE_CHECKING:
     from postlude.recipes.encodings import Encodings
@@ -104,15 +105,30 @@ class Indexed(Protocol[Row_co]):
         ...
 
 
+def hold_out_rows(rows: Indexed[Any], count: int) -> HeldOutRows:
+    """The last `count` rows with different prompts, and every row with one of their prompts."""
+    fix = "Lower held_out.rows, give more prompts, or set held_out.rows to 0."
+    return HeldOutRows(len(rows), lambda index: _content(rows[index]), count, what="rows", fix=fix)
+
+
+def _content(row: Encoded | tuple[Encoded, ...] | Task) -> bytes:
+    """What a row is compared by: its prompt, which is all before the first token learned; without one, all of it."""
+    if isinstance(row, Task):
+        return content_of(row)
+    first = row[0] if isinstance(row, tuple) else row
+    prompt = next((place for place, learned in enumerate(first.mask) if learned), 0)
+    if prompt > 1:  # more than a token that begins every text
+        return digest(first.tokens[:prompt])
+    return digest([each.tokens for each in row] if isinstance(row, tuple) else row.tokens)
+
+
 class Course(Generic[Row]):
     """The order of a run through rows: some held out, the others in shuffled epochs, `batch` of them a step."""
 
     def __init__(self, rows: Indexed[Row], *, batch: int, held_out: int, seed: int) -> None:
-        if held_out >= len(rows):
-            raise ValueError(f"{held_out} of {len(rows)} rows are to be held out. Leave at least one to learn from.")
         self.rows, self.batch = rows, batch
-        self.border = len(rows) - held_out
-        self.sampler = Sampler(self.border, seed)
+        self.skip = hold_out_rows(rows, held_out) if held_out else None
+        self.sampler = Sampler(len(rows), seed, skip=self.skip or ())
 
     def take(self) -> list[Row]:
         """The rows of the next step."""
@@ -121,8 +137,10 @@ class Course(Generic[Row]):
     @property
     def held_out(self) -> Sequence[Row]:
         """The rows that are never trained on."""
-        return [self.rows[index] for index in range(self.border, len(self.rows))]
+        return [] if self.skip is None else [self.rows[index] for index in self.skip.indices]
 
     def steps(self, epochs: float) -> int:
-        """How many steps it takes to see each row `epochs` times."""
-        return max(1, round(epochs * self.border / self.batch))
+        """How many steps it takes to see each row that is trained on `epochs` times."""
+        skip = self.skip
+        rows = len(self.rows) if skip is None else sum(index not in skip for index in range(len(self.rows)))
+        return max(1, round(epochs * rows / self.batch))

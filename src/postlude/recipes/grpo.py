@@ -62,10 +62,11 @@ class GRPOTrainer(Trainer):
         )
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
-        if self.evaluate_every:
-            self.tasks, held_out = hold_out(self.environment.tasks, config.evaluation.tasks)
-            self.held_out = [held_out[index] for index in range(len(held_out))]
         self.sampler = Sampler(len(self.tasks), config.seed)
+        if self.evaluate_every:
+            held_out = hold_out(self.tasks, config.evaluation.tasks, config.evaluation.split_by)
+            self.held_out = [self.tasks[index] for index in held_out.indices]
+            self.sampler.skip = held_out
         self.objective: Objective = built(config.objective)
         if isinstance(self.objective, PolicyGradient):
             self.objective = replace(self.objective, temperature=config.answers.temperature)
@@ -316,7 +317,7 @@ def checks(subject: Subject) -> list[Check]:
         return example_of(task, subject.tokenizer, config.budget, options)
 
     warm = example if config.warm_start.steps else None
-    held_out = config.evaluation.tasks if config.evaluation.every else 0
+    held_out = config.evaluation if config.evaluation.every else None
     replay = [Check("replay_routing", lambda: _replay(subject), after=("model",))] if config.replay_routing else []
     return [
         *of_training(subject, _trial(config)),

@@ -36,6 +36,7 @@ from postlude.recipes.config.schema import plain
 from postlude.recipes.config.settings import (
     Answers,
     EnvironmentSettings,
+    Evaluation,
     ObjectiveFile,
     Prompts,
     Tools,
@@ -44,7 +45,7 @@ from postlude.recipes.config.settings import (
     built,
 )
 from postlude.recipes.encodings import CACHE, Encodings
-from postlude.recipes.examples import Examples, Pairs
+from postlude.recipes.examples import Examples, Pairs, hold_out_rows
 from postlude.recipes.numbers import in_bytes
 from postlude.recipes.rollouts import encode_prompt, encoder_of, environment_of
 from postlude.recipes.run.changes import MAY_CHANGE
@@ -203,7 +204,7 @@ def of_environment(
     answers: Answers,
     *,
     example: Callable[[Task, Mapping[str, Any]], Any] | None = None,
-    held_out: int = 0,
+    held_out: Evaluation | None = None,
 ) -> Iterator[Check]:
     """Tasks that can be asked and a judge that can be called. `example` makes of a task one to learn by heart."""
 
@@ -211,8 +212,8 @@ def of_environment(
         # One judge, in a process of its own whatever the config says: there it can be timed out.
         config, judged = subject.config, settings.model_copy(update={"workers": 1})
         with closing(environment_of(judged, config.seed, subject.tokenizer, answers, config.budget)) as environment:
-            if held_out:
-                hold_out(environment.tasks, held_out)
+            if held_out is not None:
+                hold_out(environment.tasks, held_out.tasks, held_out.split_by)
             made = not isinstance(settings, Prompts)  # tasks that are made: the first of them speak for all
             encoder = encoder_of(environment, subject.tokenizer, answers, config.budget)
             subject.grows = isinstance(settings, Turns) and settings.max_turns > 1
@@ -236,11 +237,8 @@ def of_rows(subject: Subject, data: Examples | Pairs) -> Iterator[Check]:
         rows: Encodings[Any] = data.read(subject.tokenizer, subject.config.budget, subject.config.run / CACHE)
         within_vocabulary(rows.largest, subject)
         subject.keep.append(rows.store)
-        held_out = subject.config.held_out.rows
-        if held_out >= len(rows):
-            raise ValueError(
-                f"held_out.rows is {held_out}, but {data.path} has {len(rows)} rows. Leave at least one to learn from."
-            )
+        if subject.config.held_out.rows:
+            hold_out_rows(rows, subject.config.held_out.rows)
         return str(rows)
 
     yield Check("data", look, after=("tokenizer",))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from postlude.data.chat import Prompt
-from postlude.data.datasets import Rows
+from postlude.data.datasets import HeldOutRows, Rows
 from postlude.data.messages import Message
 from postlude.rollout.crew import WorkerError
 from postlude.rollout.verifiers import GymEntries, GymReward, read_page
@@ -15,6 +17,7 @@ from postlude.rollout.workers import Workers
 
 PAGE = 256  # entries asked for at once
 PAGE_LIMIT = 600.0  # seconds for a page
+SplitBy: TypeAlias = Literal["prompt", "row"]
 ANSWER_IN_TAG = "\nGive your final answer between <{tag}> and </{tag}>."
 
 
@@ -41,21 +44,6 @@ class Tasks(Protocol):
 
 
 @dataclass(frozen=True)
-class Window:
-    """The tasks from `start` to before `stop` of others."""
-
-    tasks: Tasks
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, index: int) -> Task:
-        return self.tasks[self.start + checked(index, len(self))]
-
-
-@dataclass(frozen=True)
 class Chosen:
     """Some of others, by their indices."""
 
@@ -69,14 +57,40 @@ class Chosen:
         return self.tasks[self.indices[checked(index, len(self))]]
 
 
-def hold_out(tasks: Tasks, count: int) -> tuple[Window, Window]:
-    """All tasks but the last `count`, to train on, and the last `count`, to evaluate on."""
-    if not 0 < count < len(tasks):
-        raise ValueError(
-            f"{count} of {len(tasks)} tasks are to be held out. Hold out at least 1, and leave at least 1."
-        )
-    border = len(tasks) - count
-    return Window(tasks, 0, border), Window(tasks, border, len(tasks))
+def hold_out(tasks: Tasks, count: int, by: SplitBy = "prompt") -> HeldOutRows:
+    """The last `count` tasks with different prompts, and every task with one of their prompts."""
+    fix = "Lower evaluation.tasks, give more prompts, or set evaluation.every to 0."
+    if by == "prompt":
+        fix += " Where prompts are alike and the rest of a row makes the difference, set evaluation.split_by to row."
+    return HeldOutRows(len(tasks), lambda index: content_of(tasks[index], by), count, what="tasks", fix=fix)
+
+
+def last_tasks(tasks: Tasks, count: int) -> Chosen:
+    """The `count` tasks that `hold_out` takes. Where prompts do not suffice, others with the same prompts as well."""
+    known: set[bytes] = set()
+    first: list[int] = []
+    copies: list[int] = []
+    for index in reversed(range(len(tasks))):
+        if len(first) == count:
+            break
+        content = content_of(tasks[index])
+        (copies if content in known else first).append(index)
+        known.add(content)
+    return Chosen(tasks, sorted([*first, *copies][:count]))
+
+
+def content_of(task: Task, by: SplitBy = "prompt") -> bytes:
+    """A digest of a task's prompt, or of its whole row. It is the same in every process."""
+    return digest([task.prompt] if by == "prompt" else [task.prompt, dict(task.example)])
+
+
+def digest(value: Any) -> bytes:
+    """A digest of plain data, which no process's own hashes have a part in."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_in_order).encode()).digest()
+
+
+def _in_order(value: Any) -> Any:
+    return sorted(map(repr, value)) if isinstance(value, set | frozenset) else repr(value)
 
 
 class ReasoningGym:

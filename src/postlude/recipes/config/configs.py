@@ -238,7 +238,7 @@ class EvalConfig(Model):
     environment: EnvironmentSettings = Gym(task="chain_sum")
     """Where tasks and rewards come from."""
     tasks: PositiveInt = 256
-    """How many tasks are answered: the last of the environment, as training holds them out."""
+    """How many tasks are answered: those that training holds out with evaluation.tasks of this number."""
     samples: PositiveInt = 1
     """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
     answers: Answers = Answers(temperature=0.0)

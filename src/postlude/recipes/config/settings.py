@@ -23,7 +23,7 @@ from postlude.rollout.episodes import Episodes
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.rewards import RewardPool
 from postlude.rollout.sampling import Sampling
-from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
+from postlude.rollout.tasks import DatasetTasks, ReasoningGym, SplitBy, Task, Tasks
 from postlude.rollout.tools import ToolReply, by_name, schema
 from postlude.rollout.verifiers import MathReward
 from postlude.user_code import load_callable
@@ -321,7 +321,11 @@ class Evaluation(Settings):
     every: NonNegativeInt = 50
     """Steps between evaluations; 0 leaves them out."""
     tasks: PositiveInt = 64
-    """How many tasks are held out."""
+    """How many tasks are held out: the last ones with different prompts. Others with one of these prompts are not
+    trained on either."""
+    split_by: SplitBy = "prompt"
+    """What tells a held-out task from one trained on: its prompt; or "row", the whole row, for prompts that are alike
+    and rows that decide what follows, such as games."""
     samples: PositiveInt = 1
     """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
     temperature: Temperature = 0.0
@@ -334,7 +338,9 @@ class HeldOut(Settings):
     every: NonNegativeInt = 50
     """Steps between evaluations; 0 leaves them out."""
     rows: NonNegativeInt = 0
-    """How many of the dataset's last rows are held out; 0 holds out none, and leaves evaluations out."""
+    """How many rows are held out: the dataset's last ones with different prompts. Other rows with one of these prompts
+    are not trained on either; a row without a prompt is compared whole. 0 holds out none, and leaves evaluations
+    out."""
 
 
 def _known(sinks: tuple[str, ...]) -> tuple[str, ...]:
