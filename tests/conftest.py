@@ -60,8 +60,8 @@ class Ranks:
     They have `patience` seconds for it.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, serve: Callable[..., None] | None = None) -> None:
+        self.directory, self.serve = directory, serve or _serve
         self.pools: dict[int, list[tuple[Connection, Any]]] = {}
         self.calls: Counter[int] = Counter()
 
@@ -97,7 +97,7 @@ class Ranks:
         pool = []
         for rank in range(size):
             ours, theirs = SERVER.Pipe()
-            process = SERVER.Process(target=_serve, args=(rank, size, str(rendezvous), theirs), daemon=True)
+            process = SERVER.Process(target=self.serve, args=(rank, size, str(rendezvous), theirs), daemon=True)
             process.start()
             pool.append((ours, process))
         return pool
@@ -118,6 +118,11 @@ def _serve(rank: int, size: int, rendezvous: str, connection: Connection) -> Non
     timeout = datetime.timedelta(seconds=PATIENCE)
     store = dist.FileStore(rendezvous, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    answer_calls(rank, connection)
+
+
+def answer_calls(rank: int, connection: Connection) -> None:
+    """Run what the tests send, until they are over."""
     while True:
         try:
             function, arguments = connection.recv()

@@ -47,10 +47,30 @@ def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
     found = told([Seen("x", ("a", "b"), rank) for rank in range(3)] + [Seen("y", ("c",), 0)])
     assert [str(place.device) for place in found] == ["cuda:0", "cuda:1", "cuda:0", "cuda:0"]
     assert {place.backend for place in found} == {"gloo"}
-    assert {place.shared for place in found} == {
+    assert {place.warning("gloo") for place in found} == {
         "ranks 0, 2 of 4 share a GPU, so all ranks speak through gloo, by way of host memory; start one rank a GPU to "
         "speak through NCCL."
     }
+
+
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl() -> None:
+    here = told([Seen("x", ("a",)), Seen("x", ("a",))])
+    assert [place.nccl_variables(rank) for rank, place in enumerate(here)] == [
+        {"NCCL_HOSTID": f"postlude-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} for rank in (0, 1)
+    ]
+    assert here[0].warning("nccl").startswith("ranks 0, 1 of 2 share a GPU: NCCL treats each rank as a machine")
+    apart = told([Seen("x", ("a",)), Seen("x", ("a",)), Seen("y", ("b",))])
+    assert apart[0].nccl_variables(0) == {"NCCL_HOSTID": "postlude-rank-0"}  # lo does not lead to another machine
+    alone = told([Seen("x", ("a",)), Seen("y", ("b",))])[0]
+    assert (alone.nccl_variables(0), alone.warning("nccl")) == ({}, "")
+
+
+def test_nccl_on_the_cpu_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="backend 'nccl' needs a GPU, but ranks compute on the CPU"),
+        ranks(backend="nccl", device="cpu"),
+    ):
+        pass
 
 
 def test_a_rank_without_a_gpu_among_others_is_named_on_all_of_them() -> None:

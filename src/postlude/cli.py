@@ -138,30 +138,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
     command.set_defaults(module="logprobs", parser=command)
 
-    command = commands.add_parser(
-        "verify", help="prove that a parallel layout computes what one rank computes", allow_abbrev=False
+    _add_verify(
+        commands.add_parser(
+            "verify", help="prove that a parallel layout computes what one rank computes", allow_abbrev=False
+        )
     )
-    command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
-    chosen = command.add_mutually_exclusive_group(required=True)
-    chosen.add_argument(
-        "--layout", action="append", type=_layout, metavar="pp=2,cp=2", help="a layout to compare; may be repeated"
-    )
-    chosen.add_argument("--grid", action="store_true", help="compare the standard set of layouts, up to 8 ranks")
-    command.add_argument(
-        "--objective", action="append", choices=OBJECTIVES, help="what to minimise; may be repeated (default: grpo)"
-    )
-    command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
-    _add_overlap(command)
-    command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
-    limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
-    command.add_argument("--tolerance", type=_from_zero, help=f"relative to the largest value (default: {limits})")
-    command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
-    command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
-    command.add_argument(
-        "--timeout", type=_above_zero, default=600.0, help="seconds after which a silent rank is given up"
-    )
-    command.set_defaults(module="verify", parser=command)
-
     _add_serve(
         commands.add_parser("serve", help="answers of a model over HTTP, for rollouts elsewhere", allow_abbrev=False)
     )
@@ -267,6 +248,34 @@ def _add_overlap(command: argparse.ArgumentParser) -> None:
         choices=OVERLAPS,
         help="hide exchanges with experts behind compute; or, in a pipeline, fill its bubble with weight gradients",
     )
+
+
+def _add_verify(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
+    chosen = command.add_mutually_exclusive_group(required=True)
+    chosen.add_argument(
+        "--layout", action="append", type=_layout, metavar="pp=2,cp=2", help="a layout to compare; may be repeated"
+    )
+    chosen.add_argument("--grid", action="store_true", help="compare the standard set of layouts, up to 8 ranks")
+    command.add_argument(
+        "--objective", action="append", choices=OBJECTIVES, help="what to minimise; may be repeated (default: grpo)"
+    )
+    command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
+    _add_overlap(command)
+    command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
+    limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
+    command.add_argument("--tolerance", type=_from_zero, help=f"relative to the largest value (default: {limits})")
+    command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
+    command.add_argument(
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="how ranks communicate (default: nccl with a GPU for each, else gloo); nccl lets ranks share a GPU",
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
+    command.add_argument(
+        "--timeout", type=_above_zero, default=600.0, help="seconds after which a silent rank is given up"
+    )
+    command.set_defaults(module="verify", parser=command)
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:

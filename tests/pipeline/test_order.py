@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cache
 from itertools import chain, product
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from postlude.pipeline.executor import MOST_UNSENT
 from postlude.pipeline.order import ZERO_BUBBLE, Action, Turn, check_overlap, order, turns, zero_bubble
 from postlude.plan.clock import DeadlockError, Timeline, dependencies, most_held
 from tests.pipeline.simulator import simulate, simulate_turns, transfers
@@ -171,79 +170,6 @@ def test_activations_and_gradients_could_share_a_channel_unless_two_ranks_interl
         sent, received = channels(orders(pp, vpp, microbatches), pp, vpp, by_kind=False)
         mixed_up = pp == 2 and vpp > 1 and microbatches % 2 == 1 and microbatches >= 5
         assert (sent != received) == mixed_up
-
-
-def runs_to_the_end(
-    lists: Orders,
-    pp: int,
-    vpp: int,
-    queue: Callable[[str, int, int], Hashable],
-    *,
-    ahead: int = 1,
-    unsent: int | None = None,
-) -> bool:
-    """Whether ranks finish that post receives `ahead` actions ahead, wait for those of this one, and send after it.
-
-    Each end of a queue does one transfer at a time, and a transfer happens when both ends have come to it. A rank goes
-    on after a send while no more than `unsent` in the same queue are not taken.
-    """
-    programs = [[transfers((action,), pp=pp, vpp=vpp) for action in actions] for actions in lists]
-    posted: dict[tuple[Hashable, int], list[Action]] = defaultdict(list)
-    moved: set[Action] = set()
-
-    def run(rank: int):
-        program = programs[rank]
-
-        def post(moves, end):
-            chosen = [move for move in moves if move.end == end]
-            for move in chosen:
-                posted[queue(*move.channel), rank].append(move.payload)
-            return chosen
-
-        awaited: list[set[Action]] = []
-        for index, moves in enumerate(program):
-            while len(awaited) < min(index + 1 + ahead, len(program)):
-                awaited.append({move.payload for move in post(program[len(awaited)], "receive")})
-            while not awaited[index] <= moved:
-                yield
-            for move in post(moves, "send"):
-                while unsent is not None and len(posted[queue(*move.channel), rank]) > unsent:
-                    yield
-
-    running = {rank: run(rank) for rank in range(pp)}
-    while running:
-        before = (len(running), len(moved), sum(map(len, posted.values())))
-        running = {rank: steps for rank, steps in running.items() if next(steps, "done") != "done"}
-        heads = defaultdict(list)
-        for (name, _), payloads in posted.items():
-            if payloads:
-                heads[name, payloads[0]].append(payloads)
-        for (_, payload), ends in heads.items():
-            if len(ends) == 2:
-                moved.add(payload)
-                for payloads in ends:
-                    payloads.pop(0)
-        if before == (len(running), len(moved), sum(map(len, posted.values()))):
-            return False
-    return True
-
-
-@small_shapes
-def test_a_queue_for_each_channel_never_deadlocks_and_less_does(pp: int, vpp: int) -> None:
-    for microbatches in range(1, 8):
-        plain = orders(pp, vpp, microbatches)
-        for lists, ahead in product((plain, orders(pp, vpp, microbatches, forward_only=True)), (0, 1)):
-            assert runs_to_the_end(lists, pp, vpp, lambda *channel: channel, ahead=ahead)
-        alone = microbatches == 1
-        assert runs_to_the_end(plain, pp, vpp, lambda *channel: channel, ahead=0, unsent=0) == alone
-        assert runs_to_the_end(plain, pp, vpp, lambda _, *ranks: frozenset(ranks), ahead=0) == alone
-
-
-@small_shapes
-def test_forwards_that_wait_for_their_sends_never_deadlock(pp: int, vpp: int) -> None:
-    for microbatches, unsent in product(range(1, 4 * pp), (0, MOST_UNSENT)):
-        forwards = orders(pp, vpp, microbatches, forward_only=True)
-        assert runs_to_the_end(forwards, pp, vpp, lambda *channel: channel, unsent=unsent)
 
 
 def torch_orders(pp: int, vpp: int, microbatches: int) -> Orders:

@@ -27,6 +27,10 @@ def run(options: argparse.Namespace) -> int:
     _, config = read_model(source)
     device = options.device or default_device()
     check_device(device)
+    if options.backend == "nccl" and device == "cpu":
+        raise ValueError(
+            "--backend nccl needs a GPU, but ranks compute on the CPU; use --device cuda or --backend gloo."
+        )
     layouts = fitting(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
     for layout in layouts:
         config.fits(layout)  # no rank is started for what cannot be
@@ -50,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     by_size: dict[int, list[Case]] = {}
     for case in cases:
         by_size.setdefault(case.layout.world_size, []).append(case)
-    start = functools.partial(on_ranks, compare_all, timeout=options.timeout, device=device)
+    start = functools.partial(on_ranks, compare_all, timeout=options.timeout, device=device, backend=options.backend)
     reports: list[Report] = [
         report for size, group in sorted(by_size.items()) for report in start(group, device, nproc=size)
     ]

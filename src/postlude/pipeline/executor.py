@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from postlude.model import LanguageModel, OutputProcessor
 from postlude.model.parallel import Gathered
 from postlude.model.schedule_plan import Complete, Moves, SchedulePlan, in_turn
 from postlude.ops.products import plain_products
-from postlude.pipeline.order import Action, Overlap, Turn, turns
+from postlude.pipeline.order import Action, Overlap, turns
+from postlude.pipeline.transfers import Transfer, transfer_plan
 from postlude.trace.recorder import SILENT, Recorder
-from postlude.world.mesh import Channel, Mesh
+from postlude.world.mesh import Channel, Mesh, point_to_point
 
 MOST_UNSENT = 2
 """Activations a rank may have sent that were not taken yet before it waits, when it runs forward only."""
@@ -82,28 +83,23 @@ class Executor:
         they put off. With overlap, `complete` is told of a stage's layer, or of the stage, when a backward is done with
         it; with "zero_bubble" once more when its weights have their gradients. `recorder` is told of everything.
 
-        What an action starts from is asked for before the turn ahead of it is run. Backwards keep a rank from running
-        ahead of the next one; forwards alone wait for what they have sent.
+        Sends and receives are launched in the order of `transfer_plan`, which cannot deadlock. Backwards keep a rank
+        from running ahead of the next one; forwards alone wait for what they have sent.
         """
-        all_turns = turns(
-            pp=self.pp,
-            vpp=self.vpp,
-            microbatches=len(microbatches),
-            rank=self.rank,
-            forward_only=loss is None,
-            overlap=self.overlap,
-        )
+        shape: dict[str, Any] = {"pp": self.pp, "vpp": self.vpp, "microbatches": len(microbatches)}
+        shape |= {"forward_only": loss is None, "overlap": self.overlap}
+        all_turns = turns(rank=self.rank, **shape)
+        transfers = transfer_plan(**shape)[self.rank]
         actions = [action for turn in all_turns for action in turn]
         last = {action.stage: action for action in actions if action.kind != "F"}
         ends = {(action.stage, action.microbatch): action for action in actions}
         results: dict[int, Any] = {}
         passes: dict[tuple[int, int], _Pass] = {}
-        unsent = MOST_UNSENT if loss is None else None
-        expected = self._expect(all_turns[:1], microbatches, recorder)
+        transit = _Transit(self, microbatches, MOST_UNSENT if loss is None else None)
         with torch.set_grad_enabled(loss is not None), plain_products(self.dtype):
             for index, turn in enumerate(all_turns):
-                arrived = [arrive() for arrive in expected]
-                expected = self._expect(all_turns[index + 1 : index + 2], microbatches, recorder)
+                transit.launch(transfers[index])
+                arrived = [transit.input_of(action, recorder.of(action.microbatch)) for action in turn]
                 moves = []
                 for action, given in zip(turn, arrived, strict=True):
                     place, stage = (action.stage, action.microbatch), self.stages[action.stage]
@@ -127,47 +123,49 @@ class Executor:
                             results[action.microbatch] = result.detach()  # its graph has done its work
                         entry, passed.entered, passed.left = passed.entered, None, None  # a W needs the plan alone
                         if entry is not None:
-                            self.channels.send(action, _gradient(entry))
+                            transit.outgoing[action] = _gradient(entry)
                     elif action.kind == "F" and stage.stage.last:
                         results[action.microbatch] = output
                         passed.left = loss(output) if loss is not None else None
                     elif action.kind == "F":
-                        self.channels.send(action, output.detach(), unsent)
+                        transit.outgoing[action] = output.detach()
                         passed.left = output
                     del passed  # and what it holds, if it has ended
+        transit.launch(transfers[-1])
         with recorder.during("wait", "for what was sent"):
             self.channels.finish()
         return [results[index] for index in sorted(results)]
 
-    def _expect(
-        self, coming: Iterable[Turn], microbatches: Sequence[Microbatch], recorder: Recorder
-    ) -> list[Callable[[], Tensor | None]]:
-        """Ask for what each action of the turns starts from: see `_start_of`."""
-        return [
-            self._start_of(action, microbatches, recorder.of(action.microbatch)) for turn in coming for action in turn
-        ]
 
-    def _start_of(
-        self, action: Action, microbatches: Sequence[Microbatch], recorder: Recorder
-    ) -> Callable[[], Tensor | None]:
-        """Ask for the activations an F starts from, or the gradient a B starts from: [T / tp, H].
+@dataclass
+class _Transit:
+    """What is on its way between this rank and others in one run: outputs not sent yet, and receives not used yet."""
 
-        None at an end, and for a W, which starts from what its rank has.
-        """
-        stage = self.stages[action.stage]
-        at_an_end = stage.stage.first if action.kind == "F" else stage.stage.last
-        if action.kind == "W" or at_an_end:
-            return lambda: None
-        before = action.stage - 1 if action.kind == "F" else action.stage + 1
-        shape = (len(microbatches[action.microbatch]) // self.mesh.tp.size, stage.config.hidden_size)
-        payload = Action(action.kind, before, action.microbatch)
-        arrive = self.channels.expect(payload, shape, self.dtype, next(stage.parameters()).device)
+    executor: Executor
+    microbatches: Sequence[Microbatch]
+    unsent: int | None
+    outgoing: dict[Action, Tensor] = field(default_factory=dict)
+    incoming: dict[Action, Callable[[], Tensor]] = field(default_factory=dict)
 
-        def arrived() -> Tensor:
-            with recorder.during("wait", f"for {payload}"):
-                return arrive()
+    def launch(self, transfers: Iterable[Transfer]) -> None:
+        """Launch sends and receives, in this order. A receive is of activations or a gradient, [T / tp, H]."""
+        executor = self.executor
+        stage = executor.stages[executor.rank]
+        for payload, source in ((transfer.payload, transfer.source) for transfer in transfers):
+            if source == executor.rank:
+                executor.channels.send(payload, self.outgoing.pop(payload), self.unsent)
+                continue
+            rows = len(self.microbatches[payload.microbatch]) // executor.mesh.tp.size
+            shape, device = (rows, stage.config.hidden_size), next(stage.parameters()).device
+            self.incoming[payload] = executor.channels.receive(payload, shape, executor.dtype, device)
 
-        return arrived
+    def input_of(self, action: Action, recorder: Recorder) -> Tensor | None:
+        """Wait for the activations an F starts from, or the gradient a B starts from. None at the ends and for a W."""
+        source = Action(action.kind, action.stage + (-1 if action.kind == "F" else 1), action.microbatch)
+        if source not in self.incoming:
+            return None
+        with recorder.during("wait", f"for {source}"):
+            return self.incoming.pop(source)()
 
 
 @dataclass
@@ -232,22 +230,19 @@ class Channels:
         channel = payload.kind, self.rank
         group, pending = self.groups[channel], self.pending[channel]
         tensor = (tensor.cpu() if self.through_host else tensor).contiguous()
-        work = dist.isend(tensor, group=group, group_dst=1 - dist.get_rank(group))
-        assert work is not None  # this rank is in its own group
-        pending.append((work, tensor))
+        pending.append((point_to_point(dist.isend, tensor, group), tensor))
         while pending and (pending[0][0].is_completed() or (unsent is not None and len(pending) > unsent)):
             pending.popleft()[0].wait()  # on a GPU it is the stream that waits, and then may use the memory again
 
-    def expect(
+    def receive(
         self, payload: Action, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Callable[[], Tensor]:
-        """Make ready for what `payload` makes on another rank. Call what this returns to wait for it."""
+        """Launch the receive of what `payload` makes on another rank. Call what this returns to wait for it."""
         if 0 in shape:  # then nothing is sent
             return lambda: torch.zeros(shape, dtype=dtype, device=device)
         group = self.groups[payload.kind, payload.stage % self.pp]
         tensor = torch.empty(shape, dtype=dtype, device="cpu" if self.through_host else device)
-        work = dist.irecv(tensor, group=group, group_src=1 - dist.get_rank(group))
-        assert work is not None
+        work = point_to_point(dist.irecv, tensor, group)
 
         def arrived() -> Tensor:
             work.wait()

@@ -1,12 +1,9 @@
 """Which action a pipeline rank runs when, as plain data: 1F1B, interleaved when vpp > 1, overlapped, or zero-bubble.
 
 Stage s of the pp·vpp stages lives on rank s % pp, as its chunk s // pp. What an F makes goes to the next stage, what a
-B makes to the one before. Activations and gradients need a channel each, first in first out, in either direction
-between two ranks, and sends that do not wait for their receive: then receives in compute order always meet their sends
-in order. Less is not enough. With blocking sends, or with both directions of a pair of ranks in one queue (as in one
-NCCL communicator), two microbatches already deadlock; and if activations share a channel with gradients, pp = 2 with
-vpp > 1 mixes them up for 5, 7, 9, … microbatches. Forwards alone may wait for their sends, if each receive is posted
-before the action ahead of it is run.
+B makes to the one before. Activations and gradients have a channel each, first in first out, in either direction
+between two ranks: in one channel, pp = 2 with vpp > 1 would mix them up for 5, 7, 9, … microbatches. When a rank sends
+and receives is in `transfers.py`.
 """
 
 from __future__ import annotations

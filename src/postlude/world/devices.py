@@ -80,7 +80,9 @@ class Place:
 
     gpu: int | None = None
     shared: str = ""
-    """Where two ranks have one GPU, a sentence about it, the same on every rank."""
+    """Where two ranks have one GPU, which they are, the same on every rank."""
+    one_machine: bool = True
+    """Whether all ranks run on one machine."""
     refusal: str = ""
 
     @property
@@ -90,8 +92,29 @@ class Place:
 
     @property
     def backend(self) -> str:
-        """How these ranks speak: NCCL wants a GPU of its own for each."""
+        """How these ranks communicate unless a backend is chosen: NCCL is made for one rank a GPU."""
         return "gloo" if self.gpu is None or self.shared else "nccl"
+
+    def warning(self, backend: str) -> str:
+        """A sentence about ranks that share a GPU, and what that means with this backend; empty where none do."""
+        if not self.shared:
+            return ""
+        if backend == "nccl":
+            return (
+                f"{self.shared}: NCCL treats each rank as a machine of its own and connects them through sockets, which "
+                "is slow and meant for tests; start one rank a GPU to train."
+            )
+        return (
+            f"{self.shared}, so all ranks speak through gloo, by way of host memory; start one rank a GPU to speak "
+            "through NCCL."
+        )
+
+    def nccl_variables(self, rank: int) -> dict[str, str]:
+        """Environment variables that let NCCL accept ranks that share a GPU: it refuses two on one GPU of one host."""
+        if not self.shared:
+            return {}
+        loopback = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if self.one_machine else {}
+        return {"NCCL_HOSTID": f"postlude-rank-{rank}", **loopback}
 
 
 def places(seen: Sequence[Seen]) -> list[Place]:
@@ -118,13 +141,9 @@ def places(seen: Sequence[Seen]) -> list[Place]:
         takers.setdefault(each.gpus[gpu], []).append(rank)
         chosen.append(gpu)
     shared = [ranks for ranks in takers.values() if len(ranks) > 1]
-    said = ""
-    if shared:
-        said = (
-            f"ranks {_some(shared[0])} of {len(seen)} share a GPU, so all ranks speak through gloo, by way of host "
-            "memory; start one rank a GPU to speak through NCCL."
-        )
-    return [Place(gpu, said) for gpu in chosen]
+    sentence = f"ranks {_some(shared[0])} of {len(seen)} share a GPU" if shared else ""
+    one_machine = len({each.host for each in seen}) == 1
+    return [Place(gpu, sentence, one_machine) for gpu in chosen]
 
 
 def agree(store: Store, rank: int, size: int, seen: Seen) -> Place:

@@ -19,7 +19,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -114,6 +114,7 @@ def on_ranks(
     nproc: int,
     timeout: float = 600.0,
     device: torch.device | str | None = None,
+    backend: str | None = None,
 ) -> Result:
     """What function(*args) returns on the first of `nproc` ranks: this process where there is one, else new ones.
 
@@ -121,8 +122,8 @@ def on_ranks(
     """
     check_device(device)
     if nproc != 1 and "RANK" not in os.environ:
-        return launch(function, *args, nproc=nproc, timeout=timeout, device=device)[0]
-    with _without_torchs_own_warnings(), ranks(timeout, device=device):
+        return launch(function, *args, nproc=nproc, timeout=timeout, backend=backend, device=device)[0]
+    with _without_torchs_own_warnings(), ranks(timeout, backend, device):
         return function(*args)
 
 
@@ -135,15 +136,17 @@ def ranks(
     Reads torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if set, LOCAL_RANK); without them it is
     the only rank. `device` is by default a GPU that no other rank has where this process sees one, and the CPU where no
     rank sees any; an `Engine` made inside computes there. `backend` is nccl where every rank has a GPU of its own and
-    gloo on the CPU; ranks that have to share a GPU speak through gloo, and the first of them says so. A collective
-    gives up after `timeout` seconds, and what then leaves the block is a `RankError` that names the rank to blame. A
-    process group that exists already is used and left alone, whatever the arguments.
+    gloo on the CPU; ranks that have to share a GPU speak through gloo, or through NCCL's sockets where `backend` is
+    "nccl", and the first of them says so. A collective gives up after `timeout` seconds, and what then leaves the block
+    is a `RankError` that names the rank to blame. A process group that exists already is used and left alone, whatever
+    the arguments.
     """
     if dist.is_initialized():
         yield Rank(dist.get_rank(), dist.get_world_size(), group_device())
         return
     index, size = _numbers()
     check_device(device)
+    cleanup = ExitStack()
     stores = Stores.connect(index, size, timeout) if size > 1 else None
     words = LastWords(index, size, timeout, stores.words, hosts(index)) if stores else None
     try:
@@ -154,6 +157,14 @@ def ranks(
         if place.gpu is not None:
             torch.cuda.set_device(place.device)
         backend = backend or place.backend
+        if backend == "nccl" and place.gpu is None:
+            raise ValueError(
+                "backend 'nccl' needs a GPU, but ranks compute on the CPU; use gloo, or a device with CUDA."
+            )
+        if index == 0 and (warning := place.warning(backend)):
+            LOG.warning("%s", warning)
+        if backend == "nccl":
+            cleanup.enter_context(_environment(place.nccl_variables(index)))
         dist.init_process_group(
             backend,
             store=stores.group if stores else HashStore(),
@@ -175,8 +186,21 @@ def ranks(
             raise cause from error
         raise
     finally:
+        cleanup.close()
         if words and not words.lost:
             bounded(words.leave)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the length of the block. One that is set already keeps its value."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _place(device: torch.device | None, index: int, size: int, stores: Stores | None) -> Place:
@@ -187,8 +211,6 @@ def _place(device: torch.device | None, index: int, size: int, stores: Stores | 
     place = agree(stores.place, index, size, seen) if stores else places([seen])[0]
     if place.refusal:
         raise ValueError(place.refusal)
-    if place.shared and index == 0:
-        LOG.warning("%s", place.shared)
     return place
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,11 +123,16 @@ class Mesh:
     def _touch(self, group: dist.ProcessGroup, sender: int) -> None:
         """Pass one number from one end of a channel to the other."""
         number = torch.zeros(1, device="cpu" if dist.get_backend(group) == "gloo" else self.device_type)
-        other = 1 - dist.get_rank(group)
-        if dist.get_rank() == sender:
-            dist.send(number, group=group, group_dst=other)
-        else:
-            dist.recv(number, group=group, group_src=other)
+        point_to_point(dist.isend if dist.get_rank() == sender else dist.irecv, number, group).wait()
+
+
+def point_to_point(operation: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Launch `dist.isend` to, or `dist.irecv` from, the other rank of a group of two.
+
+    As a batch of one: NCCL then uses the group's own communicator and does not make a second one with a warning.
+    """
+    other = 1 - dist.get_rank(group)
+    return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=other)])[0]
 
 
 _Known = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]

@@ -1,0 +1,93 @@
+"""A pipeline goes on when kernels are launched for the first time while receives wait, in the first step and later.
+
+CUDA loads a kernel at its first launch and waits for the kernels that run. A receive that was launched runs until the
+other rank sends, so this is where ranks could wait for each other for ever. Each test runs in new processes, which have
+loaded nothing, with CUDA's default settings.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import AdamW, Engine, Layout, Loss, OutputInputs
+from postlude.world.launcher import launch
+from tests.engine.training import batch, config
+
+TIMEOUT = 100.0  # seconds; a step takes less than one
+RARE = (
+    torch.special.bessel_j0, torch.special.bessel_j1, torch.special.bessel_y0, torch.special.i0e, torch.special.i1e,
+    torch.special.log_ndtr, torch.special.ndtri, torch.special.erfcx, torch.special.spherical_bessel_j0,
+    torch.special.modified_bessel_i0, torch.special.modified_bessel_k1, torch.special.airy_ai, torch.asinh,
+    torch.digamma, torch.lgamma, torch.erfinv,
+)  # fmt: skip
+
+
+class FirstLaunches(torch.autograd.Function):
+    """Returns its input. Launches a kernel that the process has not launched yet, forward and backward."""
+
+    unused: ClassVar = list(RARE)
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        if FirstLaunches.unused:
+            FirstLaunches.unused.pop()(hidden.detach().float())
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if FirstLaunches.unused:
+            FirstLaunches.unused.pop()(gradient.float())
+        return gradient
+
+
+def policy(inputs: OutputInputs) -> Loss:
+    stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
+    return Loss(-stats.logprob - 0.01 * stats.entropy, over="mask")
+
+
+def policy_with_new_kernels(inputs: OutputInputs) -> Loss:
+    return policy(replace(inputs, hidden=FirstLaunches.apply(inputs.hidden)))
+
+
+def train(layout: str, options: dict[str, Any], steps: int, late: int | None) -> list[float]:
+    """The losses of some steps. In step `late` every stage launches new kernels, and with other lengths come others."""
+    assert "CUDA_MODULE_LOADING" not in os.environ
+    engine = Engine(config("tiny-moe"), layout=Layout.parse(layout), optimizer=AdamW(lr=1e-3), budget=64, **options)
+    earlier = [stage for stage in engine.executor.stages.values() if not stage.stage.last]
+    losses = []
+    for step in range(steps):
+        hooks, objective, lengths = [], policy, (20, 17, 3, 25, 6, 11, 9, 14, 2, 12)
+        if step == late:
+            hooks = [stage.register_forward_hook(lambda *given: FirstLaunches.apply(given[2])) for stage in earlier]
+            objective, lengths = policy_with_new_kernels, (61, 47, 33, 64, 5, 59, 21, 37)
+        losses.append(engine.forward_backward(batch(step, lengths), objective).loss)
+        engine.optimizer_step()
+        for hook in hooks:
+            hook.remove()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        pytest.param("pp=2", {}, id="1F1B"),
+        pytest.param("pp=2,vpp=2", {}, id="interleaved"),
+        pytest.param("pp=2", {"overlap": "zero_bubble"}, id="zero bubble"),
+    ],
+)
+def test_in_the_first_step(layout: str, options: dict[str, Any]) -> None:
+    expected = launch(train, "", {}, 2, None, nproc=1, device="cuda")[0]
+    found = launch(train, layout, options, 2, None, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_of_a_kernel_that_is_first_used_in_step_40() -> None:
+    expected = launch(train, "", {}, 42, 40, nproc=1, device="cuda")[0]
+    found = launch(train, "pp=2", {}, 42, 40, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
+    assert found == pytest.approx(expected, rel=1e-3)

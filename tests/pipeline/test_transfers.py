@@ -1,0 +1,143 @@
+"""Transfers finish even where every launch waits for the other rank, in one order that all ranks follow."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+from postlude.pipeline.order import ZERO_BUBBLE, Action, Turn, turns
+from postlude.pipeline.transfers import RankTransfers, Transfer, plan_transfers, transfer_plan
+
+SHAPES = [
+    {"pp": pp, "vpp": vpp, "forward_only": forward_only, "overlap": overlap}
+    for pp, vpp, forward_only, overlap in product(range(1, 7), range(1, 4), (False, True), (False, True, ZERO_BUBBLE))
+    if overlap != ZERO_BUBBLE or (vpp == 1 and pp > 1)
+]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
+COUNTS = (0, 1, 2, 3, 5, 8, 13)
+
+
+def schedule(shape: dict[str, Any], microbatches: int) -> list[tuple[Turn, ...]]:
+    return [turns(rank=rank, microbatches=microbatches, **shape) for rank in range(shape["pp"])]
+
+
+def needed(turn: Turn, stages: int) -> set[Action]:
+    """What other stages make that a turn starts from."""
+    before = {Action(a.kind, a.stage + (-1 if a.kind == "F" else 1), a.microbatch) for a in turn if a.kind != "W"}
+    return {action for action in before if 0 <= action.stage < stages}
+
+
+def finishes(plan: Sequence[RankTransfers]) -> bool:
+    """Whether all ranks come to an end where each launch waits until the other rank has launched the same transfer."""
+    queues = [[transfer for launched in rank for transfer in launched] for rank in plan]
+    positions = [0] * len(queues)
+    progress = True
+    while progress:
+        progress = False
+        for rank, queue in enumerate(queues):
+            if positions[rank] == len(queue):
+                continue
+            head = queue[positions[rank]]
+            other = head.source + head.destination - rank
+            if positions[other] < len(queues[other]) and queues[other][positions[other]] == head:
+                positions[rank] += 1
+                positions[other] += 1
+                progress = True
+    return all(position == len(queue) for position, queue in zip(positions, queues, strict=True))
+
+
+@every_shape
+def test_transfers_that_block_finish(shape: dict[str, Any]) -> None:
+    for microbatches in COUNTS:
+        assert finishes(transfer_plan(microbatches=microbatches, **shape))
+
+
+def test_receives_that_are_all_a_turn_ahead_do_not() -> None:
+    """Each rank waits for the receive that it launched for its next turn; what it would send comes after that turn."""
+    shape = {"pp": 2, "vpp": 1, "forward_only": False, "overlap": False}
+    plan = []
+    for rank, each in enumerate(schedule(shape, 4)):
+        launched: list[list[Transfer]] = [[] for _ in range(len(each) + 1)]
+        for index, turn in enumerate(each):
+            for payload in needed(turn, 2):
+                launched[max(0, index - 1)].append(Transfer(payload, 1 - rank, rank))
+            for action in turn:
+                if action.stage == (action.kind == "B"):
+                    launched[index + 1].insert(0, Transfer(action, rank, 1 - rank))
+        plan.append(tuple(map(tuple, launched)))
+    assert not finishes(plan)
+
+
+@every_shape
+def test_every_payload_is_sent_after_its_turn_and_received_before_the_one_that_needs_it(shape: dict[str, Any]) -> None:
+    pp, stages = shape["pp"], shape["pp"] * shape["vpp"]
+    for microbatches in COUNTS:
+        plan = transfer_plan(microbatches=microbatches, **shape)
+        for rank, (each, launched) in enumerate(zip(schedule(shape, microbatches), plan, strict=True)):
+            assert len(launched) == len(each) + 1
+            received: set[Action] = set()
+            sent: list[Action] = []
+            for index, transfers in enumerate(launched):
+                received |= {transfer.payload for transfer in transfers if transfer.destination == rank}
+                sent += [transfer.payload for transfer in transfers if transfer.source == rank]
+                if index < len(each) and pp > 1:
+                    assert needed(each[index], stages) <= received
+                    received -= needed(each[index], stages)
+                if index:
+                    made = {action for action in each[index - 1] if action in sent}
+                    assert made == {transfer.payload for transfer in transfers if transfer.source == rank}
+            assert not received
+            assert len(sent) == len(set(sent))
+
+
+@every_shape
+def test_each_channel_is_first_in_first_out(shape: dict[str, Any]) -> None:
+    for microbatches in COUNTS:
+        ends: dict[tuple[str, int, int, bool], list[Action]] = defaultdict(list)
+        for rank, launched in enumerate(transfer_plan(microbatches=microbatches, **shape)):
+            for transfer in (transfer for transfers in launched for transfer in transfers):
+                channel = transfer.payload.kind, transfer.source, transfer.destination
+                ends[(*channel, transfer.source == rank)].append(transfer.payload)
+        assert all(payloads == ends[(*channel, not sender)] for (*channel, sender), payloads in ends.items())
+
+
+@every_shape
+def test_few_receives_wait_for_their_turn(shape: dict[str, Any]) -> None:
+    """Of plain 1F1B, one for this turn and one for the next; interleaved ranks hold up to two for each other rank."""
+    bound = 2 * shape["pp"] if shape["vpp"] > 1 else 4
+    for microbatches in COUNTS:
+        for rank, launched in enumerate(transfer_plan(microbatches=microbatches, **shape)):
+            held = 0
+            for turn, transfers in zip(schedule(shape, microbatches)[rank], launched, strict=False):
+                held += sum(transfer.destination == rank for transfer in transfers)
+                assert held <= bound
+                held -= len(needed(turn, shape["pp"] * shape["vpp"])) if shape["pp"] > 1 else 0
+
+
+def written(shape: dict[str, Any], microbatches: int, rank: int) -> str:
+    launched, each = transfer_plan(microbatches=microbatches, **shape)[rank], schedule(shape, microbatches)[rank]
+    words = []
+    for index, transfers in enumerate(launched):
+        words += [f"{'send' if t.source == rank else 'receive'} {t.payload}," for t in transfers]
+        words += ["+".join(map(str, turn)) for turn in each[index : index + 1]]
+    return " ".join(words)
+
+
+def test_1f1b_of_two_ranks() -> None:
+    shape = {"pp": 2, "vpp": 1, "forward_only": False, "overlap": False}
+    assert written(shape, 3, 0) == (
+        "F0@0 send F0@0, F1@0 send F1@0, receive B0@1, B0@0 F2@0 send F2@0, receive B1@1, receive B2@1, B1@0 B2@0"
+    )
+    assert written(shape, 3, 1) == (
+        "receive F0@0, F0@1 receive F1@0, B0@1 send B0@1, F1@1 receive F2@0, B1@1 send B1@1, F2@1 B2@1 send B2@1,"
+    )
+
+
+def test_an_order_that_cannot_run_is_refused() -> None:
+    stuck: list[tuple[Turn, ...]] = [((Action("B", 0, 0),), (Action("F", 0, 0),)), ((Action("F", 1, 0),),)]
+    with pytest.raises(ValueError, match="rank 0 for B0@1, rank 1 for F0@0 wait for actions that come later"):
+        plan_transfers(stuck, vpp=1)
