@@ -291,7 +291,10 @@ BAD = [
         "answers that leave no room", "--answers.max_new_tokens=300", says=("max_new_tokens is 300", "256", "Raise bu")
     ),
     grpo(
-        "no task to train on", "--evaluation.every=1", "--evaluation.tasks=3", says=("3 tasks are to be held out", "Lower evaluation.tasks")
+        "no task to train on",
+        "--evaluation.every=1",
+        "--evaluation.tasks=3",
+        says=("3 tasks are to be held out", "Lower evaluation.tasks"),
     ),
     Bad(
         "no such reasoning-gym task",

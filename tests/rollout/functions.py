@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import stat
+import struct
 import subprocess
 import sys
 import time
@@ -38,7 +42,41 @@ def misbehave(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
             os._exit(7)
         case "killed":
             os.kill(os.getpid(), signal.SIGSEGV)
+        case "garbage":
+            write_to_pipes(b"garbage")
+        case "partial":
+            write_to_pipes(struct.pack("!i", 100) + b"{")
+        case "forged":
+            told = json.dumps({"value": 1000.0}).encode()
+            write_to_pipes(struct.pack("!i", len(told)) + told)
     return VALUES.get(completion, 1.0)
+
+
+def write_to_pipes(data: bytes) -> None:
+    """What code of a model's can do: answer in its judge's place."""
+    for number in range(3, 32):
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(number).st_mode):
+                os.write(number, data)
+
+
+def half_an_answer(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
+    if completion == "half":
+        write_to_pipes(struct.pack("!i", 100) + b"{")
+        time.sleep(60)
+    return 1.0
+
+
+def forking(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
+    """Judges beside a child of its own, which ends as sandboxes do, or does not end itself."""
+    child = os.fork()
+    if child == 0:
+        if completion == "exit":
+            sys.exit(3)
+        if completion == "raise":
+            raise RuntimeError
+        return 1000.0
+    return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def length(prompt: str, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
@@ -53,6 +91,14 @@ def ascii_share(prompt: str, completion: str, example: Mapping[str, Any]) -> flo
 def start_child_and_hang(directory: str) -> None:
     child = subprocess.Popen(["sleep", "60"])
     (Path(directory) / "pids").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(60)
+
+
+def start_session_and_hang(directory: str) -> None:
+    """As tools are started, one of them by a process that is gone."""
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    done = subprocess.run(["sh", "-c", "setsid sleep 60 >&- & echo $!"], stdout=subprocess.PIPE, check=True)
+    (Path(directory) / "pids").write_text(f"{os.getpid()} {child.pid} {int(done.stdout)}")
     time.sleep(60)
 
 

@@ -23,7 +23,15 @@ from postlude.rollout.rewards import RewardPool, Score
 from postlude.rollout.verifiers import MathReward, extract
 from postlude.rollout.workers import Workers
 from postlude.user_code import UserCodeError
-from tests.rollout.functions import length, misbehave, process_id, start_child_and_hang
+from tests.rollout.functions import (
+    forking,
+    half_an_answer,
+    length,
+    misbehave,
+    process_id,
+    start_child_and_hang,
+    start_session_and_hang,
+)
 
 LIMIT = 0.7  # seconds; what hangs is ended after so many
 
@@ -34,6 +42,9 @@ FAULTS = {
     "exit": ("raised", "misbehave failed: SystemExit: 3"),
     "die": ("died", "misbehave ended its process with exit code 7."),
     "killed": ("died", "misbehave was ended by SIGSEGV."),
+    "garbage": ("died", "misbehave wrote to the pipe of its worker process."),
+    "partial": ("died", "misbehave wrote to the pipe of its worker process."),
+    "forged": ("died", "misbehave wrote to the pipe of its worker process."),
     "nan": ("invalid", "misbehave returned nan, but a reward is finite."),
     "inf": ("invalid", "misbehave returned inf, but a reward is finite."),
     "-inf": ("invalid", "misbehave returned -inf, but a reward is finite."),
@@ -123,9 +134,28 @@ def test_the_first_failure_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture)
     assert len(caplog.records) == 2
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_forked_child_does_not_answer_for_its_parent(workers: int) -> None:
+    """Whether it leaves by sys.exit, raises or returns; its parent, who waits for it, learns how it ended."""
+    asked = ["exit", "raise", "return"] * 3
+    with RewardPool(forking, workers=workers, timeout=20.0) as pool:
+        assert [score.reward for score in score_all(pool, calls(*asked))] == [3.0, 1.0, 0.0] * 3
+
+
+def test_half_an_answer_holds_up_nobody() -> None:
+    """A reply that never comes whole costs its call the time limit, and no other call waits for it."""
+    with RewardPool(half_an_answer, workers=2, timeout=LIMIT) as pool:
+        scores = score_all(pool, calls("fine", "half", "fine", "fine"))
+        assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0]
+        assert scores[1].error == "half_an_answer took more than 0.7 s and was ended."
+
+
 @pytest.mark.slow
-def test_a_hung_worker_is_ended_with_what_it_started(tmp_path: Path) -> None:
-    workers = Workers(start_child_and_hang, count=1, timeout=LIMIT)
+@pytest.mark.parametrize("function", [start_child_and_hang, start_session_and_hang])
+def test_a_hung_worker_is_ended_with_what_it_started(tmp_path: Path, function: Callable[[str], None]) -> None:
+    if function is start_session_and_hang and not Path("/proc/self/environ").exists():
+        pytest.skip("processes of other sessions are found by /proc")
+    workers = Workers(function, count=1, timeout=5.0)
     (outcome,) = workers.call_all([(str(tmp_path),)])
     assert outcome.failure == "timed_out"
     assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
