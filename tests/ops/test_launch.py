@@ -1,17 +1,23 @@
-"""Launches go past Triton's own where its version was looked at, and are Triton's own, aloud, where it was not."""
+"""Launches go past Triton's own where its version was looked at; on the tensors' device; in grids that CUDA takes."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from postlude.ops import launch
+from postlude.ops import convolution_triton, launch, ssd_kernels, ssd_triton
+from postlude.ops.convolution import convolve
+from postlude.ops.norm import rms_norm
+from postlude.ops.packing import Packing
 
 
 class Kernel:
@@ -66,3 +72,75 @@ def test_a_triton_that_was_not_looked_at_launches_itself_aloud(kernel, monkeypat
     (said,) = caplog.messages  # once
     assert version in said
     assert "3.6 to 3.9" in said
+
+
+def test_which_device_is_current(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    current = {name: launch.is_current(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")}
+    assert current == {"cpu": True, "cuda:0": False, "cuda:1": True}
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(kernel, monkeypatch, current: bool) -> None:
+    """Every way to launch one enters the device where it is not the current one, and only there."""
+    entered, inside, seen = [], [current], []
+
+    @contextmanager
+    def device(given: torch.device) -> Iterator[None]:
+        entered.append(given)
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(launch, "is_current", lambda given: inside[0])
+    tensor = torch.zeros(8)
+    launch.Launcher(kernel)((2, 1, 1), (None, tensor), (3,), (64,), warps=4)
+
+    class Function:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: seen.append((inside[0], grid, arguments, options))
+
+    launch.Kernel(Function())[(5,)](None, tensor, 7, BLOCK=16)
+    assert kernel.own == [((2, 1, 1), None, tensor, 3, 64, 4)]
+    assert seen == [(True, (5,), (None, tensor, 7), {"BLOCK": 16})]
+    assert entered == ([] if current else [tensor.device] * 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_on_a_gpu_that_is_not_the_current_one() -> None:
+    inputs, kernel, norm = torch.randn(9, 8), torch.randn(8, 4), torch.randn(8)
+
+    def found(device: str) -> Tensor:
+        convolved = convolve(inputs.to(device), kernel.to(device), None, Packing.from_lengths([9], device))
+        return rms_norm(convolved, norm.to(device), 1e-6, 0.0).cpu()  # one launch of each kind
+
+    with torch.cuda.device(0):
+        torch.testing.assert_close(found("cuda:1"), found("cpu"), rtol=1e-4, atol=1e-5)
+
+
+def test_no_grid_of_many_tokens_is_larger_than_cuda_takes(monkeypatch) -> None:
+    """CUDA takes 2 ** 31 - 1 programs along the first dimension, and 65,535 along the others."""
+    grids: list[tuple[int, ...]] = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    for module in (convolution_triton, ssd_kernels):
+        for name, each in vars(module).items():
+            if isinstance(each, launch.Kernel):
+                monkeypatch.setattr(module, name, Noted())
+    tokens, heads, width = 5_000_000, 8, 16
+    with torch.device("meta"):
+        inputs, kernel, positions = torch.empty(tokens, 96), torch.empty(96, 4), torch.empty(tokens, dtype=torch.int64)
+        convolution_triton.forward(inputs, kernel, None, positions, True)
+        convolution_triton.backward(inputs, kernel, None, positions, True, inputs)
+        x, dt, keys = torch.empty(tokens, heads, width), torch.empty(tokens, heads), torch.empty(tokens, 2, 16)
+        scan = ssd_triton.Scan.of(x, dt, torch.empty(heads), keys, keys, positions.int(), 64)
+        scan.outputs(None)
+        scan.gradients(None, x)
+    assert len(grids) == 11
+    assert all(grid[0] < 2**31 and max((0, *grid[1:])) <= 65_535 for grid in grids), grids

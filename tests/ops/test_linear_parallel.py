@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from postlude import launch
 from postlude.ops.collectives import copy_to_group, gather_from_sequence
 from postlude.ops.linear_logprobs import linear_logprobs
+from postlude.ops.linear_logprobs.backends import HOPPER
+from postlude.ops.linear_logprobs.problem import kernels
 from postlude.ops.linear_objective import linear_objective
 from tests.conftest import Ranks
 from tests.ops.dense_head import Operands, assert_close, dense
@@ -204,3 +207,64 @@ def run_error(group: dist.ProcessGroup) -> str:
 def test_a_group_needs_the_vocabulary_size(ranks: Ranks) -> None:
     for message in ranks(2, run_error):
         assert "vocab_size is needed with group" in message
+
+
+HALVES = (5000, 4000)  # of a vocabulary of 9000
+
+
+def half_precision() -> Operands:
+    """Large enough for several tiles of the fused kernels, in bf16, without every fifth target."""
+    made = Operands.random(384, 512, sum(HALVES), seed=3, device="cuda")
+    made.hidden = made.hidden.detach().bfloat16().requires_grad_()
+    made.weight = made.weight.detach().bfloat16().requires_grad_()
+    made.targets[::5] = -100
+    return made
+
+
+def fused_head(softcap: float | None) -> dict[str, Any]:
+    """This rank's part of the head on the GPU, and how often its fused kernels ran."""
+    whole, group = half_precision(), dist.group.WORLD
+    assert group is not None
+    _, rows = shard(group, HALVES)
+    hidden, weight = whole.hidden.detach().requires_grad_(), whole.weight.detach()[rows].clone().requires_grad_()
+    with (
+        mock.patch.object(kernels(), "accumulate", wraps=kernels().accumulate) as forward,
+        mock.patch.object(kernels(), "differentiate", wraps=kernels().differentiate) as backward,
+    ):
+        stats = linear_logprobs(
+            *(copy_to_group(hidden, group), weight, whole.targets),
+            entropy=True,
+            lse=True,
+            softcap=softcap,
+            vocab_start=rows.start,
+            vocab_size=sum(HALVES),
+            group=group,
+        )
+        results = (stats.logprob, stats.entropy, stats.lse)
+        total = sum((row * up).sum() for row, up in zip(results, whole.upstream, strict=True))
+        gradients = torch.autograd.grad(total, (hidden, weight))
+    return {
+        "results": [row.detach().cpu() for row in results],
+        "gradients": [each.cpu() for each in gradients],
+        "fused": (forward.call_count, backward.call_count),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_two_ranks_in_bf16_through_the_fused_head_equal_float64(softcap: float | None) -> None:
+    """As accurate as one rank is: see `test_linear_triton.py`."""
+    answers = launch(fused_head, softcap, nproc=2, timeout=120.0, device="cuda")
+    whole = half_precision()
+    exact = dense(whole.hidden, whole.weight, whole.targets, softcap=softcap)
+    of_hidden, of_weight = whole.gradients(exact)
+
+    def off(got: Tensor, want: Tensor) -> float:
+        return float((got.double() - want.detach().cpu().double()).norm() / want.detach().cpu().double().norm())
+
+    for answer in answers:
+        assert all(off(got, want) <= 1e-6 for got, want in zip(answer["results"], exact, strict=True))
+        assert off(answer["gradients"][0], of_hidden) <= 5e-3  # two parts, each rounded to bf16, and so is their sum
+        if torch.cuda.get_device_capability()[0] == HOPPER:
+            assert min(answer["fused"]) > 0
+    assert off(torch.cat([answer["gradients"][1] for answer in answers]), of_weight) <= 3e-3

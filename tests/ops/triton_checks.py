@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from postlude.ops.linear_logprobs import coded, linear_logprobs, torch_epilogue, triton_epilogue
 from postlude.ops.linear_logprobs import fused as fused_kernels
-from postlude.ops.linear_logprobs import linear_logprobs, torch_epilogue, triton_epilogue
 from postlude.ops.linear_logprobs.statistics import LOWEST, TARGET, Picked, Slab, Upstream, empty_state
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, assert_close, assert_same_head
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16
 
 fused = functools.partial(linear_logprobs, backend="triton")
 
@@ -252,3 +253,39 @@ def test_a_gradient_is_scaled_in_place(factor: float, dtype: torch.dtype) -> Non
     expected = tensor.float() * factor
     assert triton_epilogue.scale(tensor, torch.tensor(factor, device=DEVICE)) is tensor
     assert_close(tensor.float(), expected, "scaled", within=1e-6 if dtype == torch.float32 else 2.0**-7)
+
+
+def test_a_target_outside_the_vocabulary_is_written_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More targets were promised than there are: what memory held in the place of the missing one is no target."""
+    vocabulary, count, garbage = 300, 4, 320 * 1500 + 7
+    memory = torch.zeros(count + 2000, 320, dtype=HALF, device=DEVICE)  # the slab, and what lies behind it
+    empty_like = torch.empty_like
+
+    def poisoned(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        made = empty_like(tensor, **options)
+        return made.fill_(garbage) if made.dtype == torch.int64 else made
+
+    monkeypatch.setattr(torch, "empty_like", poisoned)
+    selection = triton_epilogue.select(
+        torch.tensor([5, 17, vocabulary + 3, 9], device=DEVICE),
+        *(1.0, 1.0),
+        ignore_index=-100,
+        allowed=(0, vocabulary),
+        vocab_start=0,
+        dtype=torch.float32,
+        promised=count,
+    )
+    monkeypatch.undo()
+    assert selection.broken
+    assert selection.targets.tolist() == [5, 17, 9, 0]
+    assert selection.factor.isnan().all()
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 16, generator=generator).to(DEVICE, HALF) for size in (count, vocabulary))
+    for targets in (selection.targets, torch.tensor([5, -1, garbage, 9], device=DEVICE)):
+        rows = Picked(targets, selection.factor, None)
+        codes, state = memory[:count, :vocabulary], torch.empty(4, count, device=DEVICE)
+        partial, results = coded.encode(hidden, weight, None, rows, vocabulary, codes, state)
+        upstream = Upstream(torch.ones(count, device=DEVICE), None)
+        coded.decode(codes, partial, rows, results, upstream, masked=False)
+        assert not memory[count:].any()
+        assert codes.isnan().all()  # whoever looks, sees that something is wrong

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.adamw import BLOCK, FIRST_TOP, OCTAVE, SECOND_TOP, Eight, Moment, Place, Rates, blocks_of
+from postlude.ops.launch import Kernel
 
 BLOCKS = 16  # that one program looks at
 
@@ -97,6 +98,7 @@ def _narrowed(size, scale, chance_of, top, OCTAVE: tl.constexpr, FROM_ZERO: tl.c
     return tl.where(share < least, lowest.to(tl.int32), code)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["matrix", "row", "column", "key"])
 def _step(
     weight,

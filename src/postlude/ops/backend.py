@@ -17,6 +17,8 @@ ScanBackend = Literal["auto", "torch", "triton", "fla"]
 OLDEST_TRITON = (3, 6)  # what torch 2.11 comes with; older ones lack what kernels and their launches use
 OLDEST_DEVICE = (8, 0)  # the first with bf16 tensor cores
 
+KERNELS_IMPORT = ("triton.language", "triton.runtime", "triton.tools.tensor_descriptor")
+
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +48,9 @@ def takes_triton(
                 f'backend="triton" cannot run: {impossible or refused}. Use backend="auto" or backend="torch".'
             )
         return True
-    if impossible:
+    if impossible and device.type == "cuda" and dtype != torch.float64:
+        _warn_once(impossible)  # of the machine, whatever the operation
+    elif impossible:
         _say_once(logging.WARNING if device.type == "cuda" else logging.INFO, name, impossible)
     elif refused or unwise:
         _say_once(logging.INFO, name, refused or unwise)
@@ -60,15 +64,28 @@ def obstacle(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str
         return "its kernels compute in float32, and these tensors are float64"
     if device.type != "cuda" and not interpreted:
         return f"the tensors are on {device.type}, not cuda"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    version = version_of("triton")
-    if numbers_of(version) < OLDEST_TRITON:
-        return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    if (why := _no_triton()) is not None:
+        return why
     if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < OLDEST_DEVICE:
         return (
             f"{torch.cuda.get_device_name(device)} is older than compute capability {'.'.join(map(str, OLDEST_DEVICE))}"
         )
+    return None
+
+
+def _no_triton() -> str | None:
+    """Why the installed Triton cannot be used, or None if it can."""
+    try:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        version = version_of("triton")
+        if numbers_of(version) < OLDEST_TRITON:
+            return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+        for name in KERNELS_IMPORT:
+            importlib.import_module(name)
+    except Exception as error:  # whatever a Triton raises that does not fit its driver, its LLVM or its Python
+        said = str(error).strip().split("\n", 1)[0].rstrip(".")
+        return f"triton cannot be imported ({type(error).__name__}: {said})"
     return None
 
 
@@ -86,3 +103,8 @@ def numbers_of(version: str) -> tuple[int, ...]:
 @functools.cache
 def _say_once(level: int, name: str, why: str | None) -> None:
     log.log(level, "%s uses the torch backend: %s", name, why)
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+    log.warning("operations run without Triton's kernels, and slower: %s", why)

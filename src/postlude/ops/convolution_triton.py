@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from postlude.ops.launch import Kernel
+
 # Of a tile, by measurement on an H200. One thread has all of its tokens, so that it sums over them alone.
 TOKENS, CHANNELS, WARPS = 4, 512, 2
 # Of the backward: tokens that a program takes one after the other, and its channels, four a thread. Two tokens in a
@@ -26,7 +28,7 @@ def forward(inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tens
     """See `convolve`. `positions` [T]: each token's place in its sequence."""
     tokens, channels = inputs.shape
     output = torch.empty(tokens, channels, dtype=inputs.dtype, device=inputs.device)
-    _forward_kernel[(triton.cdiv(channels, CHANNELS), triton.cdiv(tokens, TOKENS))](
+    _forward_kernel[(triton.cdiv(channels, CHANNELS) * triton.cdiv(tokens, TOKENS),)](
         *(inputs, *inputs.stride(), kernel.T.contiguous(), bias, positions, output),
         *(tokens, channels),
         K=kernel.shape[1],
@@ -47,7 +49,7 @@ def backward(
     of_inputs = torch.empty(tokens, channels, dtype=inputs.dtype, device=inputs.device)
     programs = triton.cdiv(tokens, RUN)
     partial = torch.empty(programs, width + 1, channels, dtype=torch.float32, device=inputs.device)
-    _backward_kernel[(triton.cdiv(channels, BACK_CHANNELS), programs)](
+    _backward_kernel[(triton.cdiv(channels, BACK_CHANNELS) * programs,)](
         *(inputs, *inputs.stride(), kernel.T.contiguous(), bias, positions),
         *(gradient, *gradient.stride(), of_inputs, partial),
         *(tokens, channels, RUN),
@@ -108,6 +110,7 @@ def _taps(kernel, bias, tap, channel, channels, K: tl.constexpr):
     return taps
 
 
+@Kernel
 @triton.jit
 def _forward_kernel(
     inputs,
@@ -125,8 +128,10 @@ def _forward_kernel(
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    # In one dimension: of the others CUDA has no more than 65,535.
+    along = tl.cdiv(channels, CHANNELS)
+    channel = tl.program_id(0) % along * CHANNELS + tl.arange(0, CHANNELS)
+    token = tl.program_id(0) // along * TOKENS + tl.arange(0, TOKENS)
     position = tl.load(positions + token, mask=token < tokens, other=0)
     tap = tl.arange(0, TAPS)
     taps = _taps(kernel, bias, tap, channel, channels, K)
@@ -146,6 +151,7 @@ def _token_row(tensor, token_stride, channel_stride, token, tokens, channel, cha
     return tl.load(at, mask=channel < held, other=0.0)
 
 
+@Kernel
 @triton.jit
 def _backward_kernel(
     inputs,
@@ -171,8 +177,8 @@ def _backward_kernel(
     # token gives to itself and to those, so the K - 1 behind the run are also read, for what they give to its last. A
     # tap's gradient is the sum over tokens of what arrives at each times the value that it sees by that tap. Tuples go
     # from the token itself, or the one before it, back.
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    program = tl.program_id(1)
+    along = tl.cdiv(channels, CHANNELS)
+    channel, program = tl.program_id(0) % along * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(0) // along
     first = program * run
     count = tl.minimum(run, tokens - first)
     own = channel < channels

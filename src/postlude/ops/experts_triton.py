@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from postlude.ops.launch import Kernel
+
 SUMMED = 4096  # numbers that a program adds
 
 
@@ -60,6 +62,7 @@ def _run(
     )
 
 
+@Kernel
 @triton.jit
 def _spread_kernel(
     tokens, rows, inverse, weights, others, rated, COPIES: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr
@@ -82,6 +85,7 @@ def _spread_kernel(
             tl.store(rated + token * COPIES + copy, product.to(rated.dtype.element_ty))
 
 
+@Kernel
 @triton.jit
 def _collect_kernel(tokens, rows, inverse, weights, COPIES: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -98,6 +102,7 @@ def _collect_kernel(tokens, rows, inverse, weights, COPIES: tl.constexpr, WIDTH:
     tl.store(tokens + token * WIDTH + feature, total.to(tokens.dtype.element_ty), mask=held)
 
 
+@Kernel
 @triton.jit
 def _add_kernel(total, gradient, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from postlude.ops.launch import Kernel
+
 _BLOCK = tl.constexpr(16)  # solved row by row
 _NORM_EPS = tl.constexpr(1e-6)
 
@@ -105,6 +107,7 @@ def _joined(inverse, lower, rows, size: tl.constexpr):
     return inverse - tl.dot(through, inverse, input_precision="tf32x3")
 
 
+@Kernel
 @triton.jit
 def solve_kernel(
     key,
@@ -161,6 +164,7 @@ def solve_kernel(
         _put(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, _product(weights, values))
 
 
+@Kernel
 @triton.jit
 def states_kernel(
     key,
@@ -209,6 +213,7 @@ def states_kernel(
         _put(last + (sequence * HEADS + head) * (KEY * VALUE), keys, columns, VALUE, KEY, VALUE, state)
 
 
+@Kernel
 @triton.jit
 def outputs_kernel(
     query,
@@ -250,6 +255,7 @@ def outputs_kernel(
     _put(output + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, found)
 
 
+@Kernel
 @triton.jit
 def seen_back_kernel(
     query,
@@ -292,6 +298,7 @@ def seen_back_kernel(
         _put(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, _product(seen, given))
 
 
+@Kernel
 @triton.jit
 def states_back_kernel(
     query,
@@ -348,6 +355,7 @@ def states_back_kernel(
         state -= _product(weights, found.to(weights.dtype))
 
 
+@Kernel
 @triton.jit
 def gradients_kernel(  # noqa: PLR0915 - its numbers stay in registers
     query,

@@ -27,6 +27,28 @@ Grid = tuple[int, int, int]
 log = logging.getLogger(__name__)
 
 
+class Kernel:
+    """A Triton kernel that is launched on the device of its tensors: put it above `triton.jit`."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+        device = next(each.device for each in arguments if isinstance(each, Tensor))
+        if is_current(device):
+            return self.function[grid](*arguments, **options)
+        with torch.cuda.device(device):
+            return self.function[grid](*arguments, **options)
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether a kernel launched now runs on this device. A launch is on the current one, wherever its tensors are."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
+
+
 class Launcher:
     """One kernel, whose parameters are tensors, then numbers, then constants, in this order.
 
@@ -48,7 +70,7 @@ class Launcher:
         warps: int,
         **options: int,
     ) -> None:
-        """Launch `grid` programs on the current device, where the tensors are. `options` are Triton's others."""
+        """Launch `grid` programs on the device of the tensors. `options` are Triton's others."""
         device, addresses = None, 0
         dtypes: list[torch.dtype | None] = []
         given: list[Any] = []
@@ -61,6 +83,11 @@ class Launcher:
             else:
                 dtypes.append(None if tensor is None else tensor.base.dtype)
                 given.append(tensor)
+        assert device is not None  # there is a tensor
+        if not is_current(device):
+            with torch.cuda.device(device):
+                self(grid, tensors, numbers, constants, warps, **options)
+            return
         key = (constants, warps, *options.values(), device, *dtypes)
         found = self._compiled.get(key)
         if found is None or addresses % ALIGNED:
@@ -69,7 +96,6 @@ class Launcher:
             if compiled is not None and addresses % ALIGNED == 0 and has_short_way(version_of("triton")):
                 self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
-        assert device is not None  # there is a tensor
         run, function, metadata = found
         stream = driver.active.get_current_stream(device.index)
         run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *constants)

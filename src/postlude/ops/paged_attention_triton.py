@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.attention import Scores
+from postlude.ops.launch import Kernel
 from postlude.ops.paged_attention import COUNTERS
 
 PROGRAMS = 2 * COUNTERS  # that a kernel should have at least: about four for each of a GPU's processors
@@ -64,6 +65,7 @@ def attend(
     return output
 
 
+@Kernel
 @triton.jit
 def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
     query,

@@ -11,12 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from postlude.ops.launch import Kernel
 
+
+@Kernel
 @triton.jit
 def steps(dt, A, steps, tokens, heads, dt_token, padded, LENGTH: tl.constexpr, HEADS: tl.constexpr):
     """Fill `steps`, of one chunk and some heads."""
-    place = tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    # Programs are in one dimension: of the others CUDA has no more than 65,535.
+    along = tl.cdiv(heads, HEADS)
+    place = tl.program_id(0) // along * LENGTH + tl.arange(0, LENGTH)
+    head = tl.program_id(0) % along * HEADS + tl.arange(0, HEADS)
     held = (place < tokens)[:, None] & (head < heads)[None, :]
     step = tl.load(dt + place.to(tl.int64)[:, None] * dt_token + head[None, :], mask=held, other=0.0)
     rate = tl.load(A + head, mask=head < heads, other=0.0)
@@ -71,6 +76,7 @@ def _exp(logarithm, kept):
     return tl.exp(tl.where(kept, logarithm, float("-inf")))
 
 
+@Kernel
 @triton.jit
 def states(
     keys,
@@ -122,6 +128,7 @@ def states(
         state = tl.dot(tl.trans(weighted), value, state, input_precision="ieee")
 
 
+@Kernel
 @triton.jit
 def outputs(
     x,
@@ -150,7 +157,7 @@ def outputs(
     N: tl.constexpr,
 ):
     """The y of a head and of a block of tokens."""
-    head, block = tl.program_id(0), tl.program_id(1)
+    head, block = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     group, chunk = head // SHARE, block * BLOCK // LENGTH
     n, p = tl.arange(0, N), tl.arange(0, P)
     padded = tl.cast(chunks, tl.int32) * LENGTH
@@ -180,6 +187,7 @@ def outputs(
     tl.store(out, sums.to(y.dtype.element_ty), mask=(t < tokens)[:, None] & (p < WIDTH)[None, :])
 
 
+@Kernel
 @triton.jit
 def heads_gradient(  # noqa: PLR0915
     x,
@@ -216,7 +224,7 @@ def heads_gradient(  # noqa: PLR0915
     N: tl.constexpr,
 ):
     """Of one head in one chunk: x, and what the gradient of dt is made of, `parts` and `through` (see `rates`)."""
-    head, chunk = tl.program_id(0), tl.program_id(1)
+    head, chunk = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     group = head // SHARE
     n, p = tl.arange(0, N), tl.arange(0, P)
     padded = tl.cast(chunks, tl.int32) * LENGTH
@@ -285,6 +293,7 @@ def heads_gradient(  # noqa: PLR0915
     tl.store(of_D + chunk * HEADS + head, tl.sum(of_skip))
 
 
+@Kernel
 @triton.jit
 def rates(steps, parts, through, A, of_dt, of_A, tokens, heads, padded, LENGTH: tl.constexpr, HEADS: tl.constexpr):
     """The gradient of dt, and of A.
@@ -294,8 +303,9 @@ def rates(steps, parts, through, A, of_dt, of_A, tokens, heads, padded, LENGTH: 
     3), and the state that goes through. No sum has anything to be taken off again: a difference would be lost in
     its rounding. Part 4 is the gradient of dt · x times x.
     """
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    chunk = tl.program_id(1)
+    along = tl.cdiv(heads, HEADS)
+    head = tl.program_id(0) % along * HEADS + tl.arange(0, HEADS)
+    chunk = tl.program_id(0) // along
     own = head < heads
     inside = tl.arange(0, LENGTH)
     plane = tl.cast(heads, tl.int64) * padded
@@ -318,6 +328,7 @@ def rates(steps, parts, through, A, of_dt, of_A, tokens, heads, padded, LENGTH: 
     tl.store(out, rate, mask=own[:, None] & (token < tokens)[None, :])
 
 
+@Kernel
 @triton.jit
 def groups_gradient(  # noqa: PLR0915
     x,
@@ -354,7 +365,7 @@ def groups_gradient(  # noqa: PLR0915
     C's rows t have it from B's tokens s ≤ t and the state before the chunk, B's rows s from C's tokens t ≥ s and the
     state after it. Heads come one after another; pairs of tokens are summed before they meet B or C.
     """
-    group, block = tl.program_id(0), tl.program_id(1)
+    group, block = tl.program_id(0) % (HEADS // SHARE), tl.program_id(0) // (HEADS // SHARE)
     chunk = block * BLOCK // LENGTH
     n, p = tl.arange(0, N), tl.arange(0, P)
     padded = tl.cast(chunks, tl.int32) * LENGTH

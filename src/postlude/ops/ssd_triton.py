@@ -45,7 +45,7 @@ class Scan(NamedTuple):
         chunks = triton.cdiv(tokens, length)
         steps = torch.empty(3, heads, chunks * length, dtype=torch.float32, device=x.device)
         dt = _dense(dt)
-        kernels.steps[(triton.cdiv(heads, STEP_HEADS), chunks)](
+        kernels.steps[(triton.cdiv(heads, STEP_HEADS) * chunks,)](
             dt, A, steps, tokens, heads, dt.stride(0), chunks * length, LENGTH=length, HEADS=STEP_HEADS, num_warps=4
         )
         return cls(_dense(x), A, _dense(B), _dense(C), sequence, steps, length)
@@ -102,7 +102,7 @@ class Scan(NamedTuple):
         """y [T, heads, p], of x's dtype."""
         states, y = self.states(), torch.empty_like(self.x, memory_format=torch.contiguous_format)
         x, B, C = self.x, self.B, self.C
-        kernels.outputs[(x.shape[1], self.chunks * (self.length // self.sizes["BLOCK"]))](
+        kernels.outputs[(x.shape[1] * self.chunks * (self.length // self.sizes["BLOCK"]),)](
             *(x, *x.stride()[:2], B, *B.stride()[:2], C, *C.stride()[:2], D, self.sequence, self.steps, states, y),
             x.shape[0],
             self.chunks,
@@ -124,7 +124,7 @@ class Scan(NamedTuple):
         options = {**self.sizes, **self.tiles}
         read = (x, *x.stride()[:2], B, *B.stride()[:2], C, *C.stride()[:2], gradient, *gradient.stride()[:2])
         read = (*read, self.sequence, self.steps, states, ahead)
-        kernels.heads_gradient[(heads, self.chunks)](
+        kernels.heads_gradient[(heads * self.chunks,)](
             *(*read, D, of_x, of_D, parts, through),
             tokens,
             self.chunks,
@@ -132,7 +132,7 @@ class Scan(NamedTuple):
             **options,
             **_launch(HEADS_GRADIENT),
         )
-        kernels.rates[(triton.cdiv(heads, STEP_HEADS), self.chunks)](
+        kernels.rates[(triton.cdiv(heads, STEP_HEADS) * self.chunks,)](
             *(self.steps, parts, through, A, of_dt, of_A),
             *(tokens, heads, self.steps.shape[2]),
             LENGTH=self.length,
@@ -141,7 +141,7 @@ class Scan(NamedTuple):
         )
         blocks = self.chunks * (self.length // self.sizes["BLOCK"])
         for of_b, out in ((False, of_C), (True, of_B)):
-            kernels.groups_gradient[(B.shape[1], blocks)](
+            kernels.groups_gradient[(B.shape[1] * blocks,)](
                 *(*read, out),
                 tokens,
                 self.chunks,

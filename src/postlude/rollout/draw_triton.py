@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from postlude.ops.launch import Kernel
 from postlude.rollout.draw import BLOCK, WITHIN
 from postlude.rollout.edges_triton import edges
 
@@ -57,6 +58,7 @@ def scaled(logits, temperature):
     return tl.div_rn(logits, tl.zeros_like(logits) + tl.where(temperature > 0, temperature, 1.0))
 
 
+@Kernel
 @triton.jit
 def _weigh_kernel(
     logits,
@@ -117,6 +119,7 @@ def _likeliest(values):
     return tl.argmax(tl.where(values == values, values, float("-inf")), 0)  # noqa: PLR0124 - where it is a number
 
 
+@Kernel
 @triton.jit
 def _draw_kernel(
     logits,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from postlude.ops.launch import Kernel
+
 TOKENS = 1024  # of a turn
 
 
@@ -76,6 +78,7 @@ def _search(logits, heat, total, vocab, wanted, counted, TOKENS: tl.constexpr):
     return base.to(tl.int32)
 
 
+@Kernel
 @triton.jit
 def _edge_kernel(
     logits,

@@ -267,7 +267,8 @@ def _decode_kernel(
         capped = logit / tl.load(factors + row)
         gradient *= 1.0 - capped * capped
     tl.debug_barrier()
-    tl.store(codes + tl.load(targets + row), gradient.to(codes.dtype.element_ty))
+    target = tl.load(targets + row)
+    tl.store(codes + target, gradient.to(codes.dtype.element_ty), mask=(target >= 0) & (target < STRIDE))
 
 
 _encode, _decode = Launcher(_encode_kernel), Launcher(_decode_kernel)

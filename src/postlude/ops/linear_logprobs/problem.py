@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -17,6 +18,8 @@ from postlude.ops.linear_logprobs.gemm import HALF, operand_dtype
 from postlude.ops.linear_logprobs.logits import Logits
 from postlude.ops.linear_logprobs.plan import Shape
 from postlude.ops.linear_logprobs.statistics import Census, Coding, Epilogue, Kernels, Picked, Told
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,21 @@ def _projection_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     dtype = hidden.dtype if hidden.dtype == weight.dtype else torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         return torch.get_autocast_dtype(hidden.device.type)
+    if hidden.dtype != weight.dtype:
+        _warn_of_promotion(hidden.dtype, weight.dtype, dtype, hidden.device.type)
     return dtype
+
+
+@functools.cache
+def _warn_of_promotion(hidden: torch.dtype, weight: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    """Say once that a GPU computes in fp32 what half precision would have its fastest kernels for."""
+    if device == "cuda" and dtype == torch.float32 and (hidden in HALF or weight in HALF):
+        log.warning(
+            "linear_logprobs: hidden is %s and weight is %s, so logits are computed in fp32, several times slower. "
+            "Cast one to the other's dtype for the fast kernels.",
+            hidden,
+            weight,
+        )
 
 
 def _flat_temperature(temperature: float | Tensor, targets: Tensor) -> float | Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.launch import Launcher
+from postlude.ops.launch import Kernel, Launcher
 from postlude.ops.linear_logprobs import statistics
 from postlude.ops.linear_logprobs.statistics import Picked, Results, Selection, Slab, Upstream
 
@@ -155,6 +155,7 @@ def _block(columns: int, most: int) -> int:
     return min(most, max(256, 1 << (columns - 1).bit_length()))
 
 
+@Kernel
 @triton.jit
 def _select_kernel(
     targets,
@@ -207,7 +208,10 @@ def _select_kernel(
                 position = first + tl.arange(0, BLOCK)
                 inside = position < count
                 tl.store(factors + position, float("nan"), mask=inside)
-                tl.store(positions + position, 0, mask=inside & (position >= kept_before))
+                # Behind the last, memory holds anything, and the rows that were promised are read as far as there.
+                behind = inside & (position >= kept_before)
+                tl.store(positions + position, 0, mask=behind)
+                tl.store(kept_targets + position, 0, mask=behind)
 
 
 @triton.jit
@@ -237,6 +241,7 @@ def floored(logit):
     return tl.where(logit < _LOWEST, _LOWEST, logit)
 
 
+@Kernel
 @triton.jit
 def _accumulate_kernel(
     products,
@@ -366,6 +371,7 @@ def _arriving(gradients, stride, place, live, slope):
     return arriving
 
 
+@Kernel
 @triton.jit
 def _differentiate_kernel(
     products,
@@ -410,6 +416,7 @@ def _differentiate_kernel(
         tl.store(gradients + column, gradient.to(gradients.dtype.element_ty), mask=inside)
 
 
+@Kernel
 @triton.jit
 def _scale_kernel(tensor, size, factor, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
