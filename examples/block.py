@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class ConvolutionConfig(BlockConfig):
 
 class Convolution(Block):
     Config = ConvolutionConfig
+    roles: ClassVar = {"taps": "matrix"}  # starts from random values, and has weight decay
 
     def __init__(self, config: ConvolutionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, PretrainedConfig
 
 from postlude import Layout
-from postlude.engine import SGD, AdamW, checkpoint
+from postlude import ranks as started
+from postlude.engine import SGD, AdamW, Engine, checkpoint
 from postlude.parts import StagedFile
 from tests.engine.training import batch, build, config, optimizer_state, policy, same, told, train, unlearnable, weights
 from tests.equality import assert_equal
@@ -157,6 +158,102 @@ def test_a_checkpoint_from_before_the_first_step_loads_in_a_used_engine(ranks: A
         assert step == 0
         assert losses == again
         assert same(tensors, tensors_again)
+
+
+def nothing(engine: Engine) -> None:
+    """A first step without gradients."""
+    engine.optimizer_step()
+
+
+def skipped(engine: Engine) -> None:
+    """A first step whose gradient is not finite."""
+    engine.forward_backward(batch(0), unlearnable)
+    assert engine.optimizer_step().skipped
+
+
+def another_skipped(engine: Engine) -> None:
+    """The same, of another optimizer."""
+    train(engine, [1])
+    engine.set_optimizer(AdamW(lr=1e-4))
+    skipped(engine)
+
+
+def idle_between(engine: Engine) -> None:
+    """A step without gradients after one that had some."""
+    train(engine, [1])
+    nothing(engine)
+
+
+UNMOVED = {each.__name__: each for each in (nothing, skipped, another_skipped, idle_between)}
+
+
+def save_unmoved(group: Any, how: str, layout: str, optimizer: AdamW, directory: str) -> list[tuple[Any, ...]]:
+    """What comes after, uninterrupted; in a fresh engine that loads it; and in one that has made steps."""
+    engine = build(layout, DENSE, optimizer=optimizer)
+    UNMOVED[how](engine)
+    engine.save(directory)
+    found = [(engine.step, engine.skipped, train(engine, [2, 3]), weights(engine), optimizer_state(engine))]
+    config = engine.optimizer_config
+    for used in (False, True):
+        other = build(layout, DENSE, optimizer=config, seed=1)
+        if used:
+            train(other, [7])
+        other.load(directory)
+        found.append((other.step, other.skipped, train(other, [2, 3]), weights(other), optimizer_state(other)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "layout", "moments"),
+    [
+        *((how, "", "fp32") for how in UNMOVED),
+        ("skipped", "", "8bit"),
+        pytest.param("another_skipped", "pp=2", "fp32", marks=pytest.mark.slow),
+        pytest.param("nothing", "dp_shard=2", "fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_after_a_step_that_moved_nothing_goes_on(
+    ranks: Any, tmp_path: Path, how: str, layout: str, moments: Any
+) -> None:
+    optimizer = AdamW(lr=1e-3, moments=moments)
+    for expected, *others in ranks(size(layout), save_unmoved, how, layout, optimizer, str(tmp_path / "checkpoint")):
+        for other in others:
+            assert other[:3] == expected[:3]
+            assert same(other[3], expected[3])
+            assert same(other[4], expected[4])
+
+
+def draws_of_ranks(group: Any, saves: bool, layout: str, directory: str) -> list[float]:
+    """What this rank draws after a save, or after a load, whatever it had drawn before."""
+    rank = dist.get_rank()
+    engine = build(layout, DENSE)
+    torch.manual_seed(100 + rank if saves else 200)
+    if saves:
+        engine.save(directory)
+    else:
+        engine.load(directory)
+    return torch.rand(3).tolist()
+
+
+@pytest.mark.slow
+def test_every_rank_gets_its_own_random_state_back(ranks: Any, tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    expected = ranks(2, draws_of_ranks, True, "dp_shard=2", directory)
+    assert expected[0] != expected[1]
+    assert ranks(2, draws_of_ranks, False, "tp=2", directory) == expected
+    assert ranks(1, draws_of_ranks, False, "", directory) == expected[:1]
+    assert ranks(4, draws_of_ranks, False, "dp_shard=4", directory) == [*expected, expected[0], expected[0]]
+
+
+@pytest.mark.gpu
+def test_the_random_state_of_a_gpu_comes_back(tmp_path: Path) -> None:
+    with started(device="cuda"):
+        engine = Engine(DENSE, budget=32)
+        torch.cuda.manual_seed(5)
+        engine.save(tmp_path / "checkpoint")
+        expected = torch.rand(3, device="cuda")
+        engine.load(tmp_path / "checkpoint")
+        assert torch.equal(torch.rand(3, device="cuda"), expected)
 
 
 def sgd_run(group: Any, momentum: float, directory: str) -> tuple[list[float], list[float]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from postlude import AdamW, Layout
@@ -15,9 +16,15 @@ from postlude import ranks as started
 from postlude.engine import SGD, Engine
 from postlude.engine import offload as offloading
 from postlude.engine.optimizers import build as optimizer_of
+from postlude.hf.builtin import tiny_hybrid
+from postlude.model import LanguageModel
+from postlude.model.blocks import BLOCKS, MLP
 from postlude.model.parallel import held, region
+from postlude.objectives import SFT
 from postlude.plan.memory import estimate
 from tests.engine.training import ADAMW, batch, build, config, optimizer_state, policy, same, told, train, weights
+from tests.hf.families import CONFIGS
+from tests.model.small import small_config
 
 KINDS: dict[str, tuple[AdamW, str]] = {
     "8-bit moments": (replace(ADAMW, moments="8bit"), "fp32"),
@@ -46,7 +53,7 @@ def learned(optimizer: AdamW, stored: str, steps: int = 150) -> list[float]:
     def answer(inputs: Tensor, one: Any) -> Tensor:
         return torch.tanh(inputs @ one[0].float().T + one[1].float()) @ one[2].float().T
 
-    mover, losses = optimizer_of(optimizer, parameters, stored), []
+    mover, losses = optimizer_of(optimizer, parameters, {"0", "2"}, stored), []
     for _ in range(steps):
         inputs = torch.randn(64, 16, generator=generator)
         loss = (answer(inputs, list(parameters.values())) - answer(inputs, teacher)).square().mean()
@@ -74,7 +81,7 @@ def test_split_weights_are_moved_as_weights_in_fp32() -> None:
     start = torch.randn(8, 70, generator=torch.Generator().manual_seed(0)).bfloat16()
     wide, narrow = torch.nn.Parameter(start.float()), torch.nn.Parameter(start.clone())
     narrow.grad_dtype = None
-    movers = [optimizer_of(ADAMW, {"w": wide}), optimizer_of(ADAMW, {"w": narrow}, "split")]
+    movers = [optimizer_of(ADAMW, {"w": wide}, {"w"}), optimizer_of(ADAMW, {"w": narrow}, {"w"}, "split")]
     for seed in range(5):
         gradient = torch.randn(8, 70, generator=torch.Generator().manual_seed(seed))
         for mover, parameter in zip(movers, (wide, narrow), strict=True):
@@ -283,3 +290,97 @@ def test_on_a_gpu_state_comes_from_the_host_and_goes_back(kind: str, tmp_path: P
             move_on_a_gpu(engine, range(2, 4))
             found.append(weights(engine))
         assert all(same(each, found[0]) for each in found)
+
+
+def by_role(group: Any) -> tuple[dict[str, float], dict[str, set[str]], dict[str, bool]]:
+    """Of GPT-OSS, whose experts have biases: each parameter's weight decay, its state, and whether it began at zero."""
+    optimizer = AdamW(lr=1e-3, weight_decay=0.1, moments="8bit")
+    engine = build("", CONFIGS["gpt_oss"](), optimizer=optimizer)
+    zero = {name: not parameter.any() for name, parameter in engine.parameters.items()}
+    engine.forward_backward(batch(1, vocab_size=61), SFT())
+    engine.optimizer_step()
+    names = engine.optimizer.names
+    decay = {names[each]: group["weight_decay"] for group in engine.optimizer.param_groups for each in group["params"]}
+    return decay, {name: set(engine.optimizer.state[each]) for name, each in engine.parameters.items()}, zero
+
+
+def test_what_a_parameter_is_its_module_says_and_not_its_shape(ranks: Any) -> None:
+    ((decay, state, zero),) = ranks(1, by_role)
+    assert "layers.0.moe.experts.down_proj.bias" in decay  # [experts, size]
+    for name in decay:
+        leaf = name.rpartition(".")[2]
+        matrix = leaf == "weight" and not name.endswith("norm.weight")
+        assert decay[name] == (0.1 if matrix else 0.0), name
+        assert ("exp_avg_codes" in state[name]) == matrix, name
+        assert zero[name] == (leaf in ("bias", "sinks")), name
+
+
+def test_matrices_of_every_kind_of_block_by_name() -> None:
+    with torch.device("meta"):
+        model = LanguageModel(tiny_hybrid(), value_head=True)
+    others = {name for name, _ in model.named_parameters()} - model.matrices
+    assert {name.removeprefix("layers.0.mamba.") for name in others if name.startswith("layers.0.mamba.")} == {
+        "norm.weight",
+        "gated_norm.weight",
+        *(f"vectors.{name}" for name in ("A_log", "D", "dt_bias")),
+        *(f"{name}_conv.bias" for name in "xbc"),
+    }
+    assert all(name.endswith(("norm.weight", "bias")) or "vectors." in name or "value_head" in name for name in others)
+    assert not any(name.endswith(("norm.weight", "bias")) or "vectors." in name for name in model.matrices)
+
+
+def test_a_parameter_without_a_role_is_refused() -> None:
+    class Scaled(MLP):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.gain = torch.nn.Parameter(torch.ones(3, 2))
+
+    with pytest.raises(TypeError, match=r"layers.0.mlp.gain has no role: add 'gain' to `roles`"):
+        LanguageModel(small_config("[*-]"), blocks={**BLOCKS, "-": Scaled})
+    Scaled.roles = {"gain": "vector"}
+    assert not LanguageModel(small_config("[*-]"), blocks={**BLOCKS, "-": Scaled}).layers["0"].mlp.gain.any()
+
+
+def exchanged(group: Any, layout: str, directory: str) -> dict[str, Any]:
+    """Split weights as they are streamed and exported in fp32, before and after they get another optimizer."""
+    engine = of_kind("split", layout)
+    train(engine, [1, 2, 3])
+    before = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
+    narrow = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.bfloat16)}
+    exported = engine.export_hf(f"{directory}/untied", dtype=torch.float32, untied=True)
+    other = replace(ADAMW, lr=1e-5)
+    refusal = told(lambda: engine.set_optimizer(SGD(lr=1.0)))
+    kept = engine.optimizer_config, type(engine.optimizer).__name__
+    engine.set_optimizer(replace(other, offload=False))
+    after = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
+    engine.save(f"{directory}/checkpoint")  # before the first step of the new one
+    fresh = of_kind("split", layout, optimizer=other, seed=1)
+    fresh.load(f"{directory}/checkpoint")
+    resumed = {name: tensor.clone() for name, tensor in fresh.stream_weights(dtype=torch.float32)}
+    return {
+        "streams": (before, after, resumed),
+        "narrow": narrow,
+        "refusal": refusal,
+        "kept": kept,
+        "exported": str(exported),
+        "steps": (train(engine, [4]), train(fresh, [4])),
+    }
+
+
+@pytest.mark.parametrize("layout", ["", pytest.param("pp=2,tp=2", marks=pytest.mark.slow)])
+def test_split_weights_stay_whole_in_streams_exports_and_another_optimizer(
+    ranks: Any, tmp_path: Path, layout: str
+) -> None:
+    for found in ranks(Layout.parse(layout).world_size, exchanged, layout, str(tmp_path)):
+        before, *others = found["streams"]
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in before.values())
+        for name, tensor in before.items():
+            gap = (tensor - found["narrow"][name].float()).abs()
+            assert (gap <= 2.0**-8 * tensor.abs()).all(), name
+        assert all(same(before, other) for other in others)
+        files = load_file(Path(found["exported"]) / "model.safetensors")
+        assert same({name: files[name] for name in before}, before)
+        assert torch.equal(files["lm_head.weight"], before["model.embed_tokens.weight"])
+        assert "moved by AdamW alone" in found["refusal"]
+        assert found["kept"] == (ADAMW, "AdamWMover")
+        assert found["steps"][0] == found["steps"][1]

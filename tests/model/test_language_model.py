@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from postlude import LanguageModel, ModelConfig, Pattern, Stage, pack, unpack
+from postlude import LanguageModel, Layout, ModelConfig, Pattern, Stage, pack, unpack
 from postlude.model.blocks import BLOCKS, AttentionConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import RMSNorm
+from postlude.model.pattern import PatternError
 from postlude.ops.rotary import RotaryConfig, rotary_table, rotate
 from tests.equality import assert_equal, difference
 from tests.model.small import sequences, small_config, small_microbatch, small_model
@@ -197,3 +198,12 @@ def test_an_output_gate_that_is_open_or_half_open() -> None:
         gated.layers["0"].attention.gate_proj.weight.zero_()
         gated.layers["0"].attention.o_proj.weight.mul_(2)
     assert_equal(gated(small_microbatch()), plain(small_microbatch()))
+
+
+def test_a_stage_between_others_has_layers() -> None:
+    config = small_config("[*-]||[*-]|[*-]")
+    with pytest.raises(PatternError, match=r"stage 2 of pp·vpp = 4 has no layer, and so nothing to run. Move a cut"):
+        config.fits(Layout(pp=2, vpp=2))
+    ends = small_config("|[*-]|[*-]|")
+    ends.fits(Layout(pp=2, vpp=2))
+    assert all(list(LanguageModel(ends, stage=Stage(index, 4)).parameters()) for index in range(4))

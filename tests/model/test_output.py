@@ -7,11 +7,15 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from postlude import Microbatch, OutputInputs, Stage, load_model
+from postlude import LanguageModel, Microbatch, OutputInputs, Stage, load_model
+from postlude.head import HeadConfig
 from postlude.model.output import logits_processor, token_loss_processor
+from postlude.ops.linear_logprobs import torch_epilogue
+from postlude.ops.linear_logprobs.statistics import Slab
 from tests.equality import assert_equal
-from tests.model.small import VOCABULARY, small_microbatch, small_model
+from tests.model.small import VOCABULARY, small_config, small_microbatch, small_model
 
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
@@ -202,3 +206,33 @@ def test_an_empty_microbatch_weighs_nothing() -> None:
     assert loss == 0
     loss.backward()
     assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.parameters())
+
+
+def test_a_head_is_computed_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks as small as the budget says, with the same log-probs; by the backend that is asked for."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    chunks: list[int] = []
+    accumulate = torch_epilogue.accumulate
+
+    def counted(slab: Slab, state: Tensor, *, entropy: bool) -> None:
+        chunks.append(slab.products.shape[1])
+        accumulate(slab, state, entropy=entropy)
+
+    monkeypatch.setattr(torch_epilogue, "accumulate", counted)
+    config, microbatch = small_config(), small_microbatch()
+    expected = LanguageModel(config, head=HeadConfig(backend="torch"))(microbatch, targets=True)
+    assert chunks == [VOCABULARY]
+    chunks.clear()
+    chunked = LanguageModel(config, head=HeadConfig(memory_budget=1000))
+    assert_equal(chunked(microbatch, targets=True), expected)
+    assert len(chunks) > 1
+    assert sum(chunks) == VOCABULARY
+    with pytest.raises(RuntimeError, match='backend="triton" cannot run: the tensors are on cpu'):
+        LanguageModel(config, head=HeadConfig(backend="triton"))(microbatch, targets=True)
+
+
+def test_what_a_head_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="the backend of the head is 'cuda', but the choices are 'auto', 'torch'"):
+        HeadConfig(backend="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="memory_budget is 0, but it must be a number of at least 1"):
+        HeadConfig(memory_budget=0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from postlude.engine.sharding import Gathering, shard
+from postlude.head import HeadConfig
 from postlude.layout import Stage
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import Block
@@ -38,6 +39,7 @@ class Builder:
     compute_dtype: torch.dtype
     recompute: Recompute
     scans: ScanBackend
+    head: HeadConfig
     critic: bool
     mtp: bool
     overlap: Overlap
@@ -79,6 +81,7 @@ class Builder:
                 stage=Stage(index, self.mesh.layout.stages),
                 recompute=self.recompute,
                 scans=self.scans,
+                head=self.head,
                 value_head=self.critic,
                 dtype=None if self.weights == "fp32" else torch.bfloat16,
                 blocks=self.blocks,

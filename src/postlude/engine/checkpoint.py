@@ -34,7 +34,7 @@ from postlude.world.mesh import Mesh
 ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files", "tensors")
 OPTIMIZER = "optimizer/"  # before the names of moments, as MODEL is before those of tensors
 CRITIC = f"{MODEL}value_head.weight"
-RANDOM = "rng/cpu"
+RANDOM = "rng/"  # before a kind of generator, and a rank's number after it; the first rank's has none
 UNWRITTEN = "What was written is not a checkpoint; mend the cause and save again."
 
 
@@ -44,8 +44,10 @@ class Trained(Protocol):
     step: int
     skipped: int
     optimizer_start: int
+    idle: int
+    """Steps since the optimizer's first that had no gradients: they count, but changed nothing."""
     began_later: dict[str, int]
-    """Parameters that the optimizer has known for less long: the step that each began at."""
+    """Parameters that the optimizer has known for less long: the step that each began at, idle ones left out."""
 
     @property
     def mesh(self) -> Mesh:
@@ -155,6 +157,7 @@ def save(
         "skipped": trained.skipped,
         "optimizer_start": trained.optimizer_start,
         "optimizer": kind(trained.optimizer_config, trained.weights),
+        "idle": trained.idle,
         "began_later": trained.began_later,
         "layout": str(trained.mesh.layout),
         "extra": extra,
@@ -189,9 +192,11 @@ def load(trained: Trained, directory: str | os.PathLike[str], moved: Moves | Non
             "optimizer, and the same weights."
         )
     there = _There(state, moved)
-    with _optimizer_at(trained, state["step"] - state["optimizer_start"]):
+    random = _random_states(trained)
+    with _optimizer_state(trained, saved=there.has_optimizer_state):
         named = _named(trained)
         wanted = {there.name(name): part for name, (part, _) in named.items() if there.has(name)}
+        wanted |= {there.random(kind): _part(values) for kind, values in random.items() if there.random(kind)}
         _check_tensors(source, wanted, state["tensors"], there.spare)
     reader = Reader(source, state)
     telling = _telling(f"{source} could not be read", "The engine may hold parts of it; load again.")
@@ -204,11 +209,12 @@ def load(trained: Trained, directory: str | os.PathLike[str], moved: Moves | Non
     trained.zero_grad()
     trained.step, trained.skipped = state["step"], state["skipped"]
     trained.optimizer_start, trained.began_later = state["optimizer_start"], there.began_later()
-    torch.set_rng_state(wanted[RANDOM].values)
+    trained.idle = there.idle
+    _set_random_states(random)
     for name, parameter in trained.parameters.items():
         if "step" in trained.optimizer.state.get(parameter, {}):
             began = trained.began_later.get(name, trained.optimizer_start)
-            trained.optimizer.state[parameter]["step"].fill_(trained.step - began)
+            trained.optimizer.state[parameter]["step"].fill_(trained.step - trained.idle - began)
     extra: dict[str, Any] = state["extra"]
     return extra
 
@@ -233,13 +239,30 @@ class _There:
             return False
         return not ours.startswith(OPTIMIZER) or self.name(ours) in self.state["tensors"]
 
+    def random(self, kind: str) -> str:
+        """What the state of a kind of generator is called there: this rank's, else the first one's; "" for none."""
+        own, first = f"{RANDOM}{kind}/{dist.get_rank()}", f"{RANDOM}{kind}"
+        return next((name for name in (own, first) if name in self.state["tensors"]), "")
+
+    @property
+    def has_optimizer_state(self) -> bool:
+        """Whether the optimizer there had made its state: when it first met gradients, not when it first moved."""
+        return any(name.startswith(OPTIMIZER) for name in self.state["tensors"])
+
+    @property
+    def idle(self) -> int:
+        """How many steps changed nothing."""
+        return int(self.state.get("idle", 0))
+
     @property
     def spare(self) -> frozenset[str]:
-        """What may be left over there: what has no place here, and moments of what is not trained here."""
+        """What may be left over there: random states, what has no place here, and moments of what is not trained."""
+        names = self.state["tensors"]
+        random = frozenset(name for name in names if name.startswith(RANDOM))
         if self.moved is None:
-            return frozenset()
+            return random
         dropped = {f"{MODEL}{name}" for name in self.moved.dropped}
-        return frozenset(name for name in self.state["tensors"] if name.startswith(OPTIMIZER) or name in dropped)
+        return random | frozenset(name for name in names if name.startswith(OPTIMIZER) or name in dropped)
 
     def began_later(self) -> dict[str, int]:
         """The parameters whose moments began later than the others': as it says there, and now those without any."""
@@ -251,7 +274,7 @@ class _There:
             return {}
         now = {ours: earlier[then] for ours, then in self.moved.kept.items() if then in earlier}
         lacking = [ours for ours, then in self.moved.kept.items() if then not in moments]
-        return now | dict.fromkeys((*self.moved.fresh, *lacking), self.state["step"])
+        return now | dict.fromkeys((*self.moved.fresh, *lacking), self.state["step"] - self.idle)
 
 
 def check(directory: str | os.PathLike[str]) -> None:
@@ -271,18 +294,28 @@ def parts_to_save(trained: Trained) -> dict[str, Part]:
     """What this rank, of all that hold the same, is to write."""
     found = {}
     for name, (part, of) in _named(trained).items():
-        own = (
-            dist.get_rank() == 0
-            if name == RANDOM
-            else speaks_for(name.rsplit("/", 1)[1], of, trained.mesh, trained.shared)
-        )
-        if own and part.values.numel():
+        if part.values.numel() and speaks_for(name.rsplit("/", 1)[1], of, trained.mesh, trained.shared):
             found[name] = part
+    own = f"/{rank}" if (rank := dist.get_rank()) else ""
+    return found | {f"{RANDOM}{kind}{own}": _part(values) for kind, values in _random_states(trained).items()}
+
+
+def _random_states(trained: Trained) -> dict[str, Tensor]:
+    """The state of each of this rank's generators, by its kind."""
+    found = {"cpu": torch.get_rng_state()}
+    if trained.mesh.device_type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state()
     return found
 
 
+def _set_random_states(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
 def _named(trained: Trained) -> dict[str, tuple[Part, Tensor]]:
-    """Weights, optimizer state and random state, by names that are the same in every layout.
+    """Weights and optimizer state, by names that are the same in every layout.
 
     Each with the tensor that it is spread over ranks as. Of state in host memory, what the device still has to copy
     there is waited for.
@@ -294,8 +327,6 @@ def _named(trained: Trained) -> dict[str, tuple[Part, Tensor]]:
         for key, value in trained.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and key != "step":
                 found[f"{OPTIMIZER}{key}/{name}"] = part_of(value, parameter), parameter
-    random = torch.get_rng_state()
-    found[RANDOM] = _part(random), random
     return found
 
 
@@ -304,10 +335,10 @@ def _part(tensor: Tensor) -> Part:
 
 
 @contextmanager
-def _optimizer_at(trained: Trained, step: int) -> Iterator[None]:
-    """Give the optimizer the state it has after `step` steps, to be overwritten; or what it had if that is refused."""
+def _optimizer_state(trained: Trained, *, saved: bool) -> Iterator[None]:
+    """Give the optimizer a state, to be overwritten, if one was saved; or what it had if that is refused."""
     before = dict(trained.optimizer.state)
-    if not step:
+    if not saved:
         trained.optimizer.state.clear()
     elif not before:
         _make_optimizer_state(trained)

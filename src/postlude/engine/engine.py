@@ -26,6 +26,7 @@ from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.result import Result, StepResult
 from postlude.engine.scale import Ledger, ObjectiveProcessor, Scale, Tally
 from postlude.engine.sharding import sum_shared
+from postlude.head import HeadConfig
 from postlude.hf.card import ModelCard
 from postlude.hf.export import describe
 from postlude.hf.families import FAMILIES
@@ -59,7 +60,8 @@ class Engine:
     by default the rank's, as `ranks` chose it. With `critic` the model has a value head, from zero: it is trained,
     clipped, saved and loaded like every other parameter, and is no part of weights that are streamed or exported.
     With `mtp` it has the multi-token-prediction depths of the source's files, too, and depths are trained, by an
-    objective that asks for them (`MTP`); without, they stay as they are. `recompute` and `scans` are `LanguageModel`'s.
+    objective that asks for them (`MTP`); without, they stay as they are. `recompute`, `scans` and `head` are
+    `LanguageModel`'s.
     With `overlap` one microbatch's forward and another's backward take turns, so that exchanges with experts hide
     behind compute, with the same result to the bit. Weights then stay whole for a step. With "zero_bubble" a pipeline's
     backwards put off the gradients of weights, which are made in its bubble. With `gather_once`, and in a
@@ -85,6 +87,7 @@ class Engine:
         device: torch.device | str | None = None,
         recompute: Recompute = "none",
         scans: ScanBackend = "auto",
+        head: HeadConfig | None = None,
         critic: bool = False,
         mtp: bool = False,
         overlap: Overlap = False,
@@ -121,6 +124,7 @@ class Engine:
             compute_dtype=self.compute_dtype,
             recompute=recompute,
             scans=scans,
+            head=head or HeadConfig(),
             critic=critic,
             mtp=mtp,
             overlap=overlap,
@@ -134,7 +138,9 @@ class Engine:
         self.condition = Condition()
         self.ledger = Ledger()
         self.step = self.skipped = 0
-        self.set_optimizer(optimizer or AdamW())
+        self.optimizer_start, self.idle, self.began_later = 0, 0, dict[str, int]()
+        self.optimizer_config = optimizer or AdamW()
+        self.optimizer = self._build_optimizer(self.optimizer_config)
         self._saving: checkpoint.Saving | None = None
         self._saving_group: dist.ProcessGroup | None = None
         self._staging = Staging()
@@ -167,6 +173,11 @@ class Engine:
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers by their global names."""
         return {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
+
+    @property
+    def low_halves(self) -> dict[str, Tensor]:
+        """What the bf16 `tensors` of split weights lack of fp32, of what this rank stores, by their global names."""
+        return self.optimizer.low_halves() if isinstance(self.optimizer, optimizers.AdamWMover) else {}
 
     @property
     def has_output(self) -> bool:
@@ -231,22 +242,31 @@ class Engine:
         """Clip the gradients by their global norm, step, and start over from zero gradients."""
         config, found = self.optimizer_config, self._norm_of_gradients()
         lr = config.lr * config.schedule.factor(self.step - self.optimizer_start)
+        idle = all(parameter.grad is None for parameter in self.parameters.values())
         with self.condition.writing("optimizer_step"):
             self.optimizer.move(lr, found)
             norm = float(found)  # the host waits for it when the device has all of the step
             finite = math.isfinite(norm)
             if finite:
                 self._after_step()
-        self.step, self.skipped = self.step + finite, self.skipped + (not finite)
+        self.step, self.skipped, self.idle = self.step + finite, self.skipped + (not finite), self.idle + idle
         self.zero_grad()
         return StepResult(self.step, norm, lr, skipped=not finite)
 
     def set_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Move weights by this from now on: with fresh moments, and its schedule from the beginning."""
-        self.optimizer_config = optimizer
-        self.optimizer = optimizers.build(optimizer, self.parameters, self.weights)
-        self.optimizer_start = self.step
-        self.began_later: dict[str, int] = {}
+        """Move weights by this from now on: with fresh moments, and its schedule from the beginning.
+
+        The weights stay what they are, to the last bit. If it is refused, so does the optimizer.
+        """
+        new = self._build_optimizer(optimizer)
+        if isinstance(new, optimizers.AdamWMover) and isinstance(self.optimizer, optimizers.AdamWMover):
+            new.take_low_halves(self.optimizer)
+        self.optimizer, self.optimizer_config = new, optimizer
+        self.optimizer_start, self.idle, self.began_later = self.step, 0, {}
+
+    def _build_optimizer(self, config: OptimizerConfig) -> optimizers.AdamWMover | optimizers.SGDMover:
+        matrices = frozenset[str]().union(*(stage.matrices for stage in self.stages.values()))
+        return optimizers.build(config, self.parameters, matrices, self.weights)
 
     def zero_grad(self) -> None:
         """Forget the gradients, and what blocks have counted for the same step."""
@@ -335,7 +355,8 @@ class Engine:
         A model without a family goes by our own names.
 
         They come in buckets of at most `bucket_bytes` (or one tensor), in `dtype`, by default the compute dtype; what a
-        block keeps in fp32 comes in fp32 at least. Every rank has to take them all.
+        block keeps in fp32 comes in fp32 at least, and split weights come whole where `dtype` is more than bf16. Every
+        rank has to take them all.
         """
         return chain.from_iterable(self.stream_buckets(bucket_bytes=bucket_bytes, dtype=dtype))
 
@@ -347,7 +368,8 @@ class Engine:
         dtype = dtype or self.compute_dtype
         buckets = streaming.plan_buckets(self._pieces, bucket_bytes, dtype)
         return (
-            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=self.shared)) for bucket in buckets
+            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=self.shared, low=self.low_halves))
+            for bucket in buckets
         )
 
     @torch.no_grad()
@@ -417,7 +439,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         wait: bool = True,
     ) -> None:
-        """Write the training state to a new directory: weights, optimizer, schedule, random state and `extra` (JSON).
+        """Write the training state to a new directory: weights, optimizer, schedule, random states and `extra` (JSON).
 
         With the model's config, and the `tokenizer` if given, beside it, it can be loaded as a model, too. It is copied
         to host memory at once; without `wait` it is written in the background, and `finish_saving` tells how that went.
@@ -439,6 +461,9 @@ class Engine:
 
     def load(self, directory: str | os.PathLike[str], *, recast: bool = False) -> dict[str, Any]:
         """Restore the training state that an engine in any layout saved. Returns its `extra`.
+
+        Each rank gets back the state of its own random generators, that of its GPU included. A rank that the other
+        layout had not gets the first rank's.
 
         With `recast` it may have been saved under another pattern, which blocks are matched with as `Recast` says. What
         stays is restored with its optimizer state; so are the schedule, the step and the random state. What is new

@@ -46,6 +46,11 @@ class Exported(Protocol):
         """The names of what both ends of a pipeline hold."""
         ...
 
+    @property
+    def low_halves(self) -> Mapping[str, Tensor]:
+        """What bf16 tensors of split weights lack of fp32."""
+        ...
+
 
 class Untied:
     """A model as one with a head of its own, the embedding again: for readers that lose sight of a tied one."""
@@ -56,10 +61,13 @@ class Untied:
         self.generation, self.mesh = model.generation, model.mesh
         self.tensors = model.tensors
         self.shared = model.shared
+        self.low_halves = model.low_halves
         if model.config.tied_head:
             self.shared = {*model.shared, HEAD}
             if EMBEDDING in model.tensors:  # else it is another stage's
                 self.tensors = {**model.tensors, HEAD: model.tensors[EMBEDDING]}
+            if EMBEDDING in model.low_halves:
+                self.low_halves = {**model.low_halves, HEAD: model.low_halves[EMBEDDING]}
 
 
 def description(model: Exported, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None) -> Description:
@@ -85,7 +93,7 @@ def export(
     # By the family that describes it: a model that was read out of a larger one is written as itself.
     pieces = plan_pieces(model.config, family, model.block_types)
     buckets = plan_buckets(pieces, BUCKET_BYTES, dtype)
-    stream = Interruptible(buckets, model.tensors, model.mesh, dtype, shared=model.shared)
+    stream = Interruptible(buckets, model.tensors, model.mesh, dtype, shared=model.shared, low=model.low_halves)
 
     def write() -> None:
         entries = {piece.theirs: Entry(piece.dtype(dtype), piece.shape) for piece in pieces}

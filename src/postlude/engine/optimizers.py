@@ -8,7 +8,7 @@ that the host need not know it before it goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,14 +30,17 @@ CODES, SCALES = "_codes", "_scales"
 
 
 def build(
-    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], weights: Weights = "fp32"
+    config: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    matrices: Collection[str],
+    weights: Weights = "fp32",
 ) -> AdamWMover | SGDMover:
-    """The optimizer over these parameters, which are stored as `weights` says."""
+    """The optimizer over these parameters, which are stored as `weights` says. `matrices` names those that are one."""
     if isinstance(config, AdamW):
-        return AdamWMover(config, parameters, weights)
+        return AdamWMover(config, parameters, matrices, weights)
     if weights != "fp32":
         raise ValueError(f"weights={weights!r} are moved by AdamW alone, but the optimizer is SGD. Store them in fp32.")
-    return SGDMover(config, parameters)
+    return SGDMover(config, parameters, matrices)
 
 
 def kind(config: OptimizerConfig, weights: Weights) -> str:
@@ -62,21 +65,27 @@ class AdamWMover(torch.optim.Optimizer):
     `weights` says how matrices and vectors of bf16 are stored: "split" keeps their lower halves here.
     """
 
-    def __init__(self, config: AdamW, parameters: Mapping[str, nn.Parameter], weights: Weights = "fp32") -> None:
+    def __init__(
+        self,
+        config: AdamW,
+        parameters: Mapping[str, nn.Parameter],
+        matrices: Collection[str],
+        weights: Weights = "fp32",
+    ) -> None:
         self.config, self.weights = config, weights
         self.names = {parameter: name for name, parameter in parameters.items()}
+        self.matrices = {parameter for name, parameter in parameters.items() if name in matrices}
         self.scale: Tensor | None = None
-        matrices = [each for each in parameters.values() if each.ndim > 1]
-        vectors = [each for each in parameters.values() if each.ndim <= 1]
         groups = [
-            {"params": each, "weight_decay": decay}
-            for each, decay in ((matrices, config.weight_decay), (vectors, 0.0))
-            if each
+            {"params": members, "weight_decay": decay}
+            for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
+            if (members := [each for each in parameters.values() if (each in self.matrices) == is_matrix])
         ]
         super().__init__(groups, {"lr": config.lr})
         if config.moments == "8bit":
-            for parameter in matrices:
-                self._check_blocks(parameter)
+            for parameter in parameters.values():
+                if parameter in self.matrices:
+                    self._check_blocks(parameter)
 
     def move(self, lr: float, norm: Tensor) -> None:
         """Step, by gradients clipped as a whole one of this norm is. Where it is not finite, nothing is changed."""
@@ -117,7 +126,7 @@ class AdamWMover(torch.optim.Optimizer):
 
     def _is_wide(self, parameter: Tensor) -> bool:
         """Whether all of it is in fp32 and on the device, as torch has it."""
-        on_host = self.config.offload and parameter.ndim > 1
+        on_host = self.config.offload and parameter in self.matrices
         return parameter.dtype == torch.float32 and FIRST in self.state[parameter] and not on_host
 
     def _step_wide(self, parameters: Sequence[nn.Parameter], rates: Rates) -> None:
@@ -162,7 +171,7 @@ class AdamWMover(torch.optim.Optimizer):
             return
         key, shape, names = key_of(self.names[parameter]), tuple(parameter.shape), list(state)
         rows = len(weight)
-        if self.config.offload and parameter.ndim > 1:
+        if self.config.offload and parameter in self.matrices:
             bytes_of_row = sum(each.numel() * each.element_size() for each in state.values()) // rows
             rows = max(1, PIECE_BYTES // max(bytes_of_row, 1))
         for start in range(0, len(weight), rows):
@@ -171,9 +180,21 @@ class AdamWMover(torch.optim.Optimizer):
             work = partial(_narrow_step, names, weight[cut], gradient[cut], now, rates, scale, place, key)
             yield [each[cut] for each in state.values()], work
 
+    def low_halves(self) -> dict[str, Tensor]:
+        """What bf16 weights lack of fp32, of what this rank stores, by name: nothing before the first step."""
+        return {name: self.state[each][LOW] for each, name in self.names.items() if LOW in self.state.get(each, {})}
+
+    def take_low_halves(self, other: AdamWMover) -> None:
+        """Go on from the weights that another optimizer of the same parameters leaves, whose state is let go of."""
+        for parameter in self.names:
+            low = other.state.pop(parameter, {}).get(LOW)  # moments go first: there may be no room for both
+            if low is not None:
+                self.state[parameter] = self._fresh(parameter)
+                self.state[parameter][LOW].copy_(low)
+
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state before the first step: zeros."""
-        part, matrix = held(parameter), parameter.ndim > 1
+        part, matrix = held(parameter), parameter in self.matrices
         shape, wanted = tuple(part.shape), dict[str, tuple[tuple[int, ...], torch.dtype]]()
         for name in (FIRST, SECOND):
             if matrix and self.config.moments == "8bit":
@@ -236,12 +257,12 @@ def _narrow_step(
 class SGDMover(torch.optim.SGD):
     """Torch's SGD."""
 
-    def __init__(self, config: SGD, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, config: SGD, parameters: Mapping[str, nn.Parameter], matrices: Collection[str]) -> None:
         self.config = config
         groups: dict[Any, dict[str, Any]] = {}
-        for parameter in parameters.values():
+        for name, parameter in parameters.items():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None  # a step wants one
-            decay = config.weight_decay if parameter.ndim > 1 else 0.0
+            decay = config.weight_decay if name in matrices else 0.0
             groups.setdefault((mesh, decay), {"params": [], "weight_decay": decay})["params"].append(parameter)
         # Not fused: DTensors have no fused step of it.
         super().__init__(list(groups.values()), lr=config.lr, momentum=config.momentum, foreach=True)

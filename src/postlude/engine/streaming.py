@@ -22,6 +22,7 @@ from postlude.hf.tensors import names_in_order
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import held, region
+from postlude.ops.adamw import joined
 from postlude.world.mesh import Mesh
 
 
@@ -85,10 +86,11 @@ def stream(
     dtype: torch.dtype,
     *,
     shared: Collection[str],
+    low: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors by their names, on every rank. `tensors` are those this rank holds parts of, by our names.
 
-    `shared` are those that both ends of a pipeline hold.
+    `shared` are those that both ends of a pipeline hold, and `low` has the lower halves of split weights.
 
     They come in `dtype`, but for those that are kept in a wider one.
     Every rank takes every tensor, in step: a rank that stops early leaves the others waiting.
@@ -104,7 +106,10 @@ def stream(
             views.append(view)
             for ours, place in piece.parts:
                 if ours in spoken:
-                    into_theirs(view, place, held(spoken[ours]), region(spoken[ours]))
+                    part = held(spoken[ours])
+                    if view.dtype != torch.bfloat16 and low is not None and ours in low:
+                        part = joined(part, low[ours].to(part.device))
+                    into_theirs(view, place, part, region(spoken[ours]))
         if dist.is_initialized():
             dist.all_reduce(flat)
         yield from zip((piece.theirs for piece in bucket), views, strict=True)
@@ -121,8 +126,10 @@ class Interruptible:
         dtype: torch.dtype,
         *,
         shared: Collection[str],
+        low: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.buckets, self.tensors, self.mesh, self.dtype, self.shared = buckets, tensors, mesh, dtype, shared
+        self.low = low
         self.begun = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -130,7 +137,7 @@ class Interruptible:
             self.begun += 1
             if not self._goes_on(True):
                 return
-            yield from stream([bucket], self.tensors, self.mesh, self.dtype, shared=self.shared)
+            yield from stream([bucket], self.tensors, self.mesh, self.dtype, shared=self.shared, low=self.low)
 
     def end(self) -> None:
         """Say, on the first rank, that it takes no more. Nothing where there is no more."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from postlude.layout import Layout, Stage
 from postlude.model.block_config import BlockConfig
-from postlude.model.pattern import Pattern
+from postlude.model.pattern import Pattern, PatternError
 
 RATE = "selection_bias_rate"
 
@@ -120,4 +120,12 @@ class ModelConfig:
 
         head = 2.0 * self.hidden_size * self.vocab_size
         depths = [sum(cost(symbol) for layer in depth for symbol in layer) + head for depth in self.pattern.mtp]
-        return self.pattern.stages(count, cost=cost, head_cost=head + sum(depths))
+        stages = self.pattern.stages(count, cost=cost, head_cost=head + sum(depths))
+        for number, layers in enumerate(stages[1:-1], start=2):
+            if not layers:
+                raise PatternError(
+                    str(self.pattern),
+                    f"stage {number} of pp·vpp = {count} has no layer, and so nothing to run",
+                    "Move a cut: the first stage, which embeds, and the last, which has the head, may be empty.",
+                )
+        return stages

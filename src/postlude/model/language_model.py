@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from postlude.data import Microbatch
+from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
 from postlude.model.blocks import BLOCKS, Block, Part
 from postlude.model.blocks.block import reset_parameter
@@ -37,6 +38,7 @@ from postlude.model.parallel import (
     local,
     made_in,
     region,
+    role_of,
 )
 from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.routing import check_routing
@@ -48,6 +50,8 @@ from postlude.ops.linear_logprobs import Logits
 from postlude.trace.recorder import SILENT, Recorder
 from postlude.world.mesh import Mesh
 
+DEFAULT_HEAD = HeadConfig()
+
 
 class LanguageModel(Gathered):
     """A decoder on packed sequences. It builds the layers of its `stage` only, under their global names.
@@ -55,8 +59,9 @@ class LanguageModel(Gathered):
     `mesh` says which part of every layer this rank holds; by default it is alone and holds all. `recompute` says what
     each logical layer makes again in its backward instead of keeping it: nothing, all but the expensive results
     ("selective"), or everything ("full"). `scans` says whose kernels recurrent blocks take: the `backend`
-    of `postlude.ops.ssd.ssd`. With `value_head` the last stage has a second head beside the first, of one
-    number a token, which starts from zero; Hugging Face's model has no place for it, so an export leaves it out.
+    of `postlude.ops.ssd.ssd`; `head` says the same of the output head, and how much memory its logits may take. With
+    `value_head` the last stage has a second head beside the first, of one number a token, which starts from zero;
+    Hugging Face's model has no place for it, so an export leaves it out.
     `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own.
 
     Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` it holds none until they are loaded.
@@ -70,6 +75,7 @@ class LanguageModel(Gathered):
         stage: Stage | None = None,
         recompute: Recompute = "none",
         scans: ScanBackend = "auto",
+        head: HeadConfig = DEFAULT_HEAD,
         value_head: bool = False,
         dtype: torch.dtype | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
@@ -80,12 +86,14 @@ class LanguageModel(Gathered):
         self.mesh = mesh or Mesh.alone()
         self.recompute = recompute
         self.scans = scans
+        self.head_config = head
         self.block_types = blocks
         check_recompute(recompute)
         self.stage = stage or Stage()
         with made_in(dtype):
             self._make(blocks, value_head)
         self._check_storage()
+        self.matrices = frozenset(name for name, _ in self.named_parameters() if role_of(self, name) == "matrix")
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.reset()
 
@@ -264,6 +272,8 @@ class LanguageModel(Gathered):
                 logit_scale=self.config.logit_scale,
                 softcap=self.config.logit_softcap,
                 group=self.mesh.tp.group,
+                backend=self.head_config.backend,
+                memory_budget=self.head_config.memory_budget,
             ),
             tp=self.mesh.tp,
             value_head=self.value_head,
@@ -298,7 +308,7 @@ class LanguageModel(Gathered):
             owner = next((prefix for prefix in owners if name.startswith(prefix)), None)
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if owner is None:
-                reset_parameter(name, whole, std, generator, norm=1.0 - self.config.norm_offset)
+                reset_parameter(role_of(self, name), whole, std, generator, norm=1.0 - self.config.norm_offset)
             else:
                 owners[owner].reset(name.removeprefix(owner), whole, std, generator)
             held(parameter).copy_(whole[region(parameter)])

@@ -9,8 +9,8 @@ parameters. So every parameter that ranks hold alike is used on different tokens
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,25 @@ from postlude.world.mesh import ALONE, Axis
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+Role: TypeAlias = Literal["matrix", "norm", "vector"]
+"""What a parameter is, whatever its number of dimensions: a matrix, which multiplies features and starts from random
+values; the scale of a norm, which starts from one; or any other vector, such as a bias, which starts from zero. Weight
+decay, 8-bit moments and state in host memory are for matrices alone."""
+
+
+def role_of(model: nn.Module, name: str) -> Role:
+    """The role of a parameter: what `roles` of its module, or of the nearest module above that knows it, says."""
+    path = name.split(".")
+    for cut in range(len(path) - 1, -1, -1):
+        roles: Mapping[str, Role] = getattr(model.get_submodule(".".join(path[:cut])), "roles", {})
+        if (leaf := ".".join(path[cut:])) in roles:
+            return roles[leaf]
+    raise TypeError(
+        f"{name} has no role: add {path[-1]!r} to `roles` of the module that makes it, as "
+        f'{{{path[-1]!r}: "matrix"}}, or "norm", or "vector".'
+    )
 
 
 def stored(*shape: int, axis: Axis, dim: int | None, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -127,6 +146,8 @@ class Gathered(nn.Module):
 class Linear(nn.Module):
     """Token by token, with a whole copy of the weight on every rank."""
 
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
         super().__init__()
         self.weight = stored(out_features, in_features, axis=tp, dim=None)
@@ -147,6 +168,8 @@ class WideLinear(Gathered):
     Its owner declares it a `Part` with `fp32`, so that it is gathered in fp32 too.
     """
 
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
         super().__init__()
         self.weight = stored(out_features, in_features, axis=tp, dim=None, dtype=torch.float32)
@@ -163,6 +186,8 @@ class WideLinear(Gathered):
 
 class ValueHead(Gathered):
     """One number a token, hidden · weight in fp32, with a whole copy of the weight on every rank, stored in fp32."""
+
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "vector"}
 
     def __init__(self, size: int, *, tp: Axis = ALONE) -> None:
         super().__init__()
@@ -181,6 +206,7 @@ class HeadVectors(Gathered):
 
     def __init__(self, names: Sequence[str], heads: int, *, tp: Axis = ALONE) -> None:
         super().__init__()
+        self.roles: Mapping[str, Role] = dict.fromkeys(names, "vector")
         for name in names:
             self.register_parameter(name, stored(heads, axis=tp, dim=0, dtype=torch.float32))
 
@@ -195,6 +221,8 @@ class HeadVectors(Gathered):
 class ChannelKernels(nn.Module):
     """A convolution's kernel [width] for each channel. Each rank has its block of the channels."""
 
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
+
     def __init__(self, channels: int, width: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
         super().__init__()
         self.weight = stored(channels, width, axis=tp, dim=0)
@@ -203,6 +231,8 @@ class ChannelKernels(nn.Module):
 
 class ColumnLinear(nn.Module):
     """All tokens, this rank's block of the output features."""
+
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
         super().__init__()
@@ -243,6 +273,8 @@ def lay_together(layers: Sequence[Linear | ColumnLinear]) -> None:
 class RowLinear(nn.Module):
     """All tokens and this rank's block of the input features -> all output features of this rank's tokens."""
 
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
         super().__init__()
         self.tp = tp
@@ -270,6 +302,8 @@ class RowLinear(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """Each rank looks up the tokens of its block of the vocabulary; their sum is spread over the tokens."""
 
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix"}
+
     def __init__(self, vocab_size: int, hidden_size: int, *, tp: Axis = ALONE) -> None:
         super().__init__()
         self.tp = tp
@@ -291,6 +325,8 @@ class VocabularyEmbedding(nn.Module):
 
 class RMSNorm(nn.Module):
     """x / rms(x) · (offset + weight), computed in fp32, token by token."""
+
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
 
     def __init__(self, size: int, eps: float, *, tp: Axis = ALONE, offset: float = 0.0) -> None:
         super().__init__()
@@ -321,6 +357,8 @@ class NoNorm(nn.Module):
 
 class ColumnRMSNorm(nn.Module):
     """RMSNorm of a vector whose features are spread over the ranks."""
+
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
 
     def __init__(self, size: int, eps: float, *, tp: Axis = ALONE, offset: float = 0.0) -> None:
         super().__init__()

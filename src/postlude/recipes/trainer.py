@@ -105,6 +105,7 @@ class Trainer(ABC):
             compute_dtype=None if config.dtype is None else getattr(torch, config.dtype),
             device=device,
             recompute=config.recompute,
+            head=config.head,
             overlap=config.overlap,
             gather_once=config.gather_once,
             weights=config.weights,

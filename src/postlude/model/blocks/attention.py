@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
@@ -19,6 +19,7 @@ from postlude.model.parallel import (
     ColumnLinear,
     ColumnRMSNorm,
     RMSNorm,
+    Role,
     RowLinear,
     joined_weight,
     local,
@@ -161,6 +162,7 @@ class Attention(Block):
     """Softmax attention over the packed sequences. Each tensor-parallel rank has heads of its own."""
 
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
+    roles: ClassVar[Mapping[str, Role]] = {"sinks": "vector"}
     generates = True
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from postlude.model.block_config import BlockConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, Gathered, Linear, NoNorm, RMSNorm, local
+from postlude.model.parallel import ColumnLinear, Gathered, Linear, NoNorm, RMSNorm, Role, local, role_of
 from postlude.model.steps import Step, compute
 from postlude.ops.norm import Norm, takes_kernels
 from postlude.world.mesh import Mesh
@@ -37,6 +37,8 @@ class Block(nn.Module):
     """
 
     Config: ClassVar[type[BlockConfig]]
+    roles: ClassVar[Mapping[str, Role]] = {}
+    """The roles of parameters that are its own, rather than a layer's, and of those of layers that declare none."""
     generates: ClassVar[bool] = False
     """Whether it can go on from an earlier forward's tokens: it takes each by itself, or asks `context.running`."""
 
@@ -99,7 +101,7 @@ class Block(nn.Module):
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
         """Give one parameter of this block (`name` is local) its first value."""
-        reset_parameter(name, parameter, std, generator, norm=self.norm_start)
+        reset_parameter(role_of(self, name), parameter, std, generator, norm=self.norm_start)
 
     def join(self, hidden: Tensor, output: Tensor) -> dict[str, Tensor]:
         """The residual stream, and what the block's work came to -> the residual stream after it, by its name."""
@@ -140,13 +142,15 @@ class Block(nn.Module):
         return self.at_once(hidden, given, context) if trains else None
 
 
-def reset_parameter(name: str, parameter: Tensor, std: float, generator: torch.Generator, *, norm: float = 1.0) -> None:
-    """The usual start: matrices normal, norm weights `norm`, every other vector zero."""
-    if parameter.ndim > 1:
+def reset_parameter(
+    role: Role, parameter: Tensor, std: float, generator: torch.Generator, *, norm: float = 1.0
+) -> None:
+    """The usual start: matrices normal, scales of norms `norm`, every other vector zero."""
+    if role == "matrix":
         # Drawn in fp32 and rounded, so that a model is the same in every dtype.
         drawn = torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator)
         parameter.copy_(drawn)
-    elif name.endswith("norm.weight"):
+    elif role == "norm":
         parameter.fill_(norm)
     else:
         parameter.zero_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from postlude.model.block_config import BlockConfig, usual_heads
 from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
-from postlude.model.parallel import ChannelKernels, ColumnLinear, HeadVectors, RowLinear, local, products, stored
+from postlude.model.parallel import ChannelKernels, ColumnLinear, HeadVectors, Role, RowLinear, local, products, stored
 from postlude.ops.backend import ScanBackend
 from postlude.ops.collectives import gather_from_sequence, sum_over_group
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
@@ -269,6 +269,8 @@ class StateSpace:
 
 class GatedRMSNorm(nn.Module):
     """RMSNorm of each of `groups` parts of the features, gated by silu before it or after it. Computed in fp32."""
+
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
 
     def __init__(self, size: int, groups: int, eps: float, before_gate: bool, *, tp: Axis = ALONE) -> None:
         super().__init__()

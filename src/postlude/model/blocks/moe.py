@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from postlude.model.blocks.block import Block, Part
 from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import Gathered, Linear, WideLinear, local, stored
+from postlude.model.parallel import Gathered, Linear, Role, WideLinear, local, stored
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, compute, exchange
 from postlude.ops.experts import (
@@ -396,6 +396,8 @@ class Experts(Gathered):
 
 class ExpertLinear(nn.Module):
     """One matrix an expert, [E / ep, out, in], and one bias, [E / ep, out]."""
+
+    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
     def __init__(self, experts: int, in_features: int, out_features: int, ep: Axis, *, bias: bool = False) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from postlude.data.datasets import read_rows
+from postlude.head import HeadConfig
 from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW, Weights
@@ -430,6 +431,8 @@ class Training(Model):
     even load, whatever the learning rate is; none leaves what the model's config says, 0 for a Hugging Face model."""
     mtp: Ahead | None = None
     """Multi-token prediction of the tokens that are learned, beside the objective; none leaves it out."""
+    head: Annotated[HeadConfig, Kinds(HeadConfig)] = HeadConfig()
+    """How the output head is computed."""
     recompute: Recompute = "none"
     """What is computed again in the backward instead of kept."""
     overlap: bool | Literal["zero_bubble"] = False

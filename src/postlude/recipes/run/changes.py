@@ -13,6 +13,7 @@ MAY_CHANGE = (
     "run",
     "layout",
     "budget",
+    "head",
     "recompute",
     "overlap",
     "gather_once",
