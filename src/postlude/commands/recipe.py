@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         subject = Subject(config, start)
         found, console = preflight(chosen.checks(subject)), Console()
         if options.dry_run:
-            console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
+            console.print(to_yaml(config, masked=True), markup=False, highlight=False, soft_wrap=True)
             print_findings(subject, found, console)
         else:
             if "mtp" in found:  # what is fresh is nothing that a run should begin with unseen

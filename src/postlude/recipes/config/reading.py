@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from postlude.recipes.config import schema
 from postlude.recipes.config.schema import KIND, TEXT, Kinds, Node, Settings, describe, join, undocumented, words
 from postlude.recipes.config.written import NULL, ConfigError, Dumper, Loader, Written, read
+from postlude.recipes.masking import mask, refuse_masked
 
 __all__ = ["ConfigError", "Kinds", "Settings", "describe", "load", "to_yaml", "undocumented"]
 
@@ -35,14 +36,17 @@ def load(config: type[Config], file: Path | None = None, overrides: Sequence[str
     written, node = read(file, overrides), schema.structure(config)  # type: ignore[arg-type]
     data = _section(node, written, None)
     try:
-        return TypeAdapter(config).validate_python(data)
+        made = TypeAdapter(config).validate_python(data)
     except ValidationError as error:
         raise _sentence(error, node, written) from None
+    refuse_masked(schema.plain(made))
+    return made
 
 
-def to_yaml(config: Any) -> str:
-    """The whole config as YAML, defaults included. `load` makes an equal one of it."""
-    return yaml.dump(schema.plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+def to_yaml(config: Any, *, masked: bool = False) -> str:
+    """The whole config as YAML, defaults included. `load` makes an equal one of it, unless secrets are `masked`."""
+    plain = schema.plain(config)
+    return yaml.dump(mask(plain) if masked else plain, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _value(node: Node, written: Written, default: Any) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from postlude.recipes.masking import mask_words
+
 CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step-(\d+)")
 
@@ -49,11 +51,14 @@ def checkpoint_named(text: str) -> Path:
 
 
 def again(words: Sequence[str]) -> str:
-    """The command that goes on with a run, of the one that began it: all but what was about that start alone."""
+    """The command that goes on with a run, of the one that began it: all but what was about that start alone.
+
+    It is shown and written, so it has no secrets (`recipes/masking.py`).
+    """
     kept: list[str] = []
     skipping = False
     for word in words:
         if not skipping and word != "--resume-from" and not word.startswith("--resume-from="):
             kept.append(word)
         skipping = word == "--resume-from"
-    return shlex.join(["postlude", *kept])
+    return shlex.join(["postlude", *mask_words(kept)])

@@ -1,6 +1,6 @@
 """A run on disk: its config, metrics, samples and checkpoints. A run that was killed goes on as if it had not been.
 
-    config.yaml                 what was asked for; configs/ keeps those that a changed command took the place of
+    config.yaml                 what was asked for, secrets masked; configs/ has those that changed commands replaced
     run.json                    each start: when, where, with which versions, from which step
     metrics.jsonl               a JSON object a step
     samples.jsonl               a JSON object a sample rollout
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import yaml
 
+from postlude.recipes.masking import mask
 from postlude.recipes.run.beginning import CHECKPOINTS, STEP
 from postlude.recipes.run.changes import MISSING, covered, differences, told
 from postlude.recipes.run.files import LineFile, write_whole
@@ -288,9 +289,9 @@ def flatten(metrics: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The config a run was started with; empty where there is none."""
+    """The config a run was started with, without its secrets; empty where there is none."""
     path = run / CONFIG
-    return (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+    return mask(yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -369,7 +370,7 @@ def _claim(path: Path, config: Mapping[str, Any], changed: bool) -> None:
 
 def _as_yaml(config: Mapping[str, Any]) -> str:
     try:
-        return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(mask(_plain(config)), sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
         raise TypeError(
             f"{CONFIG} cannot hold this config ({error}); use numbers, strings, lists and dicts."
