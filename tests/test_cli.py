@@ -202,6 +202,7 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["logprobs", "tiny-dense", "--text", "h\udcff"], "the text is not UTF-8 at character 1"),
         (["serve", "tiny-dense", "--threads", "0"], "argument --threads: '0' is not a whole number of at least 1."),
         (["serve", "tiny-dense", "--port", "99999"], "argument --port: '99999' is not from 1 to 65535, or 0"),
+        (["serve", "tiny-dense", "--host", "0.0.0.0"], "--host 0.0.0.0 is reached from other machines"),
         (["serve", "tiny-dense", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1, port 0: cannot assign"),
         (["verify", "tiny-dense", "--grid", "--tolerance", "-1"], "--tolerance: '-1' is not a number of at least 0."),
         (["verify", "tiny-dense", "--layout", "tp=x"], "--layout: layout 'tp=x': 'tp=x' is not of the form tp=N"),

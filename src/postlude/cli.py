@@ -131,20 +131,17 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     _add_convert(commands.add_parser("convert", help="write any source as a model directory", allow_abbrev=False))
 
-    command = commands.add_parser("logprobs", help="score a text token by token", allow_abbrev=False)
-    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    command.add_argument("--text", required=True, help="the text to score; - reads standard input")
-    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
-    command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
-    command.set_defaults(module="logprobs", parser=command)
+    _add_logprobs(commands.add_parser("logprobs", help="score a text token by token", allow_abbrev=False))
 
     _add_verify(
         commands.add_parser(
             "verify", help="prove that a parallel layout computes what one rank computes", allow_abbrev=False
         )
     )
+    _add_generate(commands.add_parser("generate", help="answers of a model to prompts", allow_abbrev=False))
+    _add_chat(commands.add_parser("chat", help="talk with a model in the terminal", allow_abbrev=False))
     _add_serve(
-        commands.add_parser("serve", help="answers of a model over HTTP, for rollouts elsewhere", allow_abbrev=False)
+        commands.add_parser("serve", help="answers of a model over HTTP: rollouts, OpenAI's API", allow_abbrev=False)
     )
     _add_trace(
         commands.add_parser("trace", help="draw what every rank does when, from a real step", allow_abbrev=False)
@@ -278,10 +275,60 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     command.set_defaults(module="verify", parser=command)
 
 
+def _add_logprobs(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument("--text", required=True, help="the text to score; - reads standard input")
+    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
+    command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
+    command.set_defaults(module="logprobs", parser=command)
+
+
+def _add_generate(command: argparse.ArgumentParser) -> None:
+    _add_sampling(command)
+    command.add_argument(
+        "--prompt", action="append", help="what to answer; may be repeated (default, and -: standard input)"
+    )
+    command.add_argument("--n", type=_count, default=1, help="answers to each prompt (default: 1)")
+    command.add_argument(
+        "--plain", action="store_true", help="go on from the prompt as it is, without the model's chat template"
+    )
+    command.add_argument("--json", action="store_true", help="a JSON object a line for each answer, with its tokens")
+    command.set_defaults(module="generate", parser=command)
+
+
+def _add_chat(command: argparse.ArgumentParser) -> None:
+    _add_sampling(command)
+    command.set_defaults(module="chat", parser=command)
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument("--system", help="a system message before the first of the user's")
+    command.add_argument("--max-new-tokens", type=_count, default=512, help="the most of an answer (default: 512)")
+    command.add_argument("--temperature", type=_from_zero, default=1.0, help="0: the likeliest token (default: 1)")
+    command.add_argument("--top-k", type=int, default=0, help="draw from the likeliest k tokens (default: all)")
+    command.add_argument("--top-p", type=_above_zero, default=1.0, help="draw from the fewest of this probability")
+    command.add_argument(
+        "--min-p", type=_from_zero, default=0.0, help="draw from those this share as likely as the best"
+    )
+    command.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
+    command.add_argument("--seed", type=int, help="of the draws (default: another each time)")
+    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
+    command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
+    command.add_argument("--threads", type=_count, help="threads to compute with on a CPU (default: all cores)")
+    command.add_argument("--max-batch-tokens", type=_count, help="tokens that the cache has room for (default: 65536)")
+
+
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     command.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
     command.add_argument("--port", type=_port, default=0, help="the port (default: one that is free)")
+    command.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what requests must show as `Authorization: Bearer KEY`; needed where other machines can ask. Better set "
+        "POSTLUDE_API_KEY: lists of processes show a command's words",
+    )
     command.add_argument("--name", help="what the model is called (default: MODEL)")
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
     command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")

@@ -104,7 +104,8 @@ def test_a_server_whose_actor_is_killed_is_started_again(
     """None of its answers is lost, and its process ends with the actor."""
     import ray
 
-    with closing(StartedEngine(Started(FAKE, 2, Nodes(tmp_path)), **QUICK)) as engine:
+    with closing(StartedEngine(Started(FAKE, 2, Nodes(tmp_path, alone=True)), **QUICK)) as engine:
+        assert {server.url.rpartition(":")[0] for server in engine.fleet.servers} == {"http://127.0.0.1"}
         engine.meet()
         engine.update("/weights/1", "start.1")
         tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}

@@ -29,7 +29,7 @@ from postlude.recipes.metrics import explain
 from postlude.recipes.preflight import Start, Subject
 from postlude.recipes.preflight import _tasks as look_at_tasks
 from postlude.recipes.run.ending import read_ending
-from postlude.recipes.serving import of_servers
+from postlude.recipes.serving import of_servers, start
 from postlude.recipes.started import own_length, program_of
 from postlude.recipes.where import Where
 from postlude.rollout.generator import Generator
@@ -39,6 +39,7 @@ from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of, trained, without_times
 from tests.rollout.fakes import FakeVLLM
 from tests.rollout.receiver import Receiver
+from tests.rollout.test_serve import said, serving
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 
@@ -393,6 +394,34 @@ def test_a_vllm_of_the_cpu_leaves_memory_to_the_trainer(tmp_path: Path, monkeypa
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert space("--rollout.gpus=0") == "2"
     assert space("--rollout.gpus=0", "--rollout.environment={VLLM_CPU_KVCACHE_SPACE: '3'}") == "3"
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("generators", "POSTLUDE_API_KEY"), ("vllm", "VLLM_API_KEY")])
+def test_servers_that_are_started_have_a_key_of_the_run_that_nothing_shows(
+    tmp_path: Path, kind: str, variable: str
+) -> None:
+    rollout = config_of(tmp_path, f"--rollout={kind}").rollout
+    made = [program_of(rollout, "m", torch.float32, "cpu", empty=False, budget=64, own=None) for _ in range(2)]
+    assert made[0].key != made[1].key
+    for program in made:
+        assert program.environment[variable] == program.key
+        assert len(program.key) >= 32
+        assert program.key not in " ".join(program.command) + repr(program)
+    given = (tmp_path, f"--rollout={kind}", "--rollout.gpus=0", "--rollout.arguments=[--api-key,mine]")
+    assert "the run makes a key of its own" in told(*given)
+
+
+def test_a_server_that_is_started_answers_the_run_alone(tmp_path: Path) -> None:
+    """The server is here, as the machine that starts it says, and knows the key by its environment alone."""
+    rollout = config_of(tmp_path, "--rollout=generators").rollout
+    program = program_of(rollout, "m", torch.float32, "cpu", empty=False, budget=64, own=None)
+    generator = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense"))
+    with serving(generator, key=program.environment["POSTLUDE_API_KEY"]) as (_, url):
+        running = SimpleNamespace(url=url, ended=lambda: None, stop=lambda: None)
+        with closing(start(rollout, program, None, SimpleNamespace(start=lambda _: running))) as engine:
+            ((one,),) = engine.generate([[1]], Sampling(max_new_tokens=2))
+            assert len(one.tokens) == 2
+        assert said(f"{url}/weights", {"directory": "/", "version": "1"})[0] == 401
 
 
 def test_the_longest_prompt_is_known_of_the_tasks(tmp_path: Path) -> None:

@@ -38,9 +38,11 @@ from tests.rollout.test_session import asked, generated, sharp
 
 
 @contextmanager
-def serving(generator: Generator, version: str | None = "default") -> Iterator[tuple[Served, str]]:
+def serving(
+    generator: Generator, version: str | None = "default", key: str | None = None
+) -> Iterator[tuple[Served, str]]:
     """The generator at an address, by a loop in a thread."""
-    served, address, started, ended = Served(generator, "tiny", version), [], threading.Event(), []
+    served, address, started, ended = Served(generator, "tiny", version, key=key), [], threading.Event(), []
 
     def ready(url: str) -> None:
         address.append(url)
@@ -179,6 +181,25 @@ def test_a_bad_request_is_a_sentence(body: Any, status: int, sentence: str) -> N
         assert (code, sentence in words["error"]) == (status, True), words
         assert said(f"{url}/health") == (200, {"status": "ok"})
         assert said(f"{url}/elsewhere")[0] == 404
+
+
+def test_without_the_key_nothing_is_told_but_that_it_runs() -> None:
+    with serving(Generator(sharp()), key="open sesame") as (_, url):
+        assert said(f"{url}/health")[0] == 200
+        for path, body in (
+            ("/v1/models", None),
+            ("/weights", None),
+            ("/weights", {}),
+            ("/generate", {}),
+            ("/no", None),
+        ):
+            assert said(f"{url}{path}", body)[0] == 401
+        wrong = HTTPEngine(url, api_key="open sesam", retries=0)
+        with closing(wrong), pytest.raises(ServerError, match="status 401: this server needs its key"):
+            wrong.generate([[1]], Sampling(max_new_tokens=1))
+        with closing(HTTPEngine(url, api_key="open sesame")) as engine:
+            ((one,),) = engine.generate([[1]], Sampling(max_new_tokens=1))
+            assert len(one.tokens) == 1
 
 
 def test_who_goes_away_is_not_answered_any_more() -> None:

@@ -131,7 +131,8 @@ def _restarted(job: Job, needs: Needs, signalled: Signalled, *, grows: bool) -> 
     while True:
         beginning = replace(job.beginning, resume_from=None) if audience.began else job.beginning
         patient = grows or restarted  # a node that was lost may come back
-        answers, found = _started(replace(job, beginning=beginning), needs, signalled, audience, patient)
+        again = replace(job, beginning=beginning)
+        answers, found = _started(again, needs, signalled, audience, patient=patient, grows=grows)
         if found is None:
             ending: Ending = answers[0].value  # type: ignore[union-attr]
             return ending
@@ -153,7 +154,7 @@ def _restarted(job: Job, needs: Needs, signalled: Signalled, *, grows: bool) -> 
 
 
 def _started(
-    job: Job, needs: Needs, signalled: Signalled, audience: Audience, patient: bool
+    job: Job, needs: Needs, signalled: Signalled, audience: Audience, *, patient: bool, grows: bool
 ) -> tuple[dict[int, Answer | Lost], Cause | None]:
     """One start of all ranks: what each answered, and why they ended if not all have a value."""
     import ray
@@ -161,7 +162,8 @@ def _started(
     gang = Gang(needs, signalled.check_early, job.timeout, patient=patient)
     relay = _relay(needs.ranks)  # after that, since nobody ends it where there is no room
     try:
-        servers = Nodes(Path(job.config.run).expanduser().absolute() / SERVERS)
+        alone = not grows and len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
+        servers = Nodes(Path(job.config.run).expanduser().absolute() / SERVERS, alone=alone)
         hire = Actors(job.settings.worker_cpus, max(START_LIMIT, job.timeout))
         where = Where(view=Relayed(relay), hire=hire, machine=servers)
         function = partial(_rank, job, where)

@@ -16,10 +16,13 @@ LOOKED = 0.2  # seconds between two looks at a server
 
 
 class Nodes:
-    """Wherever the cluster has the CPUs and GPUs that a server wants. The N-th writes to `logs`/N."""
+    """Wherever the cluster has the CPUs and GPUs that a server wants. The N-th writes to `logs`/N.
 
-    def __init__(self, logs: Path) -> None:
-        self.logs = logs
+    Servers listen at their node's address for the others, or, where all of it is this machine, at its loopback.
+    """
+
+    def __init__(self, logs: Path, *, alone: bool = False) -> None:
+        self.logs, self.alone = logs, alone
         self._started = 0
 
     def start(self, program: Program) -> RunningServer:
@@ -35,7 +38,7 @@ class Nodes:
         )
         logs = self.logs / str(self._started)
         self._started += 1
-        return _Hosted(made.remote(), program, logs)
+        return _Hosted(made.remote(), program, logs, alone=self.alone)
 
 
 class Host:
@@ -44,12 +47,12 @@ class Host:
     def __init__(self) -> None:
         self.running: RunningServer | None = None
 
-    def start(self, program: Program, logs: str, directory: str) -> str:
+    def start(self, program: Program, logs: str, directory: str, alone: bool) -> str:
         """Start it; returns its address."""
         import ray
 
         os.chdir(directory)
-        machine = Here(Path(logs), host=ray.util.get_node_ip_address())
+        machine = Here(Path(logs)) if alone else Here(Path(logs), host=ray.util.get_node_ip_address())
         self.running = machine.start(replace(program, gpus=0.0))  # which GPUs it sees, Ray has said already
         return self.running.url
 
@@ -69,9 +72,9 @@ class Host:
 class _Hosted:
     """A server, by the actor beside it. It has an address once a node has room for it."""
 
-    def __init__(self, actor: Any, program: Program, logs: Path) -> None:
+    def __init__(self, actor: Any, program: Program, logs: Path, *, alone: bool) -> None:
         self.actor, self.program, self.url = actor, program, ""
-        self._placed = actor.start.remote(program, str(logs), os.getcwd())
+        self._placed = actor.start.remote(program, str(logs), os.getcwd(), alone)
         self._end: Any = None
         self._how: str | None = None
 

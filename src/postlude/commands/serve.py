@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import socket
 
@@ -16,12 +17,17 @@ from postlude.recipes.run.ending import RunFailed
 from postlude.rollout.generator import Generator
 from postlude.rollout.servers.serving import Served
 from postlude.world.devices import check_device, default_device
+from postlude.world.ports import is_loopback
+
+KEY = "POSTLUDE_API_KEY"
 
 
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal ends it. One line tells the address when it is ready."""
     check_device(options.device)
     check_address(options.host, options.port)
+    key = options.api_key or os.environ.get(KEY)
+    check_key(options.host, key)
     device = torch.device(options.device or default_device())
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if options.threads is not None:
@@ -39,11 +45,20 @@ def run(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None
     }
     generator = Generator(model.eval(), tokenizer, **limits)
-    served = Served(generator, options.name or options.model, None if options.empty else "default")
+    served = Served(generator, options.name or options.model, None if options.empty else "default", key=key)
     try:
         asyncio.run(_serve(served, options))
     except (RuntimeError, ArithmeticError) as error:
         raise RunFailed(str(error)) from error
+
+
+def check_key(host: str, key: str | None) -> None:
+    """Refuse to let other machines in without a key: who can ask can also give it weights to read."""
+    if not key and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} is reached from other machines, which could have it read any weights. Set a key that they "
+            f"must send, by {KEY} (or --api-key), or listen at 127.0.0.1."
+        )
 
 
 def check_address(host: str, port: int) -> None:

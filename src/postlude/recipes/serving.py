@@ -117,7 +117,7 @@ def served(
 def start(rollout: StartedServers, program: Program, tokenizer: Any, machine: Machine) -> HTTPEngine:
     """Servers of a program, when all are ready."""
     started = Started(program, rollout.count, machine, restarts=rollout.restarts)
-    return StartedEngine(started, tokenizer=tokenizer, **_asked(rollout))
+    return StartedEngine(started, tokenizer=tokenizer, api_key=program.key or None, **_asked(rollout))
 
 
 def connect(rollout: Servers, tokenizer: Any, retries: int | None = None) -> HTTPEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from postlude.model import ModelConfig
 from postlude.recipes.config.rollout import Generators, StartedVLLM
 from postlude.recipes.config.settings import Answers
 from postlude.rollout.servers.machine import Here, Program
+from postlude.rollout.servers.postlude import WEIGHTS
 
 MODEL = "model"  # beside the logs: what a server is told of the model, which gets its weights later
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # since `vllm serve` asks for a package of the name vllm
@@ -41,6 +43,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": "",  # what is on ours is for this interpreter
 }
+KEYS = ("POSTLUDE_API_KEY", "VLLM_API_KEY")  # by which variable a server of either kind knows the run's key
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB for keys and values; unsaid, nearly all memory, where the trainer is, too
 
 
@@ -103,18 +106,19 @@ def program_of(
     budget: int,
     own: int | None,
 ) -> Program:
-    """What is started. `empty` ones get weights before they are asked; `device` is the trainer's.
+    """What is started, with a new key. `empty` ones get weights before they are asked; `device` is the trainer's.
 
     They take `budget` tokens, prompt and answer together; vLLM no more than a model's `own_length`.
     """
     written = str(dtype).removeprefix("torch.")
+    key, (ours, vllms) = secrets.token_urlsafe(32), KEYS
     if isinstance(rollout, Generators):
         where = rollout.device or device
         command = [sys.executable, "-m", "postlude", "serve", model, "--host", "{host}", "--port", "{port}"]
         command += ["--dtype", written, "--device", where, "--threads", str(rollout.threads)]
         command += ["--empty"] if empty else []
         command += [GENERATOR_LENGTH, str(budget)] if native_length(budget) else []
-        environment = {"OMP_NUM_THREADS": str(rollout.threads)}
+        environment, variable, guarded = {"OMP_NUM_THREADS": str(rollout.threads)}, ours, WEIGHTS
     else:
         command = [_python(rollout), "-m", ENTRY, "--model", model, "--host", "{host}", "--port", "{port}"]
         command += ["--dtype", written, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
@@ -122,13 +126,16 @@ def program_of(
         command += [VLLM_LENGTH, str(budget)] if own is not None and budget < own else []
         command += ["--weight-transfer-config", '{"backend": "nccl"}'] if rollout.sync == "network" else []
         environment = VLLM_ENVIRONMENT | ({} if rollout.gpus else {CPU_SPACE: os.environ.get(CPU_SPACE, "4")})
+        variable, guarded = vllms, "/is_paused"
     return Program(
         command=(*command, *rollout.arguments),
-        environment={**environment, **rollout.environment},
+        environment={**environment, **rollout.environment, variable: key},
         cpus=rollout.cpus,
         gpus=float(rollout.gpus),
         ready_within=rollout.ready_within,
         told=(READS,) if empty and isinstance(rollout, StartedVLLM) else (),
+        key=key,
+        guarded=guarded,
     )
 
 
@@ -171,6 +178,11 @@ def check_program(
 
     `device` is the trainer's. `devices` are the GPUs there are for servers; None where Ray gives them out.
     """
+    if any(word.split("=")[0] in ("--api-key", "--api_key") for word in rollout.arguments):
+        raise ValueError(
+            "rollout.arguments hold --api-key, but the run makes a key of its own for servers that it starts. Leave it "
+            "out."
+        )
     if devices is not None and 0 < rollout.gpus < 1:
         raise ValueError(
             f"rollout.gpus is {rollout.gpus:g}, but Ray alone gives out shares of a GPU (--ray). Give a whole number, "

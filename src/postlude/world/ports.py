@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import sys
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens at this name or address is reached from this machine alone."""
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host or "0.0.0.0", None)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)
 
 
 class HeldPort:

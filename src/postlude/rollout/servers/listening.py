@@ -101,13 +101,15 @@ class Listener:
 
     async def _one(self, reader: _Reader, writer: asyncio.StreamWriter) -> bool:
         """One question and its answer; whether others may follow."""
+        path = ""
         try:
             async with asyncio.timeout(IDLE):
                 head = await _read_head(reader)
+                path = head.path
                 self._check(head)
                 body = await reader.readexactly(head.length)
         except Problem as problem:  # where the next question would begin, nobody knows
-            await _write(writer, problem.status, {"error": str(problem)}, kept=False)
+            await _write(writer, problem.status, _error(path, problem), kept=False)
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(LINGER):
                     while await reader.read(MAX_HEAD):

@@ -29,8 +29,8 @@ class Program:
 
     command: tuple[str, ...]
     """In which {host} and {port} stand for where it is to listen."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Beside what the machine has already."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Beside what the machine has already. It may hold keys, so nothing shows it."""
     cpus: float = 1.0
     gpus: float = 0.0
     """Those that it has for itself; with none it sees what whoever starts it sees."""
@@ -38,6 +38,11 @@ class Program:
     """Seconds in which it answers at /health, or never will."""
     told: tuple[tuple[str, Any], ...] = ()
     """What it is told when it is ready: paths, and what is posted there."""
+    key: str = field(default="", repr=False)
+    """What it wants to be shown with every request (`Authorization: Bearer KEY`); it knows it by its environment, where
+    a list of processes does not show it. Empty where it wants none."""
+    guarded: str = ""
+    """A path that must not be answered without the key."""
 
     def words(self, host: str, port: int) -> list[str]:
         """The command for one address."""

@@ -10,10 +10,12 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from postlude.rollout.servers.engine import HTTPEngine
 from postlude.rollout.servers.errors import ServerError
 from postlude.rollout.servers.machine import Machine, Program, RunningServer
+from postlude.world.ports import is_loopback
 
 LOOKED = 0.2  # seconds between two looks at all servers
 SETTLED = 0.5  # seconds after which it is known why a server is not reached any more, if it has ended
@@ -81,13 +83,20 @@ class Started:
             return None
         if running.url and _answers(f"{running.url}/health"):
             for path, body in self.program.told:
-                if not _answers(f"{running.url}{path}", body):
+                if not _answers(f"{running.url}{path}", body, self.program.key):
                     return f"did not do what it was told at {path}"
+            self._warn_of_open(running.url)
             place.deadline = None
         elif time.monotonic() > place.deadline:
             running.stop()
             return f"was not ready within {self.program.ready_within:g} s: it {running.ended()}"
         return None
+
+    def _warn_of_open(self, url: str) -> None:
+        """Say it where a server that other machines reach does as it is told without its key."""
+        guarded = f"{url}{self.program.guarded}"
+        if self.program.guarded and not is_loopback(str(urlsplit(url).hostname)) and _answers(guarded):
+            LOG.warning("%s answers without its key: let no one but the run reach it, or use a newer version.", guarded)
 
     def _tell_of_places(self) -> None:
         """Say now and then how many servers no machine has had room for so far."""
@@ -182,9 +191,10 @@ def _given_up(engine: HTTPEngine, url: str) -> str | None:
     return next((each.problem for each in engine.fleet.servers if each.url == url and each.state in states), None)
 
 
-def _answers(url: str, body: Any = None) -> bool:
+def _answers(url: str, body: Any = None, key: str = "") -> bool:
     data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    shown = {"Authorization": f"Bearer {key}"} if key else {}
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **shown})
     try:
         with STRAIGHT.open(asked, timeout=ANSWERED_WITHIN) as reply:
             return bool(reply.status == 200)

@@ -1,0 +1,122 @@
+"""`postlude generate` and `postlude chat` say what the generator says, in a script and in a conversation."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from postlude import load_model, load_tokenizer
+from postlude.cli import main
+from postlude.commands.chat import Conversation
+from postlude.data.chat import Encoder
+from postlude.rollout.generator import Generator
+from postlude.rollout.protocol import Completion
+from postlude.rollout.sampling import Sampling
+from postlude.rollout.session import Session
+
+FEW = ["--max-new-tokens", "6", "--seed", "3", "--device", "cpu", "--dtype", "float32"]
+SAMPLING = Sampling(max_new_tokens=6, seed=3)
+
+
+def here(prompts: Sequence[object], sampling: Sampling | Sequence[Sampling], n: int = 1) -> list[list[Completion]]:
+    tokenizer = load_tokenizer("tiny-dense")
+    encoder = Encoder(tokenizer=tokenizer)
+    tokens = [encoder.prompt(prompt) for prompt in prompts]  # type: ignore[arg-type]
+    return Generator(load_model("tiny-dense").eval(), tokenizer).generate(tokens, sampling, n=n)
+
+
+def asked(text: str, system: str | None = None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def test_lines_of_json_are_the_generators_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "tiny-dense", "--prompt", "Hi", "--prompt", "Ho", "--n", "2", "--json", "--system", "Sing."]
+    assert main([*words, *FEW]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    groups = here([asked("Hi", "Sing."), asked("Ho", "Sing.")], SAMPLING, n=2)
+    assert [each["tokens"] for each in found] == [each.tokens for group in groups for each in group]
+    assert [each["text"] for each in found] == [each.text for group in groups for each in group]
+    assert [(each["prompt"], each["number"], each["seed"]) for each in found] == [
+        ("Hi", 0, 3), ("Hi", 1, 3), ("Ho", 0, 3), ("Ho", 1, 3)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [[], ["--prompt", "-"]])
+def test_a_prompt_comes_from_standard_input_and_may_stay_as_it_is(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon"))
+    assert main(["generate", "tiny-dense", "--plain", *words, *FEW]) == 0
+    ((one,),) = here(["Once upon"], SAMPLING)
+    assert capsys.readouterr().out == f"{one.text}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["generate", "tiny-dense", "--prompt", "a", "--top-p", "2"], "top_p=2.0: give a probability"),
+        (["generate", "tiny-dense", "--prompt", "a", "--plain", "--system", "b"], "--system is a message, but --plain"),
+        (["generate", "tiny-dense", "--prompt", "a", "--n", "0"], "--n: '0' is not a whole number of at least 1"),
+        (["chat", "tiny-dense", "--temperature", "-1"], "--temperature: '-1' is not a number of at least 0"),
+    ],
+)
+def test_a_mistake_is_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(words)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_conversation_goes_on_until_it_is_reset(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nAnd?\n/reset\nHi\n/what\n"))
+    assert main(["chat", "tiny-dense", "--system", "Sing.", *FEW]) == 0
+    ((first,),) = here([asked("Hi", "Sing.")], [replace(SAMPLING, seed=5)])
+    told = [*asked("Hi", "Sing."), {"role": "assistant", "content": str(first.text)}, *asked("And?")]
+    ((second,),) = here([told], [replace(SAMPLING, seed=7)])
+    out = capsys.readouterr().out
+    assert out.startswith(f"{first.text}\n{second.text}\n{first.text}\n")
+    assert "/what is no command" in out
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer("tiny-dense")
+    sampling = replace(SAMPLING, ignore_eos=True)
+    talk = Conversation(Generator(load_model("tiny-dense").eval(), tokenizer), tokenizer, sampling, None)
+    step, steps = Session.step, []
+
+    def interrupted(session: Session) -> object:
+        steps.append(session)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return step(session)
+
+    monkeypatch.setattr(Session, "step", interrupted)
+    cut = talk.answer("Hi")
+    ((whole,),) = here([asked("Hi")], [replace(sampling, seed=4)])
+    assert str(whole.text).startswith(cut)
+    assert talk.messages[-1] == {"role": "assistant", "content": cut}
+    assert talk.answer("And?") in capsys.readouterr().out
+    assert len(talk.messages) == 4
+
+
+def test_a_prompt_that_has_no_room_is_said_and_the_conversation_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'x' * 200}\nHi\n"))
+    assert main(["chat", "tiny-dense", "--max-batch-tokens", "96", *FEW]) == 0
+    out = capsys.readouterr().out
+    assert "max_batch_tokens is 96" in out
+    assert "/reset begins anew" in out
+    ((one,),) = here([asked("Hi")], [replace(SAMPLING, seed=4)])
+    assert out.endswith(f"{one.text}\n")
