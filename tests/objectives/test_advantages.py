@@ -82,7 +82,7 @@ def test_gae_is_the_discounted_sum_of_surprises() -> None:
 def test_gae_steps_over_tokens_that_are_masked_out() -> None:
     inner, _ = gae([[0.1, 0.0, 1.0]], [[0.5, 0.2, 0.4]], gamma=0.9, lam=0.8)
     outer, returns = gae(
-        [[7.0, 0.1, 7.0, 0.0, 1.0], [1.0]],
+        [[7.0, 0.1, 0.0, 0.0, 1.0], [1.0]],
         [[7.0, 0.5, 7.0, 0.2, 0.4], [0.25]],
         masks=[[0, 1, 0, 1, 1], [1]],
         gamma=0.9,
@@ -91,6 +91,14 @@ def test_gae_steps_over_tokens_that_are_masked_out() -> None:
     assert outer[0][[1, 3, 4]].tolist() == inner[0].tolist()
     assert outer[0][[0, 2]].tolist() == returns[0][[0, 2]].tolist() == [0.0, 0.0]
     assert outer[1].tolist() == [0.75]
+
+
+def test_a_reward_on_a_masked_token_is_earned_by_the_last_that_counts_before_it() -> None:
+    values, masks = [[7.0, 0.5, 7.0, 0.2, 7.0, 7.0]], [[0, 1, 0, 1, 0, 0]]
+    moved = gae([[0.0, 0.4, 0.0, 1.5, 0.0, 0.0]], values, masks=masks, gamma=0.9, lam=0.8)
+    found = gae([[0.0, 0.1, 0.3, 0.0, 0.5, 1.0]], values, masks=masks, gamma=0.9, lam=0.8)
+    for one, other in zip(found, moved, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_whitened_values_have_mean_0_and_deviation_1() -> None:

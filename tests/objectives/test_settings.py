@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,44 @@ def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> 
     exact = (p * (logprobs - reference)).sum()
     torch.testing.assert_close((p * estimate(logprobs, reference, "k3")).sum(), exact)
     torch.testing.assert_close((p * estimate(logprobs, reference, "k1")).sum(), exact)
+
+
+@pytest.mark.parametrize("gap", [-45.0, -19.0, -3.0, 0.5, 5.0, 18.0, 19.75, 20.25, 25.0, 60.0])
+def test_the_penalty_pulls_towards_the_reference_however_far_it_is(gap: float) -> None:
+    """In fp32, where e²⁰ swallows the difference it is made of; beyond the bound the pull is that at the bound."""
+    held = max(-20.0, min(20.0, gap))
+    for estimator, gradient, pull in (
+        ("k3", "expectation", held),
+        ("k3", "importance", held * math.exp(0.25)),
+        ("k3", "estimator", math.expm1(held)),
+        ("k2", "estimator", held),
+        ("k1", "expectation", held - 1.0),
+    ):
+        logprob = torch.tensor([-70.0], requires_grad=True)
+        penalty = ReferenceKL(coefficient=2.0, estimator=estimator, gradient=gradient)
+        value = penalty(logprob, logprob.detach() + gap, logprob.detach() - 0.25)
+        value.backward()
+        expected = estimate(logprob.detach(), logprob.detach() + gap, estimator)
+        torch.testing.assert_close(value.detach(), 2.0 * expected * (math.exp(0.25) if gradient == "importance" else 1))
+        torch.testing.assert_close(logprob.grad, torch.tensor([-2.0 * pull]), msg=f"{estimator} {gradient}")
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_a_critic_learns_nothing_of_what_its_weights_leave_out(clip: float | None) -> None:
+    found = []
+    for filler in (0.0, float("nan")):
+        model = LanguageModel(small_config("[*-]"), value_head=True)
+        columns = {
+            "response_mask": [[0.0, 0.0, 1.0, 1.0, 0.0]],
+            "returns": [[filler, filler, 1.0, 0.5, filler]],
+            "old_values": [[filler, filler, 0.1, -0.1, filler]],
+        }
+        (microbatch,) = pack(sequences(5), budget=8, columns=columns)
+        loss = model(microbatch, output_processor=lambda inputs, _: ValueLoss(clip=clip)(inputs))
+        Scale([microbatch]).loss(loss, microbatch).backward()
+        found.append(model.value_head.weight.grad)
+    assert found[0].abs().max() > 0
+    assert torch.equal(*found)
 
 
 OWN = """

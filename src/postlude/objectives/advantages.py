@@ -112,7 +112,9 @@ def gae(
 
     `rewards` and `values` are [length] per sequence: what token t earned, and what was expected before it was chosen,
     as `engine.values` gives it. V is 0 after the end. Tokens masked out (prompts, tool output) are stepped over: the
-    next token that counts is the one t + 1 means. Advantages and returns are 0 there.
+    next token that counts is the one t + 1 means. Advantages and returns are 0 there. A reward on one of them, such as
+    an environment's beside its answer, is earned by the last token before it that counts; before the first there is
+    none, and it is left out. (verl's gae leaves out all of them.)
     """
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0.0 <= factor <= 1.0:
@@ -131,9 +133,11 @@ def gae(
             )
         found = torch.zeros(len(earned), dtype=torch.float64)
         following, later = 0.0, 0.0
-        for step in reversed(counted.nonzero()[:, 0].tolist()):
+        steps = counted.nonzero()[:, 0].tolist()
+        ends = [*steps[1:], len(earned)]
+        for step, end in zip(reversed(steps), reversed(ends), strict=True):
             value = float(expected[step])
-            later = float(earned[step]) + gamma * following - value + gamma * lam * later
+            later = float(earned[step:end].sum()) + gamma * following - value + gamma * lam * later
             found[step], following = later, value
         advantages.append(found.float())
         returns.append((found + expected).where(counted, 0.0).float())

@@ -52,6 +52,9 @@ class ReferenceKL:
     - "importance": w = p / p_old. Likewise, and the value too is corrected for tokens drawn from the old policy.
     - "estimator": w = 1, the derivative of k alone, as in the published GRPO. Of k2 it is the divergence's own
       gradient, of k3 a biased one. Of k1 it is ∇log p, which is zero on average and no penalty: that is refused.
+
+    Where log p_ref - log p is beyond ± 20, value and gradient are those at the bound: the penalty still pulls, the same
+    way, and no harder.
     """
 
     coefficient: Positive
@@ -73,8 +76,15 @@ class ReferenceKL:
 
     def __call__(self, logprob: Tensor, reference: Tensor, old: Tensor) -> Tensor:
         """The penalty at each token, [...], given log-probs of the policy, the reference and the old policy."""
-        values = estimate(logprob, reference, self.estimator)
-        if self.gradient != "estimator":
-            sampled_by = logprob.detach() if self.gradient == "expectation" else old
-            values = values * bounded(logprob - sampled_by).exp()
-        return self.coefficient * values
+        now = logprob.detach()
+        values, difference = estimate(now, reference, self.estimator), bounded(reference - now)
+        if self.gradient == "estimator":
+            slopes = -difference.expm1() if self.estimator == "k3" else -difference
+        elif self.estimator == "k3":
+            slopes = -difference  # k + dk / d log p: written out, since both are huge where the reference is likelier
+        else:
+            slopes = values + (1.0 if self.estimator == "k1" else -difference)
+        if self.gradient == "importance":
+            weights = bounded(now - old).exp()
+            values, slopes = values * weights, slopes * weights
+        return self.coefficient * (values + slopes * (logprob - now))

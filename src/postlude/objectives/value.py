@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from postlude.checks import Positive, check
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
+from postlude.objectives.weights import learned
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs
@@ -44,11 +45,13 @@ class ValueLoss:
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
-        values, returns = inputs.head.values(inputs.hidden), inputs.microbatch.column(RETURNS).float()
+        microbatch = inputs.microbatch
+        kept = learned(microbatch, self.over).weights != 0  # elsewhere columns may hold anything: it is taken as 0
+        values, returns = inputs.head.values(inputs.hidden), microbatch.column(RETURNS).float().where(kept, 0.0)
         errors = (values - returns).square()
         metrics = {"value": mean(values, self.over), "value_error": mean(errors, self.over)}
         if self.clip is not None:
-            old = inputs.microbatch.column(OLD_VALUES).float()
+            old = microbatch.column(OLD_VALUES).float().where(kept, 0.0)
             held = (old + (values - old).clamp(-self.clip, self.clip) - returns).square()
             metrics["value_clipped"] = mean((held > errors).float(), self.over)
             errors = errors.maximum(held)
