@@ -347,6 +347,9 @@ def exchanged(group: Any, layout: str, directory: str) -> dict[str, Any]:
     train(engine, [1, 2, 3])
     before = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
     narrow = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.bfloat16)}
+    assert all(
+        torch.equal(tensor, narrow[name].float()) for name, tensor in engine.stream_weights()
+    )  # as computed with
     exported = engine.export_hf(f"{directory}/untied", dtype=torch.float32, untied=True)
     other = replace(ADAMW, lr=1e-5)
     refusal = told(lambda: engine.set_optimizer(SGD(lr=1.0)))

@@ -102,8 +102,8 @@ class Plain:
         self.model = LanguageModel(model, value_head=value_head)
         self.model.reset(seed)
         self.config = optimizer
-        decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
-        others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
+        decayed = [parameter for name, parameter in self.model.named_parameters() if name in self.model.matrices]
+        others = [parameter for name, parameter in self.model.named_parameters() if name not in self.model.matrices]
         groups = [
             {"params": decayed, "weight_decay": optimizer.weight_decay},
             {"params": others, "weight_decay": 0.0},

@@ -93,6 +93,23 @@ def test_more_than_a_rank_can_hold_is_refused(
     assert list(tmp_path.iterdir()) == [data]
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("--head.backend=triton", "head.backend is triton, which cannot run: the tensors are on cpu, not cuda."),
+        ("--head.memory_budget=0", "memory_budget is 0, but it must be a number of at least 1."),
+        ("--selection_bias_rate=0.01", "selection_bias_rate is 0.01, but no router of [*-]{4} has a selection bias."),
+    ],
+)
+def test_a_setting_that_this_model_or_machine_cannot_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, says: str
+) -> None:
+    data = dataset(tmp_path)
+    assert main(["sft", f"--data.path={data}", f"--run={tmp_path}/run", "--device=cpu", setting]) == 2
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [data]
+
+
 OBJECTIVES = """
 from pathlib import Path
 from postlude.objectives import Loss

@@ -354,9 +354,9 @@ class Engine:
 
         A model without a family goes by our own names.
 
-        They come in buckets of at most `bucket_bytes` (or one tensor), in `dtype`, by default the compute dtype; what a
-        block keeps in fp32 comes in fp32 at least, and split weights come whole where `dtype` is more than bf16. Every
-        rank has to take them all.
+        They come in buckets of at most `bucket_bytes` (or one tensor), in `dtype`, by default as the model computes
+        with them; what a block keeps in fp32 comes in fp32 at least. Split weights come whole where `dtype` asks for
+        more than bf16. Every rank has to take them all.
         """
         return chain.from_iterable(self.stream_buckets(bucket_bytes=bucket_bytes, dtype=dtype))
 
@@ -365,10 +365,11 @@ class Engine:
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """As `stream_weights`, bucket by bucket. Ranks may stop after any, if all of them do."""
         self.condition.check()
+        low = None if dtype is None else self.low_halves  # the model computes with the upper halves alone
         dtype = dtype or self.compute_dtype
         buckets = streaming.plan_buckets(self._pieces, bucket_bytes, dtype)
         return (
-            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=self.shared, low=self.low_halves))
+            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=self.shared, low=low))
             for bucket in buckets
         )
 

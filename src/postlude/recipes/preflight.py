@@ -28,6 +28,7 @@ from postlude.hf.load import check_weights, load_tokenizer
 from postlude.hf.reading import read_model, with_depths
 from postlude.hf.source import Source
 from postlude.model import ModelConfig
+from postlude.ops.backend import obstacle
 from postlude.pipeline.order import check_overlap
 from postlude.plan.memory import Memory, estimate
 from postlude.plan.sizes import parameters_in
@@ -193,6 +194,8 @@ def of_training(subject: Subject, trial: Batch) -> Iterator[Check]:
     if (ahead := subject.config.mtp) is not None:
         yield Check("mtp", lambda: told(subject.config.model, ahead), after=("model",))
     yield Check("layout", lambda: _layout(subject), after=("model",))
+    if subject.config.head.backend == "triton":
+        yield Check("head", lambda: _head(subject), after=("device",))
     yield Check("memory", lambda: _memory(subject), after=("device", "layout"))
     yield Check("disk", lambda: _disk(subject), after=("model", "run"))
     yield Check("objective", lambda: _objective(subject, trial), after=("model",))
@@ -348,6 +351,13 @@ def _layout(subject: Subject) -> str:
     if layout.ep > 1 and not any(block.has_experts for block in config.blocks.values()):
         raise ValueError(f"ep is {layout.ep}, but {subject.config.model} has no experts to spread. Use ep=1.")
     return f"{layout} on {_ranks(layout.world_size)}"
+
+
+def _head(subject: Subject) -> str:
+    why = obstacle(torch.device(subject.start.device), subject.dtype, False) if subject.start.here else None
+    if why is not None:
+        raise ValueError(f"head.backend is triton, which cannot run: {why}. Use auto or torch.")
+    return "by triton"
 
 
 def _memory(subject: Subject) -> str:
