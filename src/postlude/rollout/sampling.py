@@ -37,6 +37,10 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
+        self._check_values()
+
+    def _check_types(self) -> None:
         for name in ("max_new_tokens", "top_k", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -47,6 +51,13 @@ class Sampling:
                 raise TypeError(f"{name}={value!r}: give a number.")
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos={self.ignore_eos!r}: give True or False.")
+        for name, kind in (("stop", str), ("stop_tokens", int)):
+            values = getattr(self, name)
+            wrong = not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values)
+            if wrong or (kind is int and any(isinstance(value, bool) for value in values)):
+                raise TypeError(f"{name}={values!r}: give a tuple of {kind.__name__}; of one value it is (value,).")
+
+    def _check_values(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={short(self.max_new_tokens)}: an answer has at least 1 token.")
         if self.temperature != 0 and not COLDEST <= self.temperature <= MOST_FP32:
@@ -58,18 +69,13 @@ class Sampling:
             raise ValueError(f"top_k={short(self.top_k)}: give how many tokens to choose from, or 0 for all.")
         if not LEAST_FP32 <= self.top_p <= 1.0:
             raise ValueError(
-                f"top_p={short(self.top_p)}: give a probability above 0, at least {LEAST_FP32:.3g} since it is compared "
-                "in fp32; 1 leaves all tokens."
+                f"top_p={short(self.top_p)}: give a probability above 0, at least {LEAST_FP32:.3g} since it is compared"
+                " in fp32; 1 leaves all tokens."
             )
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(
                 f"min_p={short(self.min_p)}: give a share between 0 and 1 of the likeliest token's probability."
             )
-        for name, kind in (("stop", str), ("stop_tokens", int)):
-            values = getattr(self, name)
-            wrong = not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values)
-            if wrong or (kind is int and any(isinstance(value, bool) for value in values)):
-                raise TypeError(f"{name}={values!r}: give a tuple of {kind.__name__}; of one value it is (value,).")
         if "" in self.stop:
             raise ValueError(f"stop={self.stop!r}: every stop string has at least one letter.")
 

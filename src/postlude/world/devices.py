@@ -101,8 +101,8 @@ class Place:
             return ""
         if backend == "nccl":
             return (
-                f"{self.shared}: NCCL treats each rank as a machine of its own and connects them through sockets, which "
-                "is slow and meant for tests; start one rank a GPU to train."
+                f"{self.shared}: NCCL treats each rank as a machine of its own and connects them through sockets, "
+                "which is slow and meant for tests; start one rank a GPU to train."
             )
         return (
             f"{self.shared}, so all ranks speak through gloo, by way of host memory; start one rank a GPU to speak "

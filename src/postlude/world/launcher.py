@@ -6,6 +6,7 @@ any other starter that sets torchrun's variables, or alone. When one fails, all 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import multiprocessing
@@ -35,6 +36,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from postlude.world.devices import Place, Seen, agree, check_device, group_device, places
 from postlude.world.last_words import LastWords, RankError, Stores, Word, bounded, first_failure, hosts
+from postlude.world.stall import GPU, StallWatch
 
 LOUD = (
     "torch.distributed.elastic.agent.server.api",
@@ -43,6 +45,7 @@ LOUD = (
     "torch.multiprocessing.spawn",
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that ask a process to end
+WATCHDOG_LATER = 60.0  # seconds
 LOG = logging.getLogger("postlude")
 Result = TypeVar("Result")
 
@@ -95,7 +98,7 @@ def launch(
         )
         forwarding, results, error = Forwarding(grace), {}, None
         try:
-            with _quiet_agent(), forwarding:
+            with _quiet_agent(), _environment({"TORCH_CPP_LOG_LEVEL": "FATAL"}), forwarding:
                 results = elastic_launch(config, _run_rank)(function, args, notes, timeout, backend, device)
         except ChildFailedError as failure:
             rank, process = failure.get_first_failure()
@@ -141,6 +144,15 @@ def ranks(
     is a `RankError` that names the rank to blame. A process group that exists already is used and left alone, whatever
     the arguments.
     """
+    with _ranks(timeout, backend, device, _print_and_exit) as rank:
+        yield rank
+
+
+@contextmanager
+def _ranks(
+    timeout: float, backend: str | None, device: torch.device | str | None, end: Callable[[RankError], None]
+) -> Iterator[Rank]:
+    """As `ranks`. `end` ends the process with an error that cannot be raised, since the host hangs in a call."""
     if dist.is_initialized():
         yield Rank(dist.get_rank(), dist.get_world_size(), group_device())
         return
@@ -156,21 +168,18 @@ def ranks(
         rank = Rank(index, size, place.device)
         if place.gpu is not None:
             torch.cuda.set_device(place.device)
-        backend = backend or place.backend
-        if backend == "nccl" and place.gpu is None:
-            raise ValueError(
-                "backend 'nccl' needs a GPU, but ranks compute on the CPU; use gloo, or a device with CUDA."
-            )
+        backend = _checked(backend, place)
         if index == 0 and (warning := place.warning(backend)):
             LOG.warning("%s", warning)
-        if backend == "nccl":
-            cleanup.enter_context(_environment(place.nccl_variables(index)))
+        if backend == "nccl" and words:
+            cleanup.enter_context(_prepared_for_nccl(place, words, timeout, end))
         dist.init_process_group(
             backend,
             store=stores.group if stores else HashStore(),
             rank=index,
             world_size=size,
-            timeout=timedelta(seconds=timeout),
+            # NCCL's own watchdog aborts the process without a sentence, so it comes after ours.
+            timeout=timedelta(seconds=timeout + (WATCHDOG_LATER if backend == "nccl" else 0)),
             # NCCL's groups are of the current GPU anyway, and bound to it they would be joined in another way.
             device_id=place.device if place.gpu is not None and backend == "gloo" else None,
         )
@@ -189,6 +198,33 @@ def ranks(
         cleanup.close()
         if words and not words.lost:
             bounded(words.leave)
+
+
+@contextmanager
+def _prepared_for_nccl(
+    place: Place, words: LastWords, timeout: float, end: Callable[[RankError], None]
+) -> Iterator[None]:
+    """Let ranks share a GPU where they do, and watch for a host that hangs."""
+    gpu = GPU(place.device)
+    words.gpu_is_stuck = gpu.is_stuck
+    watch = StallWatch(timeout, gpu.is_stuck, lambda: _end_stalled(words, timeout, end))
+    with _environment(place.nccl_variables(words.index)):
+        yield
+    watch.close()
+
+
+def _end_stalled(words: LastWords, timeout: float, end: Callable[[RankError], None]) -> None:
+    """Find out which rank did not come, and end this one, whose host hangs."""
+    error = words.fail(RankError(f"rank {words.index} of {words.size} waited {timeout:g} s for its GPU."))
+    assert error is not None  # a RankError always has a cause elsewhere
+    if not words.lost:
+        bounded(words.leave)
+    end(error)
+
+
+def _print_and_exit(error: RankError) -> None:
+    print(error, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 @contextmanager
@@ -214,6 +250,13 @@ def _place(device: torch.device | None, index: int, size: int, stores: Stores | 
     return place
 
 
+def _checked(backend: str | None, place: Place) -> str:
+    """The backend, by default the one for the device."""
+    if backend == "nccl" and place.gpu is None:
+        raise ValueError("backend 'nccl' needs a GPU, but ranks compute on the CPU; use gloo, or a device with CUDA.")
+    return backend or place.backend
+
+
 def _numbers() -> tuple[int, int]:
     """This process's rank and the number of ranks."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -236,21 +279,30 @@ def _run_rank(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what came while torch was imported comes now
-        with _without_torchs_own_warnings(), ranks(timeout, backend, device):
+        with _without_torchs_own_warnings(), _ranks(timeout, backend, device, functools.partial(_leave_note, notes)):
             return pickle.dumps(function(*args))
     except BaseException as error:
-        note = Path(notes, f"rank-{os.environ['RANK']}.json")
-        note.with_suffix(".part").write_text(json.dumps(asdict(Word.of(error))))
-        note.with_suffix(".part").rename(note)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # at once: what an ordinary exit waits for may never come
+        _leave_note(notes, error)
+        raise  # never: the process has ended
+
+
+def _leave_note(notes: str, error: BaseException) -> None:
+    """Write down what ended this rank, and exit at once: what an ordinary exit waits for may never come."""
+    note = Path(notes, f"rank-{os.environ['RANK']}.json")
+    note.with_suffix(".part").write_text(json.dumps(asdict(Word.of(error))))
+    note.with_suffix(".part").rename(note)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 @contextmanager
 def _without_torchs_own_warnings() -> Iterator[None]:
-    """FSDP calls what torch has renamed."""
+    """FSDP calls what torch has renamed, and autograd's threads have no CUDA context before their first product."""
     with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning
+        )
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         yield
 

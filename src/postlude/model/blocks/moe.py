@@ -46,9 +46,9 @@ class MoEConfig(GatedConfig):
     `latent_size` the chosen experts work in a space of so many features, which one projection leads into before tokens
     are exchanged, and another out of after; router and shared expert do not.
 
-    `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e an expert's share of a sequence's slots, p_e its mean score in the
-    sequence: 1 when even), averaged over sequences by their lengths. It is DeepSeek-V3's sequence-wise loss: shares of
-    anything larger would depend on how the batch is packed and divided. `z_coefficient` weighs the mean squared
+    `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e an expert's share of a sequence's slots, p_e its mean score in
+    the sequence: 1 when even), averaged over sequences by their lengths. It is DeepSeek-V3's sequence-wise loss: shares
+    of anything larger would depend on how the batch is packed and divided. `z_coefficient` weighs the mean squared
     logsumexp of the router. Both are means over the tokens of the whole batch.
     """
 
