@@ -1,4 +1,4 @@
-"""An iteration of GRPO by phase (rollout, log-probs, update): Postlude, and transformers with a TRL-style step.
+"""An iteration of GRPO by phase (rollout, log-probs, update): Postlude, and transformers with padded rows.
 
     PYTHONPATH=src python benchmarks/rl_iteration.py --shape smollm2 --json benchmarks/results/rl_smollm2_h200.json
     PYTHONPATH=src python benchmarks/rl_iteration.py --shape 0.6b --cases postlude transformers static
@@ -182,7 +182,10 @@ class StaticTransformers(Transformers):
 
 CASES: dict[str, tuple[type[Any], str]] = {
     "postlude": (Postlude, "Postlude: Generator, Engine"),
-    "transformers": (Transformers, "transformers: generate with a dynamic cache, TRL-style log-probs and update"),
+    "transformers": (
+        Transformers,
+        "transformers: generate with a dynamic cache; padded rows, full logits (own script)",
+    ),
     "static": (StaticTransformers, "transformers: generate with a static cache and torch.compile, the same otherwise"),
 }
 

@@ -42,6 +42,7 @@ from postlude import AdamW, Batch, Engine, ranks
 from postlude.objectives import SFT, Objective, PolicyGradient
 
 ROWS = 8
+OWN_SCRIPT = "transformers, padded rows, full logits (own script)"
 
 
 @dataclass(frozen=True)
@@ -160,15 +161,24 @@ CASES = {
     "update": Case("Postlude, packed: policy gradient, entropy reported", postlude(PolicyGradient())),
     "sft": Case("Postlude, packed: SFT", postlude(SFT())),
     "logprobs": Case("Postlude, packed: log-probs and entropy, no gradient", postlude_logprobs, passes=1),
-    "padded": Case("Postlude, rows padded as TRL-style below", postlude_padded(alike=False), padded=True),
+    "padded": Case("Postlude, rows padded as for the own script below", postlude_padded(alike=False), padded=True),
     "padded-all": Case("Postlude, all rows padded to the longest of all", postlude_padded(alike=True), padded=True),
-    "trl": Case("transformers, TRL-style GRPO, bf16 weights", transformers_update(peers.grpo), padded=True),
+    "trl": Case(
+        f"{OWN_SCRIPT}: GRPO, bf16 weights",
+        transformers_update(peers.grpo),
+        padded=True,
+    ),
     "trl-autocast": Case(
-        "transformers, TRL-style GRPO, fp32 weights, bf16 autocast",
+        f"{OWN_SCRIPT}: GRPO, fp32 weights, bf16 autocast",
         transformers_update(peers.grpo, autocast=True),
         padded=True,
     ),
-    "trl-logprobs": Case("transformers, TRL-style log-probs, no gradient", transformers_logprobs, 1, padded=True),
+    "trl-logprobs": Case(
+        f"{OWN_SCRIPT}: log-probs, no gradient",
+        transformers_logprobs,
+        1,
+        padded=True,
+    ),
     "liger": Case(
         "transformers + Liger, its GRPO loss, bf16 weights",
         transformers_update(peers.liger_grpo, liger=True),
