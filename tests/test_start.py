@@ -33,6 +33,13 @@ def started(*arguments: str) -> tuple[int, str, set[str]]:
     return code or 0, done.stdout + "\n".join(told), set(modules)
 
 
+def imported(program: str) -> set[str]:
+    """The modules that a program has imported when it ends."""
+    command = [sys.executable, "-c", f"{program}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    return set(json.loads(done.stdout))
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

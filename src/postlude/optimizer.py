@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 from postlude.checks import NonNegative, Positive, Share, Within, check, one_of
@@ -23,7 +23,8 @@ SCALE_BYTES = 4 / 64  # of a number in eight bits: its share of the scale that a
 class Schedule:
     """The learning rate's factor over steps: up from zero over `warmup` steps, then `shape` down to `floor`.
 
-    `steps` is the number of steps at whose end the floor is reached; it stays there. A constant shape needs none.
+    `steps` is the number of optimizer steps at whose end the floor is reached; it stays there. A constant shape needs
+    none, and a recipe takes those of the whole run where none are given.
     """
 
     shape: Shape = "constant"
@@ -31,24 +32,32 @@ class Schedule:
     warmup: Annotated[int, Within(least=0)] = 0
     """Steps in which it goes up."""
     steps: Annotated[int, Within(least=1)] | None = None
-    """The step at which it reaches the floor."""
+    """The optimizer step at which it reaches the floor; none takes the last of the run."""
     floor: Annotated[float, Within(least=0, most=1)] = 0.0
     """What it goes down to, as a share of lr."""
 
     def __post_init__(self) -> None:
         one_of("the shape of a schedule", self.shape, get_args(Shape))
         check(self)
-        if self.shape != "constant" and (self.steps is None or self.steps <= self.warmup):
+        if self.shape != "constant" and self.steps is not None and self.steps <= self.warmup:
             raise ValueError(
                 f"a {self.shape} schedule with warmup={self.warmup} needs more `steps` than that, but has {self.steps}."
             )
+
+    def over(self, steps: int) -> Schedule:
+        """The schedule of a run of so many optimizer steps: by its own `steps`, or by these."""
+        if self.shape == "constant" or self.steps is not None:
+            return self
+        return replace(self, steps=max(steps, self.warmup + 1))
 
     def factor(self, step: int) -> float:
         """What the learning rate is multiplied by in step `step`, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
-        if self.shape == "constant" or self.steps is None:
+        if self.shape == "constant":
             return 1.0
+        if self.steps is None:
+            raise ValueError(f"a {self.shape} schedule needs `steps`, the number of optimizer steps that it is over.")
         progress = min((step - self.warmup) / (self.steps - self.warmup), 1.0)
         left = 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.floor + (1.0 - self.floor) * left

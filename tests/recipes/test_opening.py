@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,9 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from postlude.recipes import distill, grpo
 from postlude.recipes.config.configs import DistillConfig, GRPOConfig
 from postlude.recipes.config.reading import load
+from postlude.recipes.distill import DistillTrainer
+from postlude.recipes.grpo import GRPOTrainer
 from postlude.rollout.conversations import Conversations
 from postlude.rollout.environments import SingleTurn
 from postlude.rollout.gathered import GatheredGenerator
@@ -22,7 +24,7 @@ from tests.conftest import Ranks
 ALL = ["Conversations", "GatheredGenerator", "SingleTurn"]
 
 
-def trainer_of(recipe: str, directory: str, budget: int = 64) -> grpo.GRPOTrainer | distill.DistillTrainer:
+def trainer_of(recipe: str, directory: str, budget: int = 64) -> GRPOTrainer | DistillTrainer:
     place = Path(directory)
     rows = [json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(12)]
     (place / "tasks.jsonl").write_text("".join(rows))
@@ -32,9 +34,9 @@ def trainer_of(recipe: str, directory: str, budget: int = 64) -> grpo.GRPOTraine
     words += [f"--{under}environment.path={place}/tasks.jsonl", f"--{under}environment.reward={place}/judge.py:score"]
     words += [f"--{under}environment.workers=0", f"--{under}answers.max_new_tokens=2"]
     if recipe == "grpo":
-        return grpo.GRPOTrainer(load(GRPOConfig, None, [*words, "--evaluation.tasks=2"]), "cpu")
+        return GRPOTrainer(load(GRPOConfig, None, [*words, "--evaluation.tasks=2"]), "cpu")
     more = ("--data=own_answers", "--teacher=tiny-dense", "--batch=2", "--held_out.rows=2", "--top_k=8")
-    return distill.DistillTrainer(load(DistillConfig, None, [*more, *words]), "cpu")
+    return DistillTrainer(load(DistillConfig, None, [*more, *words]), "cpu")
 
 
 def fails(group: Any, directory: str, recipe: str, part: str) -> tuple[list[str], int]:
@@ -50,12 +52,13 @@ def fails(group: Any, directory: str, recipe: str, part: str) -> tuple[list[str]
 
         return patch.object(kind, "close", close)
 
+    module, _, name = part.rpartition(".")
     before = len(dist.distributed_c10d._world.pg_map)
     with (
         noted(Conversations),
         noted(GatheredGenerator),
         noted(SingleTurn),
-        patch(part, side_effect=ValueError("no such part")),
+        patch.object(import_module(module), name, side_effect=ValueError("no such part")),
         pytest.raises(ValueError, match="no such part"),
     ):
         trainer_of(recipe, directory)
@@ -94,13 +97,14 @@ def test_the_generator_has_room_for_a_sequence_of_the_budget(ranks: Ranks, tmp_p
 def seeds(group: Any, directory: str) -> list[set[int]]:
     """Those of a distillation's answers to learn from, and to what is held out, in one step."""
     trainer = trainer_of("distill", directory)
-    assert isinstance(trainer, distill.DistillTrainer)
+    assert isinstance(trainer, DistillTrainer)
     assert trainer.rollouts is not None
     drawn: list[set[int]] = []
+    module = import_module("postlude.recipes.distill")
     tasks = trainer.course.held_out
     with patch.object(trainer.rollouts, "drawn", side_effect=lambda groups: drawn.append({*map(seed, groups)}) or []):
         for held_out in (False, True):
-            with patch.object(distill, "_batch"), patch.object(distill, "summary", return_value={}):
+            with patch.object(module, "_batch"), patch.object(module, "summary", return_value={}):
                 trainer.answer(tasks, held_out=held_out)
     trainer.close()
     return drawn

@@ -13,6 +13,7 @@ from postlude.cli import main
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.reading import load
 from postlude.recipes.run.beginning import NEWEST, Beginning, again, checkpoint_named, step_named
+from postlude.recipes.run.changes import code_in
 from postlude.recipes.run.directory import read_metrics, read_record
 from tests.conftest import Ranks
 from tests.recipes.test_run import files_of_at_most
@@ -133,6 +134,49 @@ def test_a_start_that_fails_leaves_no_directory(
     assert main(["sft", "--run", str(tmp_path / "run"), *settings.values()]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+MINE = """
+from postlude.objectives import SFT
+
+def mine(inputs):
+    return {factor} * SFT(over="loss_mask")(inputs)
+"""
+
+
+def test_changed_code_is_refused_unless_it_is_allowed(
+    tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, run = tmp_path / "mine.py", tmp_path / "run"
+    mine.write_text(MINE.format(factor=1.0))
+    words = ["sft", "--run", str(run), rows, *SMALL, f"--objective={mine}:mine"]
+    assert main([*words, "--steps=1"]) == 0
+    assert main([*words, "--steps=2"]) == 0, "the same code goes on"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    mine.write_text(MINE.format(factor=2.0))
+    capsys.readouterr()
+    assert main([*words, "--steps=3"]) == 2
+    told = capsys.readouterr().err.strip()
+    assert told.startswith(f"postlude sft: {mine}:mine (objective.file) was changed since {run} was last started. ")
+    assert "--code_changes allow" in told
+    assert len(told.splitlines()) == 1
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert main([*words, "--steps=3", "--code_changes=allow"]) == 0
+    assert f"{mine}:mine (objective.file) was changed since the run was last started" in caplog.text
+    assert main([*words, "--steps=4"]) == 0, "what was allowed is the run's own code from then on"
+
+
+def test_the_code_that_a_config_names_is_found_wherever_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "tools.py"
+    file.write_text("def one(): ...")
+    config = {"environment": {"tools": [f"{file}:one", "math"], "settings": {"judge": f"{file}:two"}}, "run": "a.py:b"}
+    found = code_in(config)
+    assert {key: name for key, (name, _) in found.items()} == {
+        "environment.tools.0": f"{file}:one",
+        "environment.settings.judge": f"{file}:two",
+    }
+    file.write_text("def one(): return 1")
+    assert code_in(config)["environment.tools.0"][1] != found["environment.tools.0"][1]
 
 
 @pytest.mark.parametrize(

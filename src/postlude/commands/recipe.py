@@ -10,7 +10,7 @@ from postlude.cluster.joining import LOCAL, check_ray
 from postlude.complaint import complain
 from postlude.layout import Layout
 from postlude.recipes.commands import RECIPES, Recipe
-from postlude.recipes.config.reading import load, to_yaml
+from postlude.recipes.config.reading import to_yaml
 from postlude.recipes.run.beginning import Beginning, checkpoint_named, step_named
 from postlude.recipes.run.ending import DONE
 from postlude.recipes.run.lock import wait_for
@@ -71,4 +71,4 @@ def _config(options: argparse.Namespace, chosen: Recipe) -> Any:
         overrides += ["--model", str(checkpoint_named(options.from_checkpoint))]
     if options.config is None and not overrides and not options.dry_run:
         raise ValueError("give a CONFIG.yaml, or fields such as --model; --dry-run alone shows what all of them are.")
-    return load(chosen.config, options.config, overrides)
+    return chosen.read(options.config, overrides)

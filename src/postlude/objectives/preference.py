@@ -91,7 +91,7 @@ class Preference:
         if self.nll:
             losses = losses - self.nll * _pairs(sequence_mean(microbatch, logprob, kept))[0]
         values = {
-            "accuracy": (chosen > rejected).float(),
+            "accuracy": ((chosen - rejected).sign() + 1) / 2,  # of a tie, half
             "margin": self.beta * (chosen - rejected),
             "chosen_reward": self.beta * chosen,
             "rejected_reward": self.beta * rejected,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from postlude.recipes.run.beginning import NEWEST, Beginning
+from postlude.recipes.run.beginning import CHECKPOINTS, MODEL, NEWEST, STEP, Beginning
 from postlude.recipes.run.ending import Ending
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ class Recipe:
     That file is imported when it is needed, and torch with it.
     """
 
+    command: str
     settings: str
     module: str
     help: str
@@ -34,6 +38,19 @@ class Recipe:
         """What must hold before it is run: looked at in the command's own process."""
         return cast("list[Check]", self._file.checks(subject))
 
+    def read(
+        self,
+        file: Path | None = None,
+        overrides: Sequence[str] = (),
+        settings: Sequence[Mapping[str, Any]] = (),
+    ) -> Any:
+        """Its config, of a YAML file and what stands over it (see `load`), with the run's directory named."""
+        from postlude.recipes.config.reading import load
+
+        config = load(self.config, file, overrides, settings)
+        name = _name(config.model, self.command) if file is None else file.stem
+        return config.model_copy(update={"run": Path(str(config.run).replace("{name}", name))})
+
     @property
     def config(self) -> Any:
         """The class of its config."""
@@ -44,10 +61,17 @@ class Recipe:
         return importlib.import_module(f"postlude.recipes.{self.module}")
 
 
+def _name(model: str, command: str) -> str:
+    """What a run without a config file is called: the recipe's name and the model's, or that of the model's run."""
+    names = [part for part in Path(model).parts if part not in (MODEL, CHECKPOINTS, os.sep, "..")]
+    kept = names[-2:] if names and STEP.fullmatch(names[-1]) else names[-1:]
+    return "-".join([command, *kept])
+
+
 RECIPES = {
-    "sft": Recipe("SFTConfig", "sft", "learn the answers in a dataset"),
-    "dpo": Recipe("DPOConfig", "dpo", "learn from pairs of answers, one preferred: DPO, IPO, SimPO"),
-    "grpo": Recipe("GRPOConfig", "grpo", "train on rewards: learn from the better of sampled answers"),
-    "distill": Recipe("DistillConfig", "distill", "take on a teacher's distribution"),
-    "eval": Recipe("EvalConfig", "evaluation", "answer tasks and score the answers"),
+    "sft": Recipe("sft", "SFTConfig", "sft", "learn the answers in a dataset"),
+    "dpo": Recipe("dpo", "DPOConfig", "dpo", "learn from pairs of answers, one preferred: DPO, IPO, SimPO"),
+    "grpo": Recipe("grpo", "GRPOConfig", "grpo", "train on rewards: learn from the better of sampled answers"),
+    "distill": Recipe("distill", "DistillConfig", "distill", "take on a teacher's distribution"),
+    "eval": Recipe("eval", "EvalConfig", "evaluation", "answer tasks and score the answers"),
 }

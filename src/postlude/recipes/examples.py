@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, TypeVar
 
 from postlude.data.chat import ChatTokenizer, Encoded, Encoder, Form
 from postlude.data.datasets import HeldOutRows, Rows, Sampler
-from postlude.recipes.config.schema import Settings
+from postlude.recipes.config.schema import ReadFrom, Settings
 from postlude.rollout.tasks import Task, content_of, digest
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Examples(Settings):
     columns of prompt and completion has one answer a row. One with the column of text is learned whole.
     """
 
-    path: Path
+    path: Annotated[Path, ReadFrom("path")]
     """The file, or a directory of them."""
     messages: str = "messages"
     """The column with whole conversations."""
@@ -65,7 +65,7 @@ class Examples(Settings):
 class Pairs(Settings):
     """Pairs of answers, one preferred, from a JSONL or parquet file."""
 
-    path: Path
+    path: Annotated[Path, ReadFrom("path")]
     """The file, or a directory of them."""
     prompt: str = "prompt"
     """The column with the prompt: text or messages. Not needed where answers are whole conversations."""

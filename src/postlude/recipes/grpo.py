@@ -46,8 +46,8 @@ class GRPOTrainer(Trainer):
 
     def __init__(self, config: GRPOConfig, device: str, where: Where = HERE) -> None:
         self.config = config
-        optimizer = config.warm_start.optimizer if config.warm_start.steps else config.optimizer
-        super().__init__(config, device, optimizer, where)
+        self.warm_optimizer, self.optimizer = config.optimizers
+        super().__init__(config, device, self.warm_optimizer if config.warm_start.steps else self.optimizer, where)
         self.warm = config.warm_start.steps
         self.last = self.warm + config.steps
         self.evaluate_every = config.evaluation.every
@@ -118,11 +118,11 @@ class GRPOTrainer(Trainer):
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, with the optimizer and the reference that belong to its phase."""
         warm = step_of(checkpoint) <= self.warm
-        self.engine.set_optimizer(self.config.warm_start.optimizer if warm and self.warm else self.config.optimizer)
+        self.engine.set_optimizer(self.warm_optimizer if warm and self.warm else self.optimizer)
         if not warm and self.config.has_reference:
             self.engine.load(self.run.path / REFERENCE)
             self.reference = self.engine.reference()
-            self.engine.set_optimizer(self.config.optimizer)
+            self.engine.set_optimizer(self.optimizer)
         extra = self.engine.load(checkpoint)
         self.step, self.first_norm = extra["step"], extra.get("first_norm", 0.0)
         self.supply.restore(extra)
@@ -200,7 +200,7 @@ class GRPOTrainer(Trainer):
     def _begin(self) -> None:
         """The first step of GRPO: its own optimizer, and the weights so far as the reference."""
         if self.warm:
-            self.engine.set_optimizer(self.config.optimizer)
+            self.engine.set_optimizer(self.optimizer)
         if self.config.has_reference:
             self.run.discard(REFERENCE)  # that of an earlier start, which may have come here in another way
             self.engine.save(self.run.path / REFERENCE)

@@ -295,7 +295,10 @@ GROUPS: Mapping[str, Mapping[str, Legend]] = {
         "nll": Legend("Negative log-likelihood", "of the learned tokens, in nats a token", "≥ 0", "falls"),
         "lse": Legend("Log-sum-exp", "of the logits, where there is a z-loss", "any", "stays bounded"),
         "accuracy": Legend(
-            "Accuracy", "share of pairs whose preferred answer is ranked higher (DPO)", "0 to 1", "from 0.5 up"
+            "Accuracy",
+            "share of pairs whose preferred answer is ranked higher (DPO); a tie counts half",
+            "0 to 1",
+            "from 0.5 up",
         ),
         "margin": Legend("Margin", "`chosen_reward` less `rejected_reward`", "any", "rises"),
         "chosen_reward": Legend(

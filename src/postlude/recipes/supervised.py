@@ -15,6 +15,7 @@ from postlude.data import Batch
 from postlude.objectives import Objective
 from postlude.recipes.ahead import beside
 from postlude.recipes.config.configs import Supervised
+from postlude.recipes.config.settings import scheduled
 from postlude.recipes.encodings import CACHE, Encodings
 from postlude.recipes.examples import Course, Examples, Indexed, Pairs
 from postlude.recipes.metrics import EVAL, LOSS
@@ -36,6 +37,9 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         with self.opening():
             self.course = Course(self.read(), batch=config.batch, held_out=config.held_out.rows, seed=config.seed)
         self.last = self.course.steps(config.epochs) if config.steps is None else config.steps
+        optimizer = scheduled(config.optimizer, self.last, "optimizer")
+        if optimizer != config.optimizer:  # how many steps a schedule is over is known now
+            self.engine.set_optimizer(optimizer)
         self.evaluate_every = config.held_out.every if config.held_out.rows else 0
 
     @abstractmethod

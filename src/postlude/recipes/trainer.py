@@ -34,11 +34,12 @@ from postlude.recipes.config.configs import MASK
 from postlude.recipes.config.settings import Training
 from postlude.recipes.health import Health, Hopeless
 from postlude.recipes.metrics import LOSS, MEMORY, SKIPPED, SPEED
-from postlude.recipes.run.beginning import NEWEST, Beginning
-from postlude.recipes.run.changes import MAY_CHANGE, differences, shown
+from postlude.recipes.run.beginning import MODEL, NEWEST, Beginning
+from postlude.recipes.run.changes import MAY_CHANGE, code_in, differences, shown
 from postlude.recipes.run.directory import (
     Onlooker,
     RunDirectory,
+    changed_code,
     check_run,
     is_first_rank,
     open_run,
@@ -48,7 +49,7 @@ from postlude.recipes.run.directory import (
 from postlude.recipes.run.ending import FAILED, Ending, Outcome, RunFailed, forget_ending
 from postlude.recipes.run.surroundings import surroundings
 from postlude.recipes.signals import EndAsked, Signals
-from postlude.recipes.verdict import MODEL, facts, read_verdict
+from postlude.recipes.verdict import facts, read_verdict
 from postlude.recipes.where import HERE, Where
 from postlude.rollout.servers.errors import ServerError
 from postlude.world.agreement import RankFailure, agreed, first_rank_says
@@ -176,9 +177,13 @@ class Trainer(ABC):
             )
         if is_first_rank():
             forget_ending(self.run.path)
+            if changed := changed_code(self.run.path, self.asked):
+                LOG.warning("%s was changed since the run was last started; it goes on with the new code.", changed)
         self.run.set_aside([path for path in self.run.checkpoints() if step_of(path) > at], LATER)
         self.run.resume_at(at)
-        self.run.record(step=self.step, command=beginning.command, **surroundings(self.engine.device))
+        self.run.record(
+            step=self.step, command=beginning.command, **surroundings(self.engine.device), code=code_in(self.asked)
+        )
         if checkpoint is None:
             self.first_norm = self.engine.weight_norm()
             if found := self._evaluated():

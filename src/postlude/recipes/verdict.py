@@ -27,10 +27,11 @@ from postlude.recipes.metrics import (
     title,
 )
 from postlude.recipes.numbers import duration, share, short
+from postlude.recipes.run.beginning import MODEL
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.ending import Ending, read_ending
 
-MODEL, REPORT = "model", "report.html"  # what a finished run has besides its records
+REPORT = "report.html"  # what a run that has ended has besides its records and MODEL
 EVALUATED = "eval"  # the phase of a run that only measures
 
 

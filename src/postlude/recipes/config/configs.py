@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.objectives import SFT, Distill, PolicyGradient, Preference
-from postlude.optimizer import AdamW
+from postlude.optimizer import SGD, AdamW
 from postlude.recipes.config.rollout import Native, RolloutSettings
 from postlude.recipes.config.schema import Kinds, NonNegative, Positive, Settings
 from postlude.recipes.config.settings import (
@@ -20,10 +20,12 @@ from postlude.recipes.config.settings import (
     Gym,
     HeldOut,
     Model,
+    ModelSource,
     ObjectiveFile,
     OptimizerSettings,
     Training,
     room_for_prompts,
+    scheduled,
     within_reach,
 )
 from postlude.recipes.examples import Examples, Pairs
@@ -46,6 +48,12 @@ class Supervised(Training):
     """How many steps; none takes as many as the epochs need."""
     held_out: HeldOut = HeldOut()
     """Rows to measure progress on."""
+
+    @model_validator(mode="after")
+    def _scheduled(self) -> Self:
+        if self.steps is not None:
+            scheduled(self.optimizer, self.steps, "optimizer")
+        return self
 
 
 class SFTConfig(Supervised):
@@ -139,6 +147,7 @@ class GRPOConfig(Training):
     def _fits(self) -> Self:
         room_for_prompts(self.answers, self.budget)
         within_reach(self.rollout, self.answers)
+        self.optimizers  # noqa: B018 - a schedule that does not fit is refused
         if self.replay_routing and not isinstance(self.rollout, Native):
             raise ValueError("replay_routing needs the experts that tokens were sent to, and servers do not tell.")
         if self.asynchrony.max_staleness:
@@ -182,6 +191,13 @@ class GRPOConfig(Training):
             )
 
     @property
+    def optimizers(self) -> tuple[AdamW | SGD, AdamW | SGD]:
+        """That of the warm start and that of GRPO, each with its schedule over all of its optimizer steps."""
+        warm = self.warm_start
+        first = scheduled(warm.optimizer, warm.steps, "warm_start.optimizer") if warm.steps else warm.optimizer
+        return first, scheduled(self.optimizer, self.steps * self.minibatches, "optimizer")
+
+    @property
     def ratio_to_rollout(self) -> bool:
         """Whether ratios are taken to what the sampler said."""
         objective = self.objective
@@ -215,7 +231,7 @@ class OwnAnswers(Settings):
 class DistillConfig(Supervised):
     """Everything that decides a run of distillation."""
 
-    teacher: str
+    teacher: ModelSource
     """A Hugging Face directory, a GGUF file, or a built-in model, with the tokens of the student."""
     data: Annotated[Examples | OwnAnswers, Kinds(examples=Examples, own_answers=OwnAnswers)] = OwnAnswers()
     """What is learned on: written answers, or the student's own."""

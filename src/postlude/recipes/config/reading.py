@@ -18,7 +18,19 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from postlude.recipes.config import schema
-from postlude.recipes.config.schema import KIND, TEXT, Kinds, Node, Settings, describe, join, undocumented, words
+from postlude.recipes.config.places import located
+from postlude.recipes.config.schema import (
+    KIND,
+    PLACE,
+    TEXT,
+    Kinds,
+    Node,
+    Settings,
+    describe,
+    join,
+    undocumented,
+    words,
+)
 from postlude.recipes.config.written import NULL, ConfigError, Dumper, Loader, Written, read
 from postlude.recipes.masking import mask, refuse_masked
 
@@ -27,13 +39,19 @@ __all__ = ["ConfigError", "Kinds", "Settings", "describe", "load", "to_yaml", "u
 Config = TypeVar("Config")
 
 
-def load(config: type[Config], file: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load(
+    config: type[Config],
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    settings: Sequence[Mapping[str, Any]] = (),
+) -> Config:
     """Build `config` from its defaults, a YAML file over them, and `--a.b value` or `--a.b=value` over both.
 
-    Of two overrides the later wins. Text is taken as it is; lists and mappings are written as in YAML: `[0.9, 0.95]`.
-    A nested section keeps the defaults its field has; a list or mapping that is given stands in place of its default.
+    `settings` are values from Python, over the file: each mapping sets the keys that it has, and leaves others. Of two
+    overrides the later wins. Text is taken as it is; lists and mappings are written as in YAML: `[0.9, 0.95]`. A nested
+    section keeps the defaults its field has; a list or mapping that is given stands in place of its default.
     """
-    written, node = read(file, overrides), schema.structure(config)  # type: ignore[arg-type]
+    written, node = read(file, overrides, settings), schema.structure(config)  # type: ignore[arg-type]
     data = _section(node, written, None)
     try:
         made = TypeAdapter(config).validate_python(data)
@@ -94,7 +112,9 @@ def _section(node: Node, written: Written, default: Any) -> Any:
     known: Node = kinds[chosen]["properties"]
     same = isinstance(default, dict) and default.get(KIND, "") == chosen and text is None
     data = dict(default) if same else {}
-    data |= {TEXT: text} if text is not None else {}
+    if text is not None:
+        field = kinds[chosen][TEXT]
+        data |= {TEXT: text} if field is True else {field: _scalar(known[field], written)}
     data |= {KIND: chosen} if chosen else {}
     for name, each in written.entries.items():
         if name not in known:
@@ -130,6 +150,8 @@ def _scalar(shape: Node, written: Written) -> Any:
             return choice
     if written.scalar.tag == NULL and written.scalar.start_mark is not None and text.lower() != "none":
         return None  # a null in a file is no text; `none` may be
+    if PLACE in shape:
+        return located(text, shape[PLACE], written)
     return re.sub(r"^([-+]?)\.(?=inf$)", r"\1", text.lower()) if shape.get("type") == "number" else text
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from postlude.recipes.config.schema import Kinds, NonNegative, Positive, Settings
+from postlude.recipes.config.schema import Kinds, NonNegative, Positive, ReadFrom, Settings
 
 
 def _whole_or_share(gpus: float) -> float:
@@ -99,7 +99,7 @@ class Generators(StartedServers):
 class StartedVLLM(StartedServers, Sync):
     """vLLM servers, with the words and variables that they need to take new weights."""
 
-    python: str | None = None
+    python: Annotated[str, ReadFrom("path")] | None = None
     """The interpreter that has vLLM; none is the one that runs this."""
     gpus: GPUs = 1.0
     """GPUs that each has for itself, on Ray also a share of one; 0 for a vLLM of the CPU, whose keys and values get 4

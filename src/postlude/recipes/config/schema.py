@@ -37,6 +37,9 @@ TEXT = "="
 NAME = "x-kind"
 """In a schema, a section's name; editors pass over it. Those without one are no part of a `Kinds`."""
 
+PLACE = "x-path"
+"""In a schema, marks text that names a file or directory to read; see `ReadFrom`."""
+
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Node = dict[str, Any]
@@ -50,11 +53,26 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, protected_namespaces=())
 
 
+class ReadFrom:
+    """Beside the type of a field that names something to read: `path: Annotated[Path, ReadFrom("path")]`.
+
+    `what` is "path" for a file or directory, "code" for path/to/file.py:name, "model" for a model's directory or name.
+    Written in a config file, it is looked for beside that file first, then in the working directory.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The field's own schema, marked."""
+        return handler(core) | {PLACE: self.what}
+
+
 class Kinds:
     """The sections a field may hold, by name: `Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)]`.
 
     One alone needs no name: `Annotated[Layout, Kinds(Layout)]` says that it can be given as text. Text is read by a
-    class's `parse`.
+    class's `parse`, or stands for the field that its `text_field` names.
     """
 
     def __init__(self, only: type | None = None, /, **classes: type) -> None:
@@ -77,7 +95,9 @@ class Kinds:
         """Any of the sections, each with its name beside it, or that name, or text."""
         found = []
         for name, choice in core["choices"].items():
-            reads_text = {TEXT: True} if hasattr(self.classes[name], "parse") else {}
+            cls = self.classes[name]
+            field = getattr(cls, "text_field", None)
+            reads_text = {TEXT: field or True} if field or hasattr(cls, "parse") else {}
             found.append(handler(choice) | {NAME: name} | reads_text)
         names = [{"enum": list(self.classes)}] if "" not in self.classes else []
         texts = [{"type": "string"}] if any(TEXT in each for each in found) else []

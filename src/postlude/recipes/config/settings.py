@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
@@ -16,7 +16,7 @@ from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW, Weights
 from postlude.recipes.config.rollout import Native, Rollout
-from postlude.recipes.config.schema import Kinds, NonNegative, Positive, Settings
+from postlude.recipes.config.schema import Kinds, NonNegative, Positive, ReadFrom, Settings
 from postlude.recipes.run.sinks import known
 from postlude.rollout.crew import Hire
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
@@ -30,6 +30,10 @@ from postlude.rollout.verifiers import MathReward
 from postlude.user_code import load_callable
 
 Recompute = Literal["none", "selective", "full"]
+Code: TypeAlias = Annotated[str, ReadFrom("code")]
+"""path/to/file.py:name of something of the user's."""
+ModelSource: TypeAlias = Annotated[str, ReadFrom("model")]
+"""A model's directory or file, or the name of a built-in one."""
 OptimizerSettings: TypeAlias = Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)]
 
 
@@ -72,7 +76,7 @@ class Gym(Settings):
 class Prompts(Settings):
     """Prompts of a JSONL or parquet file, and the processes that judge what is said to them."""
 
-    path: Path
+    path: Annotated[Path, ReadFrom("path")]
     """The file, or a directory of them."""
     prompt: str = "prompt"
     """The column with the prompt: text or messages."""
@@ -112,7 +116,7 @@ class Turns(Settings):
 class Dataset(Prompts, Processes):
     """Prompts of a file, judged by a function of yours or by comparing mathematics."""
 
-    reward: str
+    reward: Code
     """path/to/file.py:name of reward(prompt, completion, example), or "math" to compare with the row's "answer"."""
 
     def build(self, seed: int, hire: Hire | None = None) -> Environment:
@@ -124,7 +128,7 @@ class Dataset(Prompts, Processes):
 class Conversation(Prompts, Processes, Turns):
     """Prompts of a file, each the beginning of a conversation with a function of yours."""
 
-    reply: str
+    reply: Code
     """path/to/file.py:name of reply(prompt, completions, example). Text or messages that it returns are read next; a
     number, or a dict of numbers, is the reward and the end."""
 
@@ -146,9 +150,9 @@ class Conversation(Prompts, Processes, Turns):
 class Tools(Prompts, Processes, Turns):
     """Prompts of a file, answered after calls of tools: functions of yours, as chat models are taught to call them."""
 
-    tools: Annotated[tuple[str, ...], Field(min_length=1)]
+    tools: Annotated[tuple[Code, ...], Field(min_length=1)]
     """path/to/file.py:name of each. Their names, docstrings and types are told to the model by its chat template."""
-    reward: str
+    reward: Code
     """path/to/file.py:name of reward(prompt, completion, example) for an answer without a call, or "math"."""
 
     def build(self, seed: int, hire: Hire | None = None) -> Environment:
@@ -175,7 +179,7 @@ class Tools(Prompts, Processes, Turns):
 class Live(Prompts, Turns):
     """Prompts of a file, each the beginning of an episode that is an object of a class of yours."""
 
-    episode: str
+    episode: Code
     """path/to/file.py:Class, made with a row and the settings. Its `async def step(self, said)` returns what is read
     next, the reward, or (observation, reward)."""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -234,15 +238,13 @@ EnvironmentSettings: TypeAlias = Annotated[
 class ObjectiveFile(Settings):
     """An objective of yours: a function of `OutputInputs` that returns a `Loss`, or a class of such functions."""
 
-    file: str
+    text_field: ClassVar[str] = "file"
+    """What text alone stands for."""
+
+    file: Code
     """path/to/file.py:name."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Handed to it as keywords."""
-
-    @classmethod
-    def parse(cls, text: str) -> ObjectiveFile:
-        """From text alone: path/to/file.py:name."""
-        return cls(file=text)
 
 
 def built(objective: Objective | ObjectiveFile) -> Objective:
@@ -367,13 +369,17 @@ class Cluster(Settings):
     """How often in a row ranks are started again after one was lost, if no checkpoint was saved in between."""
 
 
+NAME = "{name}"
+
+
 class Model(Settings):
     """What every recipe's config begins with."""
 
-    model: str = "tiny-dense"
+    model: ModelSource = "tiny-dense"
     """A Hugging Face directory, a GGUF file, or a built-in model."""
-    run: Path = Path("runs/run")
-    """The directory of the run. If it holds one with the same config, that is continued."""
+    run: Path = Path(f"runs/{NAME}")
+    """The directory of the run, from the working directory. If it holds one with the same config, that is continued.
+    {name} is the config file's name without its ending or, where there is no file, the recipe's and the model's."""
     seed: NonNegativeInt = 0
     """Of everything random."""
     budget: PositiveInt = 8192
@@ -448,10 +454,25 @@ class Training(Model):
     """How many checkpoints stay."""
     max_skipped: NonNegativeInt = 10
     """How many optimizer steps in a row may have a loss or gradient that is not finite before the run ends."""
+    code_changes: Literal["refuse", "allow"] = "refuse"
+    """Whether a run goes on after a file of yours that it calls (a reward, an objective) was changed."""
     limits: Limits = Limits()
     """When the run is given up."""
     export: bool = True
     """Whether the trained model is written at the end, as a Hugging Face directory: model/ in the run's."""
+
+
+def scheduled(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
+    """The optimizer of a run of so many optimizer steps. A schedule that is over before, at a rate of 0, is refused."""
+    schedule = optimizer.schedule
+    early = schedule.shape != "constant" and schedule.steps is not None and schedule.steps < steps
+    if early and not schedule.floor:
+        raise ValueError(
+            f"{key}.schedule.steps is {schedule.steps}, but the run makes {steps} optimizer steps: the learning rate "
+            f"would be 0 in the last {steps - (schedule.steps or 0)}. Leave it out, and it is {steps}; or set "
+            f"{key}.schedule.floor."
+        )
+    return replace(optimizer, schedule=schedule.over(steps))
 
 
 def room_for_prompts(answers: Answers, budget: int) -> None:

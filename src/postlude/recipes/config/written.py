@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.representer import SafeRepresenter
 
-from postlude.recipes.config.schema import join
+from postlude.recipes.config.schema import join, plain
 
 COMMAND_LINE = "on the command line"
+CALL = "in the call"
 NULL = "tag:yaml.org,2002:null"
 RULES = {  # YAML 1.2's, and none. They decide about null, and about fields that take any value
     NULL: (r"~|null|Null|NULL|none|None|", ["~", "n", "N", ""]),
@@ -70,6 +72,8 @@ class Written:
     scalar: yaml.ScalarNode | None = None
     items: list[Written] | None = None
     entries: dict[str, Written] = field(default_factory=dict)
+    file: Path | None = None
+    """The config file that it was written in; None on the command line."""
     whole: bool = False
     """The entries are a mapping as it was written, not keys that were set one by one."""
 
@@ -99,9 +103,11 @@ class Written:
         return self.where == COMMAND_LINE or any(each._set_later() for each in self.entries.values())
 
 
-def read(file: Path | None, overrides: Sequence[str]) -> Written:
-    """The file with the overrides set in it, one after the other."""
+def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping[str, Any]] = ()) -> Written:
+    """The file with the settings and then the overrides set in it, one after the other."""
     written = Written("", "") if file is None else _read_file(file)
+    for each in settings:
+        _set_values(written, plain(each))
     rest = list(overrides)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
@@ -141,7 +147,7 @@ def _tree(node: yaml.Node, path: str, where: str, file: Path | None = None) -> W
         return COMMAND_LINE if file is None else f"in {file} line {at.start_mark.line + 1}"
 
     if isinstance(node, yaml.ScalarNode):
-        return Written(path, where, node)
+        return Written(path, where, node, file=file)
     if isinstance(node, yaml.SequenceNode):
         items = [_tree(each, join(path, str(i)), place(each), file) for i, each in enumerate(node.value)]
         return Written(path, where, items=items)
@@ -153,6 +159,22 @@ def _tree(node: yaml.Node, path: str, where: str, file: Path | None = None) -> W
             raise ConfigError(f'config key "{join(path, name)}" is given twice, {first}; keep one.')
         entries[name] = _tree(value, join(path, name), place(key), file)
     return Written(path, where, entries=entries, whole=True)
+
+
+def _set_values(written: Written, values: Mapping[str, Any]) -> None:
+    """Set values of Python in what is written: those of a mapping one by one."""
+    for name, value in values.items():
+        path = join(written.path, str(name))
+        if isinstance(value, Mapping) and value:
+            _set_values(written.entries.setdefault(str(name), Written(path, CALL)), value)
+            continue
+        try:
+            node = SafeRepresenter().represent_data(value)
+        except yaml.YAMLError:
+            raise ConfigError(
+                f'config key "{path}" is a {type(value).__name__} {CALL}; give a number, text, a list or a mapping.'
+            ) from None
+        written.entries[str(name)] = _tree(node, path, CALL)
 
 
 def _set(written: Written, path: str, text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from postlude.recipes.masking import mask_words
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, MODEL = "checkpoints", "model"  # in a run's directory; the second is what it exports
 STEP = re.compile(r"step-(\d+)")
 
 

@@ -1,8 +1,11 @@
-"""Which settings a run may be given anew when it goes on, and how two configs differ."""
+"""Which settings a run may be given anew when it goes on, and how two configs, and the code they name, differ."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import hashlib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 MISSING = object()
@@ -47,6 +50,7 @@ MAY_CHANGE = (
     # when to give up, and who judges
     "max_skipped",
     "limits",
+    "code_changes",
     "environment.workers",
     "environment.timeout",
     "data.environment.workers",
@@ -63,6 +67,24 @@ def differences(new: Any, old: Any, path: str = "") -> Iterator[tuple[str, Any, 
             yield from differences(new.get(name, MISSING), old.get(name, MISSING), inner)
     elif new != old:
         yield path, old, new
+
+
+def code_in(value: Any, path: str = "") -> dict[str, list[str]]:
+    """The user's code that a config names, by key: each file.py:name in it, and a hash of the file's bytes."""
+    if isinstance(value, Mapping):
+        parts: Any = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    else:
+        named = re.fullmatch(r"(.+\.py):[^\W\d]\w*", value) if isinstance(value, str) else None
+        file = Path(named[1]).expanduser() if named else None
+        if file is None or not file.is_file():
+            return {}
+        return {path: [value, hashlib.sha256(file.read_bytes()).hexdigest()[:16]]}
+    found: dict[str, list[str]] = {}
+    for name, each in parts:
+        found |= code_in(each, f"{path}.{name}" if path else str(name))
+    return found
 
 
 def covered(path: str, by: Collection[str]) -> bool:

@@ -26,7 +26,7 @@ import yaml
 
 from postlude.recipes.masking import mask
 from postlude.recipes.run.beginning import CHECKPOINTS, STEP
-from postlude.recipes.run.changes import MISSING, covered, differences, told
+from postlude.recipes.run.changes import MISSING, code_in, covered, differences, told
 from postlude.recipes.run.files import LineFile, write_whole
 from postlude.recipes.run.lock import RunLock
 from postlude.recipes.run.sinks import TENSORBOARD, Opening, Sinks, check_sinks
@@ -327,6 +327,11 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
         return {}
     if not steps:
         return {}
+    if (changed := changed_code(path, config)) and config.get("code_changes") != "allow":
+        raise ValueError(
+            f"{changed} was changed since {path} was last started. Restore the file, set --code_changes allow to go on "
+            "with the new one, or give another directory (--run)."
+        )
     found = list(differences(yaml.safe_load(written), _config_of(path)))
     refused = [each for each in found if not covered(each[0], may_change)]
     if refused:
@@ -339,6 +344,14 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
     if not resume:
         raise ValueError(f"{path} holds a run of this config already. Resume it, or give another directory.")
     return {key: [None if value is MISSING else value for value in (old, new)] for key, old, new in found}
+
+
+def changed_code(run: Path, config: Mapping[str, Any]) -> str:
+    """The user's files that are not what a run was last started with, each with its key; empty where none is."""
+    starts = read_record(run).get("starts") or [{}]
+    old, new = starts[-1].get("code", {}), code_in(config)
+    changed = [key for key in new if key in old and old[key][0] == new[key][0] and old[key][1] != new[key][1]]
+    return " and ".join(f"{new[key][0]} ({key})" for key in changed)
 
 
 def _has_steps(path: Path) -> str:
