@@ -432,6 +432,19 @@ def test_a_view_without_a_terminal_prints_a_line_a_step() -> None:
     assert second.startswith("step 2/500")
 
 
+def test_a_view_calls_kl_what_is_measured_from_the_reference() -> None:
+    out = io.StringIO()
+    with LiveView(3, console=Console(file=out, width=200)) as view:
+        view.update(1, {"kl_old": 0.25})
+        view.update(2, {"kl_old": 0.25, "kl_reference": 0.5})
+        view.update(3, {"kl_forward": 0.75})
+    first, second, third = out.getvalue().splitlines()
+    assert "kl to old 0.25" in first
+    assert " kl 0.25" not in first
+    assert "kl 0.5  kl to old 0.25" in second
+    assert "kl to teacher 0.75" in third
+
+
 def test_a_view_on_a_terminal_redraws_seldom_and_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TERM", raising=False)
     out = io.StringIO()

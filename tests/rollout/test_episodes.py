@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,10 @@ class Counting:
                 return f"{self.count}", 0.25
             case "raise":
                 raise RuntimeError("no such thing")
+            case "exit":
+                sys.exit(2)  # as argparse does
+            case "exit later":
+                await asyncio.create_task(Counting(self.example).step(Said("exit")))
             case "hang":
                 await asyncio.sleep(60)
             case "block":
@@ -98,6 +103,20 @@ def test_an_episode_that_fails_costs_itself() -> None:
         assert turn.score.reward == 0.0
         assert kinds[kind][1] in str(turn.score.error)
     assert dict(environment.tally.failures) == {"raised": 1, "timed_out": 1, "invalid": 2, "died": 0}
+    environment.close()
+
+
+@pytest.mark.parametrize("way", ["exit", "exit later"])
+def test_an_episode_that_exits_costs_itself(way: str) -> None:
+    """And none that is under way beside it, or comes after it."""
+    environment = counting(timeout=20.0)
+    episodes = [environment.reset(task) for task in environment.tasks]
+    turns = environment.step(episodes[:4], ["go", way, "go", "go"])
+    assert [turn.observation for turn in turns] == ["1", None, "21", "31"]
+    assert turns[1].score is not None
+    assert turns[1].score.error is not None
+    assert turns[1].score.error.startswith("Counting failed: SystemExit: 2")
+    assert environment.step(episodes[4:5], ["go"]) == [Turn(observation="41")]
     environment.close()
 
 

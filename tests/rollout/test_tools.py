@@ -67,6 +67,25 @@ def test_a_call_is_answered_and_an_answer_is_judged(file: Path) -> None:
     assert [reply([], ["", said], {"answer": "3"}) for said in ("3", "4")] == [1.0, 0.0]
 
 
+def test_a_call_that_is_only_thought_of_is_none(file: Path) -> None:
+    """Within reasoning, begun in the prompt or not, ended or not; one after it is."""
+    reply, thought = ToolReply((f"{file}:add",), f"{file}:right"), call("add", a=1, b=2)
+    for said in (
+        f"<think>{thought}</think>3",
+        f"{thought}</think>3",
+        f"3<think>{thought}",
+        f"<think>a</think>3<think>{thought}",
+    ):
+        assert reply([], [said], {"answer": said}) == 1.0, said
+    spoken = call("add", a=4)
+    for said in (
+        f"<think>{thought}</think>{spoken}",
+        f"{thought}</think>{spoken}",
+        f"{spoken}<think>{thought}</think>",
+    ):
+        assert reply([], [said], {}) == [{"role": "tool", "content": "5"}], said
+
+
 def test_a_model_is_told_of_tools_by_their_types(file: Path) -> None:
     found = by_name([f"{file}:add", f"{file}:wait"])
     assert schema("add", found["add"]) == {

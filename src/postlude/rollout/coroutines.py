@@ -43,7 +43,7 @@ class Coroutines:
 
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name=f"loop of {self.name}", daemon=True).start()
+            threading.Thread(target=_run, args=(self._loop,), name=f"loop of {self.name}", daemon=True).start()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         self._under_way[ticket] = _UnderWay(future, time.monotonic() + self.timeout)
         future.add_done_callback(self._ring)
@@ -110,3 +110,12 @@ class Coroutines:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(heard.set)
         return heard.wait(GRACE)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped. What a coroutine ends with sys.exit costs itself: the others go on."""
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue  # asyncio lets these out of the loop; whose coroutine it was has the exception

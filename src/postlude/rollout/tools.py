@@ -2,7 +2,7 @@
 
 A call stands in a completion as <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>. What the
 function returns is what the model reads next, as a message of the role "tool"; what it raises is told to the model too.
-A completion without a call is the answer.
+A completion without a call is the answer. What stands in <think>...</think> is no call.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, get_origin, get_type_hints
 from postlude.user_code import load_callable
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+# Reasoning, whose beginning may stand in the prompt and whose end may be missing.
+REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 LONGEST = 4000  # letters of a result
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 
@@ -43,7 +45,7 @@ class ToolReply:
         """Messages to read, or what the answer earns."""
         if not self._loaded:
             self.prepare()
-        calls = CALL.findall(completions[-1])
+        calls = CALL.findall(REASONING.sub("", completions[-1]))
         if not calls:
             return self._reward(prompt, completions[-1], example)
         return [{"role": "tool", "content": self._result(call)[:LONGEST]} for call in calls]
