@@ -249,6 +249,16 @@ BAD = [
         says=(r"reward\.py cannot be run", "No module named 'nmupy'", "line 1"),
         arrange=lambda: reward("import nmupy\ndef score(prompt, completion, example):\n    return 1.0\n"),
     ),
+    *(
+        grpo(
+            f"a reward with TRL's signature, {signature}",
+            says=("as TRL calls it", r"def score\(prompt, completion, example\) -> float"),
+            arrange=lambda signature=signature: reward(f"def score({signature}):\n    return [1.0]\n"),  # type: ignore[misc]
+            mend=lambda: reward("def score(prompt, completion, example):\n    return 1.0\n"),
+            mended=GRPO,
+        )
+        for signature in ("completions, **kwargs", "prompts, completions, answer")
+    ),
     grpo(
         "a reward that raises",
         says=("ZeroDivisionError", r"reward\.py, line 2", r"trial on line 1 of tasks\.jsonl", "Mend it"),

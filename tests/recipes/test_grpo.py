@@ -6,7 +6,9 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from statistics import mean
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,12 +17,14 @@ import torch.distributed as dist
 from postlude.recipes.config.reading import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_of, run
 from postlude.recipes.metrics import explain
-from postlude.recipes.rollouts import SHOWN
+from postlude.recipes.rollouts import SHOWN, scores
 from postlude.recipes.run.ending import Ending, RunFailed, read_ending
 from postlude.recipes.trainer import train
 from postlude.recipes.verdict import read_verdict
 from postlude.rollout.conversations import Answered
 from postlude.rollout.environments import Transcript
+from postlude.rollout.protocol import Completion
+from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 
@@ -111,6 +115,13 @@ def test_a_run_that_fails_says_so_in_its_report(ranks: Ranks, tmp_path: Path) ->
     assert ending == Ending("finished", 5), "going on takes it back"
 
 
+# What answers of a model over bytes differ in before it has learned anything, so that every step has a gradient.
+SPREAD = (
+    "--environment=dataset",
+    f"--environment.path={Path(__file__).parents[2] / 'recipes' / 'data' / 'tool_sums.jsonl'}",
+    f"--environment.reward={Path(__file__).parents[1] / 'rollout' / 'functions.py'}:ascii_share",
+    "--environment.workers=0",
+)
 REPLAY = ("--model=tiny-moe", "--replay_routing=true")
 
 
@@ -335,6 +346,111 @@ def test_tasks_that_cannot_be(
     else:
         (found,) = ranks(1, trained, str(tmp_path), *given)
         assert 0.0 < found[-1]["reward/failed"] < 1.0, "it costs its samples, not the run"
+
+
+def answered(group: int, reward: float | None, *reasons: str) -> Answered:
+    """One answer of a group, with turns that ended so; without a reward, the call for it failed."""
+    score = Score(0.0, {"raised": 1.0}, "broken", excluded=True) if reward is None else Score(reward)
+    turns = [Completion([2], [0.0], [0.0], reason) for reason in reasons or ("stop",)]  # type: ignore[arg-type]
+    found = Answered(Task("p", {}, "task"), group, Transcript([1]), turns, score, over=True)
+    for turn in turns:
+        found.transcript.answer(turn.tokens, turn.logprobs)
+    return found
+
+
+def rollout_of(rounds: list[list[Answered]], **settings: Any) -> tuple[GRPOTrainer, dict[str, Any]]:
+    """A trainer that has drawn these answers, round after round, and what it tells of the step."""
+    trainer, left = object.__new__(GRPOTrainer), iter(rounds)
+    trainer.config = GRPOConfig(prompts=2, samples=3, run=Path("nowhere"), **settings)
+    trainer.step = 0
+    trainer.supply, trainer.run, trainer.health, trainer.rollouts, trainer.engine, trainer.tokenizer = (
+        Mock() for _ in range(6)
+    )
+    trainer.supply.take = lambda count, step: next(left)
+    trainer.supply.take_metrics.return_value = trainer.rollouts.take_metrics.return_value = {}
+    trainer.tokenizer.decode = str
+    return trainer, trainer.teach()[0]
+
+
+def test_answers_whose_reward_failed_are_left_out() -> None:
+    """Of the baseline, the loss and the mean; what has no other left in its group has nothing to be compared with."""
+    drawn = [
+        *(answered(0, 1.0), answered(0, None), answered(0, 0.0)),
+        *(answered(1, None), answered(1, 1.0), answered(1, None)),
+    ]
+    trainer, found = rollout_of([drawn])
+    (batch,) = trainer.lesson
+    assert len(batch.sequences) == 2
+    assert list(batch.columns["advantages"]) == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-3)
+    assert found["reward_mean"] == pytest.approx(2 / 3), "not 2 / 6"
+    assert found["rewards"] == [1.0, 0.0, 1.0]
+    assert found["reward/failed"] == found["reward/raised"] == pytest.approx(0.5)
+    assert found["groups_learned"] == 0.5
+    assert len(found["lengths"]) == 6
+    told = scores(drawn, 3)
+    assert told["eval/reward_mean"] == pytest.approx(2 / 3)
+    assert told["eval/pass@1"] == pytest.approx(1 / 3), "they solve nothing"
+    assert told["eval/reward/failed"] == 0.5
+    _, nothing = rollout_of([[answered(0, None), answered(0, None), answered(0, None)]])
+    assert "reward_mean" not in nothing
+    assert nothing["reward/failed"] == 1.0
+
+
+def test_groups_whose_rewards_are_equal_are_not_learned_from() -> None:
+    alike = [answered(group, 1.0) for group in (0, 0, 0, 1, 1, 1)]
+    _, found = rollout_of([alike])
+    assert found["groups_learned"] == 0.0
+
+
+def test_an_answer_cut_off_in_the_middle_of_a_conversation_is_overlong() -> None:
+    drawn = [answered(0, 1.0, "length", "stop"), answered(0, 0.0), answered(0, 1.0)]
+    trainer, found = rollout_of([drawn], overlong="mask")
+    assert found["cut_off"] == pytest.approx(1 / 3)
+    assert len(trainer.lesson[0].sequences) == 2
+
+
+def test_dynamic_sampling_sees_the_penalty_of_answers_that_are_cut_off() -> None:
+    """Groups differ by what is learned from: with the penalty, and without what is masked."""
+    drawn = [
+        answered(0, 1.0, "length"),
+        answered(0, 1.0),
+        answered(0, 1.0),
+        answered(1, 0.0, "length"),
+        answered(1, 1.0),
+    ]
+    more = [answered(2, 1.0), answered(2, 1.0)]
+    trainer, found = rollout_of([drawn, more], dynamic_sampling=1, overlong_penalty=0.5)
+    assert found["groups_learned"] == 1.0
+    assert len(trainer.lesson[0].sequences) == 5
+    trainer, found = rollout_of([drawn, more], dynamic_sampling=1, overlong="mask")
+    assert found["groups_learned"] == 0.0, "what is left of each is alike, or alone"
+    assert not trainer.lesson
+
+
+def largest_ratios(group: Any, directory: str) -> tuple[list[float], float, float]:
+    """Of each minibatch, and as the step tells it, with a mean beside it."""
+    seen: list[dict[str, Any]] = []
+
+    class Noted(GRPOTrainer):
+        def learn(self, batch: Any, objective: Any) -> Any:
+            seen.append(super().learn(batch, objective))
+            return seen[-1]
+
+    train(
+        Noted(
+            config_of(Path(directory), *UNKEPT, "--warm_start.steps=0", "--steps=1", *SPREAD, "--minibatches=4"), "cpu"
+        )
+    )
+    row = json.loads((Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    return [each["ratio_max"] for each in seen], row["ratio_max"], row["ratio"] - mean(each["ratio"] for each in seen)
+
+
+@pytest.mark.slow
+def test_the_largest_ratio_is_that_of_all_minibatches(ranks: Ranks, tmp_path: Path) -> None:
+    ((each, told, off),) = ranks(1, largest_ratios, str(tmp_path))
+    assert len(set(each)) > 1
+    assert told == max(each)
+    assert off == pytest.approx(0.0, abs=1e-9)
 
 
 def test_answers_without_their_routing_cannot_be_replayed() -> None:

@@ -45,10 +45,14 @@ def answers(*rewards: float | str, samples: int = 2) -> list[Answered]:
 @pytest.mark.parametrize(
     ("steps", "sentence"),
     [
-        ([answers("broken", "broken")], "all 2 rewards of step 1 failed, as none before was given: broken"),
+        (
+            [answers("broken", "broken")],
+            "all 2 rewards of step 1 failed, as none before was given; the last error: broken. Mend the",
+        ),
         (
             [answers(1.0, "odd"), *[answers(1.0, "broken", "broken", "broken")] * 2],
-            r"75% of the rewards of step 3 failed, and more than limits.failed_rewards=0.5 in 2 steps in a row: broken",
+            r"75% of the rewards of step 3 failed, and more than limits.failed_rewards=0.5 in 2 steps in a row; "
+            r"the last error: broken\. Mend the reward function, or raise that limit",
         ),
     ],
 )

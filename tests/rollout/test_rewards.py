@@ -111,6 +111,7 @@ def test_a_fault_costs_its_own_sample(misbehaving: RewardPool, fault: str) -> No
     scores = score_all(misbehaving, calls(*["fine"] * 5, fault, *["fine"] * 6))
     assert [score.reward for score in scores] == [1.0] * 5 + [-1.0] + [1.0] * 6
     assert [index for index, score in enumerate(scores) if score.error] == [5]
+    assert not scores[5].excluded, "as failed_reward is set"
     assert (scores[5].error or "").startswith(sentence)
     changed = {name: count - before[name] for name, count in misbehaving.report().items() if count != before[name]}
     assert changed == {"scored": 12.0, "failed": 1.0, f"failed/{kind}": 1.0}
@@ -120,7 +121,7 @@ def test_a_fault_costs_its_own_sample(misbehaving: RewardPool, fault: str) -> No
 def test_every_sample_may_fail_at_once() -> None:
     with RewardPool(misbehave, workers=2, timeout=LIMIT) as pool:
         scores = score_all(pool, calls("die", "hang", "nan", "killed", "raise", "hang", "die"))
-        assert [score.reward for score in scores] == [0.0] * 7
+        assert all(score.excluded for score in scores)
         assert pool.failures == {"died": 3, "timed_out": 2, "invalid": 1, "raised": 1}
         assert score_all(pool, calls("fine", "fine")) == [Score(1.0)] * 2
 
@@ -129,9 +130,13 @@ def test_the_first_failure_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING), RewardPool(misbehave, workers=0) as pool:
         score_all(pool, calls("nan", "nan", "raise"))
     assert caplog.records[0].getMessage() == (
-        "misbehave returned nan, but a reward is finite. The sample gets reward 0; such failures are counted."
+        "misbehave returned nan, but a reward is finite. The sample is left out; such failures are counted."
     )
     assert len(caplog.records) == 2
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), RewardPool(misbehave, workers=0, failed_reward=-1.0) as pool:
+        score_all(pool, calls("nan"))
+    assert "The sample gets reward -1; such failures" in caplog.text
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -227,7 +227,8 @@ class Engine:
                 for name, share in block.measured().items():
                     tally.add_share(name, *share)
             metrics = tally.reduce(self._speaks)
-        return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens)
+        reductions = dict(self.ledger.lines.keys())
+        return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens, reductions)
 
     def measure(self, batch: Batch, objective: Objective) -> Result:
         """What `forward_backward` would find, without a backward: no gradient is made or changed."""
@@ -236,7 +237,8 @@ class Engine:
         with self.condition.passing("measure", self._rebuild):
             self._forward(dealt.own, lambda inputs: tally.evaluate(objective, inputs))
             metrics = tally.reduce(self._speaks)
-        return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens)
+        reductions = dict(self.ledger.lines.keys())
+        return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens, reductions)
 
     def optimizer_step(self) -> StepResult:
         """Clip the gradients by their global norm, step, and start over from zero gradients."""

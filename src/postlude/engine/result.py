@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from postlude.objectives.loss import Reduction
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,8 @@ class Result:
     metrics: Mapping[str, float]
     microbatches: int
     tokens: int
+    reductions: Mapping[str, Reduction] = field(default_factory=dict)
+    """How each metric was made of its values, by which those of several passes become one."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -36,6 +36,7 @@ from postlude.recipes.where import HERE, Where
 from postlude.rollout.conversations import Answered
 from postlude.rollout.tasks import Task, Tasks, hold_out
 
+FOLDS: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
 REFERENCE = "reference"  # in the run's directory: the weights that a penalty is measured from
 
 
@@ -156,7 +157,7 @@ class GRPOTrainer(Trainer):
         answered, drawn = self.rollout()
         self.run.sample(self.step + 1, shown(drawn, self.tokenizer))
         self.health.rewards(drawn, self.step + 1)
-        learned = len({each.group for each in answered}) / self.config.prompts
+        learned = len(self._differing(answered)) / self.config.prompts
         found = summary(drawn) | {"groups_learned": learned}
         found |= self.supply.take_metrics() | self.rollouts.take_metrics()
         if (older := age(answered, self.engine.step)) is not None:
@@ -165,7 +166,11 @@ class GRPOTrainer(Trainer):
         return found, len(self.lesson)
 
     def rollout(self) -> tuple[list[Answered], list[Answered]]:
-        """Answers to learn from, and all that were drawn. With dynamic sampling groups without a difference go."""
+        """Answers to learn from, and all that were drawn.
+
+        Left out are answers whose reward call failed, those cut off where they are masked, and what has no other of its
+        group left to be compared with; with dynamic sampling, also groups without a difference.
+        """
         config = self.config
         chosen: list[Answered] = []
         drawn: list[Answered] = []
@@ -175,12 +180,10 @@ class GRPOTrainer(Trainer):
                 break
             answers = self.supply.take(missing, self.step)
             drawn += answers
-            differing = _differing(answers)
-            chosen += [each for each in answers if not config.dynamic_sampling or each.group in differing]
-        if config.overlong == "mask":
-            chosen = [each for each in chosen if not each.cut_off]
-            sizes = Counter(each.group for each in chosen)
-            chosen = [each for each in chosen if sizes[each.group] > 1]
+            kept = [each for each in answers if not each.excluded and not (config.overlong == "mask" and each.cut_off)]
+            sizes = Counter(each.group for each in kept)
+            differing = self._differing(kept) if config.dynamic_sampling else sizes.keys()
+            chosen += [each for each in kept if sizes[each.group] > 1 and each.group in differing]
         return chosen, drawn
 
     def learn_answers(self, parts: int) -> dict[str, Any]:
@@ -192,7 +195,9 @@ class GRPOTrainer(Trainer):
         self.lesson = []
         batches = [self._scored(batch) for batch in batches]  # by the weights that all of them start from
         results = [self.learn(batch, self.objective) for batch in batches]
-        found = {name: mean(result[name] for result in results) for name in results[0]}
+        found: dict[str, Any] = {
+            name: FOLDS[self.reductions.get(name, "mean")]([result[name] for result in results]) for name in results[0]
+        }
         if self.config.starts_from_rollout:  # the first minibatch is learned by the very weights that sampled it
             found |= {"rollout_kl": results[0]["kl_old"], "rollout_gap_max": None}
         return found | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
@@ -246,8 +251,19 @@ class GRPOTrainer(Trainer):
                 columns["reference_logprobs"] = self.reference.logprobs(asked, temperature=temperature).logprob
         return replace(batch, columns=columns)
 
+    def _reward(self, answer: Answered) -> float:
+        """What is learned from: the reward, less the penalty of an answer that was cut off."""
+        return answer.reward - self.config.overlong_penalty * answer.cut_off
+
+    def _differing(self, answers: Sequence[Answered]) -> set[int]:
+        """The groups whose rewards are not all alike."""
+        rewards: dict[int, set[float]] = {}
+        for each in answers:
+            rewards.setdefault(each.group, set()).add(self._reward(each))
+        return {group for group, found in rewards.items() if len(found) > 1}
+
     def _advantages(self, answered: Sequence[Answered]) -> list[float]:
-        rewards = [each.reward - self.config.overlong_penalty * each.cut_off for each in answered]
+        rewards = [self._reward(each) for each in answered]
         groups = [each.group for each in answered]
         match self.config.advantages:
             case "rloo":
@@ -340,11 +356,3 @@ def _replay(subject: Subject) -> str:
             "none. Set it to false."
         )
     return f"of {len(routers)} blocks with experts"
-
-
-def _differing(answers: Sequence[Answered]) -> set[int]:
-    """The groups whose rewards are not all alike."""
-    rewards: dict[int, set[float]] = {}
-    for each in answers:
-        rewards.setdefault(each.group, set()).add(each.reward)
-    return {group for group, found in rewards.items() if len(found) > 1}

@@ -32,16 +32,20 @@ class Health:
         errors = [each.score.error for each in answers if each.score is not None and each.score.error]
         share, limit = len(errors) / len(answers), self.limits.failed_rewards
         if share == 1.0 and not self._scored:
-            raise Hopeless(f"all {len(answers)} rewards of step {step} failed, as none before was given: {errors[0]}")
+            raise Hopeless(
+                f"all {len(answers)} rewards of step {step} failed, as none before was given; the last error: "
+                f"{errors[-1].rstrip('.')}. Mend the reward function"
+            )
         self._scored = True
         self._failing = self._failing + 1 if share > limit else 0
         if self._failing >= self.limits.patience:
             raise Hopeless(
                 f"{share:.0%} of the rewards of step {step} failed, and more than limits.failed_rewards={limit:g} in "
-                f"{self._failing} steps in a row: {errors[0]}"
+                f"{self._failing} steps in a row; the last error: {errors[-1].rstrip('.')}. Mend the reward function, "
+                "or raise that limit"
             )
         groups: dict[int, set[float]] = {}
-        for each in answers:
+        for each in (each for each in answers if not each.excluded):
             groups.setdefault(each.group, set()).add(each.reward)
         self._lasting(
             "alike",

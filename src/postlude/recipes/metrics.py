@@ -215,7 +215,7 @@ GROUPS: Mapping[str, Mapping[str, Legend]] = {
         LENGTHS: Legend("Lengths", "each answer's length, a list", "≥ 0", "its spread, in the report"),
         "cut_off": Legend(
             "Cut off",
-            "share of answers that reached `max_new_tokens`",
+            "share of answers that reached `max_new_tokens` in one of their turns",
             "0 to 1",
             "near 0; else raise `answers.max_new_tokens`, or see `overlong`",
         ),
@@ -228,15 +228,17 @@ GROUPS: Mapping[str, Mapping[str, Legend]] = {
         ),
         "groups_learned": Legend(
             "Groups learned from",
-            "share of `prompts` whose group was learned from, after dynamic sampling and masking",
+            "share of `prompts` whose group was learned from: after dynamic sampling, masking and failed reward calls, "
+            "its rewards differ",
             "0 to 1",
             "low: tasks are too easy or too hard",
         ),
         FAILED: Legend(
             "Reward failures",
-            "share of answers whose reward function raised, hung or returned nonsense",
+            "share of answers whose reward function raised, hung or returned nonsense; they are left out of the "
+            "baseline and the loss, unless the environment's `failed_reward` is a number",
             "0 to 1",
-            "0; the first failure of each kind is told in the log",
+            "0; the first failure of each kind is told in the log, and more than `limits.failed_rewards` ends the run",
         ),
         f"{PARTS}timed_out": Legend(
             "Timed out",

@@ -56,6 +56,7 @@ from postlude.recipes.run.sinks import check_sinks
 from postlude.recipes.trial import try_objective
 from postlude.rollout.environments import Environment, is_chat
 from postlude.rollout.generator import check_draft
+from postlude.rollout.rewards import check_signature
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
 
 SAVED = 3  # numbers a parameter has in a checkpoint: itself and, at most, two of the optimizer's
@@ -212,6 +213,7 @@ def of_environment(
     """Tasks that can be asked and a judge that can be called. `example` makes of a task one to learn by heart."""
 
     def look() -> str:
+        check_signature(getattr(settings, "reward", None))
         # One judge, in a process of its own whatever the config says: there it can be timed out.
         config, judged = subject.config, settings.model_copy(update={"workers": 1})
         with closing(environment_of(judged, config.seed, subject.tokenizer, answers, config.budget)) as environment:

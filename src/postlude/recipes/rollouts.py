@@ -16,8 +16,8 @@ from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evalu
 from postlude.recipes.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS, WORKERS_LOST
 from postlude.recipes.run.directory import Sample, is_first_rank
 from postlude.recipes.signals import Signals
-from postlude.rollout.conversations import Answered, Conversations, Group, seed_of
-from postlude.rollout.crew import Hire, Nobody
+from postlude.rollout.conversations import FAILED, Answered, Conversations, Group, seed_of
+from postlude.rollout.crew import FAILURES, Hire, Nobody
 from postlude.rollout.environments import Environment
 from postlude.rollout.gathered import RankedEngine
 from postlude.rollout.sampling import Sampling
@@ -188,26 +188,39 @@ def _fits(encoder: Encoder, task: Task) -> bool:
 
 
 def summary(answers: Sequence[Answered]) -> dict[str, Any]:
-    """The metrics of some answers: rewards, their parts, lengths, and how well they were drafted."""
-    rewards = [each.reward for each in answers]
-    middle = mean(rewards)
-    found = {
-        REWARD: middle,
-        "reward_std": mean((reward - middle) ** 2 for reward in rewards) ** 0.5,
+    """The metrics of some answers: rewards, their parts, lengths, and how well they were drafted.
+
+    Rewards and their parts are of answers that have one; failed calls are a share of all.
+    """
+    scored = [each for each in answers if not each.excluded]
+    rewards = [each.reward for each in scored]
+    found: dict[str, Any] = {}
+    if rewards:
+        middle = mean(rewards)
+        found = {REWARD: middle, "reward_std": mean((reward - middle) ** 2 for reward in rewards) ** 0.5}
+    found |= {
         LENGTH: mean(each.length for each in answers),
         "cut_off": mean(each.cut_off for each in answers),
         "turns_mean": mean(len(each.completions) for each in answers),
         REWARDS: rewards,
         LENGTHS: [each.length for each in answers],
     }
-    return found | _drafts(answers) | _means(PARTS, [each.parts for each in answers])
+    failures = [{name: each.parts[name] for name in (FAILED, *FAILURES) if name in each.parts} for each in answers]
+    return found | _drafts(answers) | _means(PARTS, [each.parts for each in scored]) | _means(PARTS, failures)
 
 
 def scores(answers: Sequence[Answered], samples: int) -> dict[str, float]:
-    """Of held-out tasks: the mean reward, and pass@k by answers with a reward of at least 1, for powers of two k."""
-    right = Counter(each.group for each in answers if each.reward >= 1.0)
+    """Of held-out tasks: the mean reward, and pass@k by answers with a reward of at least 1, for powers of two k.
+
+    An answer whose reward call failed has no part in the mean, and solves nothing.
+    """
+    scored = [each for each in answers if not each.excluded]
+    right = Counter(each.group for each in scored if each.reward >= 1.0)
     wrong = [samples - right[group] for group in dict.fromkeys(each.group for each in answers)]
-    found = {f"{EVAL}{REWARD}": mean(each.reward for each in answers), f"{EVAL}{LENGTH}": mean(_lengths(answers))}
+    found = {f"{EVAL}{REWARD}": mean(each.reward for each in scored)} if scored else {}
+    found[f"{EVAL}{LENGTH}"] = mean(_lengths(answers))
+    if failed := sum(FAILED in each.parts for each in answers):
+        found[f"{EVAL}{PARTS}{FAILED}"] = failed / len(answers)
     k = 1
     while k <= samples:
         found[f"{PASS}{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in wrong)

@@ -25,6 +25,7 @@ from postlude.engine.checkpoint import check
 from postlude.hf.card import ModelCard
 from postlude.hf.load import load_tokenizer
 from postlude.objectives import Objective
+from postlude.objectives.loss import Reduction
 from postlude.optimizer import OptimizerConfig
 from postlude.recipes.ahead import beside, source_of
 from postlude.recipes.clock import Clock
@@ -122,6 +123,7 @@ class Trainer(ABC):
         self.again = ""  # how to go on
         self.asked_to_end = 0  # by which signal
         self.signals = Signals(speaks=is_first_rank())
+        self.reductions: dict[str, Reduction] = {}  # of metrics, as the objective has them
         self.health = Health(config.limits, config.max_skipped, speaks=is_first_rank())
         self.timed = Clock()
 
@@ -255,6 +257,7 @@ class Trainer(ABC):
         with self.timed("train"):
             result = self.engine.forward_backward(batch, beside(objective, self.settings.mtp, self.learned))
             moved = self.engine.optimizer_step()
+        self.reductions.update(result.reductions)
         self.health.learned(result.loss, moved.skipped, self.step + 1)
         found = {LOSS: result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
         return found | {SKIPPED: float(moved.skipped), "tokens": result.tokens}

@@ -16,6 +16,7 @@ from postlude.recipes.metrics import (
     EVAL,
     FAILED,
     FALLING,
+    LENGTHS,
     LOSS,
     MEMORY,
     PASS,
@@ -135,7 +136,11 @@ def read_verdict(run: Path) -> Verdict:
     phases = list(dict.fromkeys(str(line.get("phase", "")) for line in lines if line["step"] > 0)) or list(
         dict.fromkeys(str(line.get("phase", "")) for line in lines)
     )
-    answers = [(len(line[REWARDS]), _number(line.get(FAILED))) for line in lines if isinstance(line.get(REWARDS), list)]
+    answers = [  # every one has a length, and a reward unless the call for it failed
+        (len(line.get(LENGTHS, line[REWARDS])), _number(line.get(FAILED)))
+        for line in lines
+        if isinstance(line.get(REWARDS), list)
+    ]
     times: dict[str, float] = {}
     for line in lines:
         for key, value in line.items():

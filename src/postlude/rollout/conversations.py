@@ -55,9 +55,14 @@ class Answered:
         return dict(self.score.parts) | ({FAILED: 1.0} if self.score.error else {})
 
     @property
+    def excluded(self) -> bool:
+        """Whether there is no reward to learn from, since the call that gives it failed."""
+        return self.score is not None and self.score.excluded
+
+    @property
     def cut_off(self) -> bool:
-        """Whether its last turn reached max_new_tokens."""
-        return self.completions[-1].finish_reason == "length"
+        """Whether one of its turns reached max_new_tokens."""
+        return any(each.finish_reason == "length" for each in self.completions)
 
     @property
     def length(self) -> int:
@@ -250,7 +255,8 @@ class Conversations:
                 keep_reasoning=self.environment.keep_reasoning,
             )
         except ValueError as error:  # the environment's mistake, at the cost of this attempt
-            attempt.score = Score(earned.reward, earned.parts, f"the environment's answer cannot be read: {error}")
+            failed, sentence = self.environment.failed_reward, f"the environment's answer cannot be read: {error}"
+            attempt.score = earned.plus(Score(failed or 0.0, {}, sentence, excluded=failed is None))
             return True
         if len(attempt.transcript.tokens) + len(heard) + self.max_new_tokens > self.budget:
             attempt.score = earned.plus(NO_ROOM)

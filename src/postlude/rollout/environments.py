@@ -89,6 +89,8 @@ class Environment(ABC):
     """Tasks, and what comes of answers to them. Many episodes are under way at once, and each waits for its own."""
 
     tasks: Tasks
+    failed_reward: float | None = None
+    """What an attempt earns that failed; None excludes it from training."""
     keep_reasoning: bool = False
     """Whether reasoning of earlier turns stays before the model, though its chat template would leave it out."""
 
@@ -163,7 +165,7 @@ class Judged(Environment):
     """Whether it may say something for the model to read."""
 
     def __init__(self, tasks: Tasks, pool: RewardPool) -> None:
-        self.tasks, self.pool = tasks, pool
+        self.tasks, self.pool, self.failed_reward = tasks, pool, pool.failed_reward
         self._waiting: dict[int, Episode] = {}
 
     @property
@@ -236,7 +238,7 @@ class MultiTurn(Judged):
         unfinished_reward: float = 0.0,
         workers: int = 4,
         timeout: float = 30.0,
-        failed_reward: float = 0.0,
+        failed_reward: float | None = None,
         hire: Hire | None = None,
     ) -> None:
         check_turns(max_turns)

@@ -28,9 +28,9 @@ from postlude.rollout.tasks import Task, Tasks
 class Episodes(Environment):
     """Every episode is one of `make(example)`, with an `async def step(said)`. See above.
 
-    An episode whose call raises, takes more than `timeout` seconds or returns nonsense ends with `failed_reward`, and
-    is counted in `tally`. One without an end after `max_turns` completions ends with `unfinished_reward` besides what
-    it earned.
+    An episode whose call raises, takes more than `timeout` seconds or returns nonsense ends, is counted in `tally`, and
+    is excluded from training, or earns `failed_reward` where that is a number. One without an end after `max_turns`
+    completions ends with `unfinished_reward` besides what it earned.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Episodes(Environment):
         max_turns: int,
         unfinished_reward: float = 0.0,
         timeout: float = 30.0,
-        failed_reward: float = 0.0,
+        failed_reward: float | None = None,
     ) -> None:
         check_turns(max_turns)
         self.tasks, self.make, self.name = tasks, make, name
         self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
-        self.tally = FailureTally(name, failed_reward)
+        self.tally, self.failed_reward = FailureTally(name, failed_reward), failed_reward
         self._coroutines = Coroutines(name, timeout)
         self._tickets = itertools.count()
         self._waiting: dict[int, Episode] = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -23,23 +25,29 @@ Reply: TypeAlias = "Score | str | list[Message]"
 
 @dataclass(frozen=True)
 class Score:
-    """What a completion earned. With an `error` it could not be scored, and the reward is the one set for that."""
+    """What a completion earned. With an `error` the call that scores it failed."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    excluded: bool = False
+    """Whether there is no reward to learn from: the call failed, and no `failed_reward` is set for that."""
 
     def plus(self, other: Score) -> Score:
         """Both together: what turn after turn earned."""
         parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in {**self.parts, **other.parts}}
-        return Score(self.reward + other.reward, parts, self.error or other.error)
+        excluded = self.excluded or other.excluded
+        return Score(self.reward + other.reward, parts, self.error or other.error, excluded)
 
 
 class FailureTally:
-    """What failed, counted by kind; the first of each kind is logged. A failure earns `failed_reward`."""
+    """What failed, counted by kind; the first of each kind is logged.
 
-    def __init__(self, name: str, failed_reward: float) -> None:
-        if not math.isfinite(failed_reward):
+    A failure earns `failed_reward`; with None it earns nothing, and its sample is excluded.
+    """
+
+    def __init__(self, name: str, failed_reward: float | None) -> None:
+        if failed_reward is not None and not math.isfinite(failed_reward):
             raise ValueError(f"failed_reward is {failed_reward}, but a reward is a finite number.")
         self.name, self.failed_reward = name, failed_reward
         self.failures: Counter[Failure] = Counter(dict.fromkeys(FAILURES, 0))
@@ -59,8 +67,9 @@ class FailureTally:
         self.scored += 1
         self.failures[failure] += 1
         if self.failures[failure] == 1:
-            log.warning("%s The sample gets reward %g; such failures are counted.", error, self.failed_reward)
-        return Score(self.failed_reward, {failure: 1.0}, error)
+            fate = "is left out" if self.failed_reward is None else f"gets reward {self.failed_reward:g}"
+            log.warning("%s The sample %s; such failures are counted.", error, fate)
+        return Score(self.failed_reward or 0.0, {failure: 1.0}, error, excluded=self.failed_reward is None)
 
     def report(self) -> dict[str, float]:
         """For the metrics: how many were scored, and how many failed in each way, since it began."""
@@ -72,9 +81,10 @@ class RewardPool(FailureTally):
     """Scores completions with `score`, a function or path/to/file.py:name, in `workers` processes.
 
     A sample whose call raises, takes more than `timeout` seconds, ends its process, or returns anything but finite
-    numbers earns `failed_reward`. It is counted in `failures` by kind, and the first of each kind is logged. What
-    concerns all samples, such as a file that is not there, raises here at once. With `workers=0` calls are made in this
-    process and nothing is timed out. `hire` finds workers elsewhere. Use it as a context, or `close` it.
+    numbers is excluded from training, or earns `failed_reward` where that is a number. It is counted in `failures` by
+    kind, and the first of each kind is logged. What concerns all samples, such as a file that is not there, raises here
+    at once. With `workers=0` calls are made in this process and nothing is timed out. `hire` finds workers elsewhere.
+    Use it as a context, or `close` it.
     """
 
     def __init__(
@@ -83,7 +93,7 @@ class RewardPool(FailureTally):
         *,
         workers: int = 4,
         timeout: float = 30.0,
-        failed_reward: float = 0.0,
+        failed_reward: float | None = None,
         hire: Hire | None = None,
     ) -> None:
         super().__init__(score if isinstance(score, str) else "", failed_reward)
@@ -144,6 +154,24 @@ class RewardPool(FailureTally):
             return self.invalid(fault)
         self.scored += 1
         return score
+
+
+def check_signature(reward: str | None) -> None:
+    """Refuse path/to/file.py:name of a function that takes a batch, as TRL's do. The file is read and not run."""
+    path, _, name = (reward or "").rpartition(":")
+    try:
+        body = ast.parse(Path(path).read_text()).body
+    except (OSError, SyntaxError, ValueError):
+        return  # what loads the function says what is wrong with its file
+    for found in body:
+        if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and found.name == name:
+            parameters = [each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+            if {"completions", "prompts"} & set(parameters):
+                raise ValueError(
+                    f"{name}({', '.join(parameters)}, ...) in {path} takes all completions of a batch, as TRL calls it,"
+                    f" but a reward here is called for one: write it as def {name}(prompt, completion, example) -> "
+                    "float, where example is the row of the prompt."
+                )
 
 
 def is_reply(value: Any) -> bool:

@@ -34,6 +34,7 @@ Code: TypeAlias = Annotated[str, ReadFrom("code")]
 """path/to/file.py:name of something of the user's."""
 ModelSource: TypeAlias = Annotated[str, ReadFrom("model")]
 """A model's directory or file, or the name of a built-in one."""
+FailedReward: TypeAlias = Annotated[float, Field(allow_inf_nan=False)] | None
 OptimizerSettings: TypeAlias = Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)]
 
 
@@ -55,7 +56,9 @@ class Gym(Settings):
     workers: NonNegativeInt = 0
     """Processes that score answers; 0 scores them in this one."""
     timeout: Positive = 30.0
-    """Seconds after which an answer counts as wrong because its score does not come."""
+    """Seconds after which the call that scores an answer counts as failed."""
+    failed_reward: FailedReward = None
+    """What an answer earns whose call failed; none leaves it out of the baseline and the loss."""
 
     def build(self, seed: int, hire: Hire | None = None) -> Environment:
         """The environment of these tasks, judged by workers that `hire` finds."""
@@ -70,7 +73,10 @@ class Gym(Settings):
             chat=self.template is None,
         )
         tasks: Tasks = gym if self.template is None else Templated(gym, self.template)
-        return SingleTurn(tasks, RewardPool(gym.reward(), workers=self.workers, timeout=self.timeout, hire=hire))
+        pool = RewardPool(
+            gym.reward(), workers=self.workers, timeout=self.timeout, failed_reward=self.failed_reward, hire=hire
+        )
+        return SingleTurn(tasks, pool)
 
 
 class Prompts(Settings):
@@ -89,6 +95,8 @@ class Prompts(Settings):
     or are left out."""
     timeout: Positive = 30.0
     """Seconds after which a judgement counts as failed."""
+    failed_reward: FailedReward = None
+    """What an answer earns whose judgement failed; none leaves it out of the baseline and the loss."""
 
     def tasks(self) -> Tasks:
         """Every row as a task."""
@@ -122,7 +130,10 @@ class Dataset(Prompts, Processes):
     def build(self, seed: int, hire: Hire | None = None) -> Environment:
         """The environment of these rows, judged by workers that `hire` finds."""
         score = MathReward() if self.reward == "math" else self.reward
-        return SingleTurn(self.tasks(), RewardPool(score, workers=self.workers, timeout=self.timeout, hire=hire))
+        pool = RewardPool(
+            score, workers=self.workers, timeout=self.timeout, failed_reward=self.failed_reward, hire=hire
+        )
+        return SingleTurn(self.tasks(), pool)
 
 
 class Conversation(Prompts, Processes, Turns):
@@ -141,6 +152,7 @@ class Conversation(Prompts, Processes, Turns):
             unfinished_reward=self.unfinished_reward,
             workers=self.workers,
             timeout=self.timeout,
+            failed_reward=self.failed_reward,
             hire=hire,
         )
         environment.keep_reasoning = self.keep_reasoning
@@ -169,6 +181,7 @@ class Tools(Prompts, Processes, Turns):
             unfinished_reward=self.unfinished_reward,
             workers=self.workers,
             timeout=self.timeout,
+            failed_reward=self.failed_reward,
             hire=hire,
         )
         environment.keep_reasoning = self.keep_reasoning
@@ -188,7 +201,7 @@ class Live(Prompts, Turns):
     def build(self, seed: int, hire: Hire | None = None) -> Environment:
         """The environment of these rows. Its episodes are coroutines of the rank, which hires nobody for them."""
         made = functools.partial(load_callable(self.episode), **self.settings)
-        return _episodes(self, self.tasks(), made, self.episode, self.timeout)
+        return _episodes(self, self.tasks(), made, self.episode)
 
 
 class OpenEnv(Turns):
@@ -208,22 +221,25 @@ class OpenEnv(Turns):
     """A system message before it."""
     timeout: Positive = 30.0
     """Seconds after which an answer of the server counts as failed."""
+    failed_reward: FailedReward = None
+    """What an attempt earns that failed; none leaves it out of the baseline and the loss."""
 
     def build(self, seed: int, hire: Hire | None = None) -> Environment:
         """The environment of these episodes, which wait for their server in a thread of the rank."""
         server = OpenEnvServer(self.address, self.action, self.observation, self.timeout)
         tasks = OpenEnvTasks(server, first=seed * self.size, size=self.size, chat=self.chat, system=self.system)
-        return _episodes(self, tasks, server.episode, f"the server at {self.address}", self.timeout)
+        return _episodes(self, tasks, server.episode, f"the server at {self.address}")
 
 
-def _episodes(settings: Turns, tasks: Tasks, make: Callable[..., Any], name: str, timeout: float) -> Environment:
+def _episodes(settings: Live | OpenEnv, tasks: Tasks, make: Callable[..., Any], name: str) -> Environment:
     made = Episodes(
         tasks,
         make,
         name=name,
         max_turns=settings.max_turns,
         unfinished_reward=settings.unfinished_reward,
-        timeout=timeout,
+        timeout=settings.timeout,
+        failed_reward=settings.failed_reward,
     )
     made.keep_reasoning = settings.keep_reasoning
     return made
@@ -397,8 +413,8 @@ class Limits(Settings):
     """When a run is given up, as one that learns nothing any more, and when it is warned of."""
 
     failed_rewards: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The largest share of a step's rewards that may fail; more in `patience` steps in a row ends the run. So does a
-    first step in which all fail."""
+    """The largest share of a step's reward calls that may fail; more in `patience` steps in a row ends the run, which
+    can be continued. So does a first step in which all fail."""
     weight_growth: Annotated[float, Field(gt=1)] = 100.0
     """How many times as large as at the start the norm of all weights may become, when a checkpoint is due."""
     entropy: NonNegative = 0.01
