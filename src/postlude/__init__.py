@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from postlude.data import Batch, Microbatch, pack, unpack
     from postlude.engine import SGD, AdamW, Engine, Schedule
+    from postlude.head import HeadConfig
     from postlude.hf.export import export_hf, export_model
     from postlude.hf.load import load_model, load_tokenizer
     from postlude.hf.source import Recast
@@ -27,6 +28,7 @@ __all__ = [
     "AdamW",
     "Batch",
     "Engine",
+    "HeadConfig",
     "LanguageModel",
     "Layout",
     "LinearObjective",
@@ -58,6 +60,7 @@ __all__ = [
 _HOMES = {
     "postlude.data": ("Batch", "Microbatch", "pack", "unpack"),
     "postlude.engine": ("SGD", "AdamW", "Engine", "Schedule"),
+    "postlude.head": ("HeadConfig",),
     "postlude.hf.export": ("export_hf", "export_model"),
     "postlude.hf.load": ("load_model", "load_tokenizer"),
     "postlude.hf.source": ("Recast",),

@@ -244,7 +244,7 @@ class Engine:
         """Clip the gradients by their global norm, step, and start over from zero gradients."""
         config, found = self.optimizer_config, self._norm_of_gradients()
         lr = config.lr * config.schedule.factor(self.step - self.optimizer_start)
-        idle = all(parameter.grad is None for parameter in self.parameters.values())
+        idle = bool(self.parameters) and all(each.grad is None for each in self.parameters.values())
         with self.condition.writing("optimizer_step"):
             self.optimizer.move(lr, found)
             norm = float(found)  # the host waits for it when the device has all of the step
