@@ -5,18 +5,22 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from postlude import load_model, load_tokenizer
+from postlude import Engine, Layout, export_hf, load_model, load_tokenizer
 from postlude.cli import main
 from postlude.commands.chat import Conversation
 from postlude.data.chat import Encoder
+from postlude.rollout.gathered import GatheredGenerator
 from postlude.rollout.generator import Generator
 from postlude.rollout.protocol import Completion
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.session import Session
+from tests.conftest import Ranks
 
 FEW = ["--max-new-tokens", "6", "--seed", "3", "--device", "cpu", "--dtype", "float32"]
 SAMPLING = Sampling(max_new_tokens=6, seed=3)
@@ -44,6 +48,28 @@ def test_lines_of_json_are_the_generators_answers(capsys: pytest.CaptureFixture[
     assert [(each["prompt"], each["number"], each["seed"]) for each in found] == [
         ("Hi", 0, 3), ("Hi", 1, 3), ("Ho", 0, 3), ("Ho", 1, 3)
     ]  # fmt: skip
+
+
+def ends_in_training(group: object, directory: str) -> set[int]:
+    """The tokens that end an answer of the generator in a trainer's rank."""
+    with closing(GatheredGenerator(Engine(directory, layout=Layout()), load_tokenizer(directory))) as native:
+        return set(native.generator.eos_tokens)
+
+
+def test_an_answer_ends_with_any_token_that_the_generation_config_says(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer("tiny-dense")
+    ((whole,),) = here([asked("Hi")], SAMPLING)
+    last = whole.tokens[2]
+    export_hf(load_model("tiny-dense"), tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [last, 257]}))
+    assert main(["generate", str(tmp_path), "--prompt", "Hi", "--json", *FEW]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == whole.tokens[: whole.tokens.index(last) + 1]
+    assert found["finish_reason"] == "stop"
+    assert ranks(1, ends_in_training, str(tmp_path)) == [{last, 257}]
 
 
 @pytest.mark.parametrize("words", [[], ["--prompt", "-"]])

@@ -10,6 +10,7 @@ import torch
 
 from postlude.data.chat import ChatTokenizer, Encoder, Prompt
 from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.reading import end_tokens, read_generation
 from postlude.rollout.generator import Generator
 from postlude.rollout.sampling import Sampling
 from postlude.world.devices import check_device, default_device
@@ -24,7 +25,8 @@ def load_generator(options: argparse.Namespace) -> tuple[Generator, Any]:
     tokenizer = load_tokenizer(options.model)
     model = load_model(options.model, dtype=options.dtype and getattr(torch, options.dtype), device=device)
     limit = {} if options.max_batch_tokens is None else {"max_batch_tokens": options.max_batch_tokens}
-    return Generator(model.eval(), tokenizer, **limit), tokenizer
+    ends = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
+    return Generator(model.eval(), tokenizer, eos_tokens=ends, **limit), tokenizer
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:

@@ -11,7 +11,7 @@ import socket
 import torch
 
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.reading import read_model
+from postlude.hf.reading import end_tokens, read_generation, read_model
 from postlude.model import LanguageModel
 from postlude.recipes.run.ending import RunFailed
 from postlude.rollout.generator import Generator
@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_prefill_tokens")
         if getattr(options, name) is not None
     }
-    generator = Generator(model.eval(), tokenizer, **limits)
+    ends = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
+    generator = Generator(model.eval(), tokenizer, eos_tokens=ends, **limits)
     served = Served(generator, options.name or options.model, None if options.empty else "default", key=key)
     try:
         asyncio.run(_serve(served, options))

@@ -145,6 +145,13 @@ def read_generation(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) 
     return {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None}
 
 
+def end_tokens(generation: Mapping[str, Any], eos_token_id: int | None) -> tuple[int, ...]:
+    """The tokens that end an answer: those of a `read_generation`, where there may be several, and the tokenizer's."""
+    stated = generation.get("eos_token_id")
+    found = list(stated) if isinstance(stated, list | tuple) else [stated]
+    return tuple(sorted({int(token) for token in (*found, eos_token_id) if token is not None}))
+
+
 def adapt(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelConfig]:
     """The family of a transformers config, and our config of the same model."""
     family = _known(hf.model_type, families)

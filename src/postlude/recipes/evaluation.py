@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.reading import end_tokens, read_generation
 from postlude.recipes.clock import Clock
 from postlude.recipes.conclusion import conclude
 from postlude.recipes.config import schema
@@ -105,4 +106,6 @@ def _engine(config: EvalConfig, tokenizer: Any, device: str, where: Where) -> Ra
         device=device,
         mtp=config.answers.draft is not None,
     ).eval()
-    return SharedGenerator(model, tokenizer, draft=config.answers.draft, **native_length(config.budget))
+    ends = end_tokens(read_generation(config.model), tokenizer.eos_token_id)
+    limits = native_length(config.budget)
+    return SharedGenerator(model, tokenizer, draft=config.answers.draft, eos_tokens=ends, **limits)

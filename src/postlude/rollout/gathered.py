@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from postlude.engine import Engine
+from postlude.hf.reading import end_tokens
 from postlude.model import LanguageModel
 from postlude.rollout.conversations import Talker
 from postlude.rollout.generator import Generator
@@ -123,6 +124,7 @@ class GatheredGenerator(SharedGenerator):
         self.engine = engine
         with torch.device("meta"):
             model = LanguageModel(engine.config, dtype=engine.compute_dtype, blocks=engine.block_types)
+        limits.setdefault("eos_tokens", end_tokens(engine.generation, tokenizer.eos_token_id))
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)
         self.updated_at = -1
 
