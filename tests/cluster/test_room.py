@@ -121,19 +121,27 @@ def test_a_server_asks_for_its_share_and_without_a_place_is_a_sentence(
 def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said(
     made_up: MadeUp, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gang, "WAITING", 0.02)
-    monkeypatch.setattr(gang, "SAID", 0.05)
-    needs, began = Needs(3, 4.0, 0.0), time.monotonic()
-    full = SimpleNamespace(needs=needs, group=SimpleNamespace(wait=lambda seconds: time.sleep(0.01)))
+    now = [0.0]
+
+    def wait(seconds: float) -> None:
+        now[0] += 10.0
+
+    monkeypatch.setattr(gang, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(gang, "WAITING", 20.0)
+    monkeypatch.setattr(gang, "SAID", 50.0)
+    needs = Needs(3, 4.0, 0.0)
+    full = SimpleNamespace(needs=needs, group=SimpleNamespace(wait=wait))
     lacks = "3 rank(s) of 4 CPU(s) are asked for, but the cluster has room for 2: 8 CPU(s)"
     with pytest.raises(ValueError, match="has room for 2"):
         check_room(needs)
     with pytest.raises(ValueError, match="has room for 2"):
-        Gang._wait(full, lambda: None, 0.2)  # type: ignore[arg-type]
-    assert time.monotonic() - began >= 0.2
+        Gang._wait(full, lambda: None, 200.0)  # type: ignore[arg-type]
+    assert now[0] == 210.0
     said = capsys.readouterr().err.splitlines()
-    assert len(said) >= 2
-    assert said[0].startswith(f"waiting for room, 0 s more at most (--timeout): {lacks}")
+    assert [line.split(":")[0] for line in said] == [
+        f"waiting for room, {left} s more at most (--timeout)" for left in (170, 110, 50)
+    ]
+    assert lacks in said[0]
 
     def come(seconds: float) -> bool:
         made_up.own.append({"CPU": 4.0})

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from postlude.model import LanguageModel, OutputInputs
 from postlude.objectives import Loss, PolicyGradient, ReferenceKL
 
-HEARING = 60.0  # seconds; a rank that does not end by itself when its launcher is gone goes on after them
+HEARING = 600.0  # seconds; a rank that does not end by itself when its launcher is gone goes on after them
 TOKEN = 2  # of a step's answers, for a kill in the rollout
 FILES = {  # an event of Python's audit, and the end of the path it is about
     "reference": ("os.rename", ".reference.partial"),

@@ -185,6 +185,7 @@ ELSEWHERE = {
     "optimizer.offload": "it changes no number; tests/engine/test_optimizers.py",
     "dtype": "test_grpo.py: test_what_is_computed_in",
     "sinks": "test_sinks.py",
+    "code_changes": "test_resume.py: test_changed_code_is_refused_unless_it_is_allowed",
     "save_every": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
     "keep": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
     "export": "test_grpo.py: test_what_is_left_out",

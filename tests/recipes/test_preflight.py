@@ -126,6 +126,9 @@ def mistyped(inputs):
 def broken(inputs):
     return Loss(inputs.hidden.no_such_thing(), "response_mask")
 
+def leaving(inputs):
+    raise SystemExit(3)
+
 def over_nothing(inputs):
     return Loss(-inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob, "answer_mask")
 """
@@ -138,6 +141,7 @@ GRPO = ("grpo", "--prompts=2", "--samples=2", "--answers.max_new_tokens=4", "--e
     [
         ("mistyped", 'has no column "advantage" (it has: "response_mask", "sequence_mean"'),
         ("broken", "AttributeError: 'Tensor' object has no attribute 'no_such_thing' (mine.py, line 15)"),
+        ("leaving", "SystemExit: 3 (mine.py, line 18)"),
         ("over_nothing", 'has no column "answer_mask" (it has: "response_mask"'),
     ],
 )

@@ -149,7 +149,7 @@ class Remote:
         return self
 
     def received(self) -> Any:
-        with urllib.request.urlopen(f"{self.url}/received", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/received", timeout=300) as answer:
             return json.load(answer)
 
     def __exit__(self, *_: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 
 import pytest
 import torch
@@ -31,9 +30,7 @@ def test_bytes_go_through_a_communicator_and_stay_as_they_are() -> None:
 
 def test_workers_that_never_come_are_given_up_and_the_gpu_goes_on() -> None:
     device = torch.device("cuda", 0)
-    began = time.monotonic()
     with pytest.raises(ChannelError, match="did not come to take weights within 2 s"):
         NCCLOffer(2, device).open(2.0)
-    assert time.monotonic() - began < 20
     assert float(torch.ones(8, device=device).sum()) == 8.0
     NCCLOffer(1, device).open(30.0).close()

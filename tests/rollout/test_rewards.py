@@ -33,11 +33,11 @@ from tests.rollout.functions import (
     start_session_and_hang,
 )
 
-LIMIT = 0.7  # seconds; what hangs is ended after so many
+LIMIT = 3.0  # seconds; what hangs is ended after so many
 
 
 FAULTS = {
-    "hang": ("timed_out", "misbehave took more than 0.7 s and was ended."),
+    "hang": ("timed_out", f"misbehave took more than {LIMIT:g} s and was ended."),
     "raise": ("raised", "misbehave failed: RuntimeError: no such thing (functions.py, line "),
     "exit": ("raised", "misbehave failed: SystemExit: 3"),
     "die": ("died", "misbehave ended its process with exit code 7."),
@@ -79,7 +79,7 @@ def score_all(pool: RewardPool, asked: Sequence[Call]) -> list[Any]:
     return [found[ticket] for ticket in tickets]
 
 
-def gone(pid: int, patience: float = 5.0) -> bool:
+def gone(pid: int, patience: float = 300.0) -> bool:
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
@@ -152,7 +152,7 @@ def test_half_an_answer_holds_up_nobody() -> None:
     with RewardPool(half_an_answer, workers=2, timeout=LIMIT) as pool:
         scores = score_all(pool, calls("fine", "half", "fine", "fine"))
         assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0]
-        assert scores[1].error == "half_an_answer took more than 0.7 s and was ended."
+        assert scores[1].error == f"half_an_answer took more than {LIMIT:g} s and was ended."
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ TRAINER = """
 import os, signal
 from postlude.rollout.workers import Workers
 from tests.rollout.functions import process_id
-workers = Workers(process_id, count=1, timeout=5.0)
+workers = Workers(process_id, count=1, timeout=60.0)
 print(workers.call_all([()])[0].value, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -300,7 +300,7 @@ from postlude.rollout.workers import Workers
 def reward(prompt, completion, example):
     return 4.0
 GUARD
-    workers = Workers(reward, count=1, timeout=5.0)
+    workers = Workers(reward, count=1, timeout=60.0)
     print(workers.call_all([("p", "c", {})])[0].value)
 """
 

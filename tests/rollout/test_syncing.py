@@ -13,7 +13,7 @@ from postlude.rollout.syncing import ByDisk
 from postlude.world.agreement import Lead
 from postlude.world.launcher import launch
 
-TIMEOUT = 8.0  # seconds after which a rank that is silent is given up
+TIMEOUT = 30.0  # seconds after which a rank that is silent is given up
 
 
 class Model:

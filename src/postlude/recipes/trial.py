@@ -35,7 +35,7 @@ def try_objective(
     for last, device in enumerate(devices, start=1):
         try:
             _call(objective, batch, config, dtype, device)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if last == len(devices):
                 raise UserCodeError(_sentence(error, where, batch)) from error
         else:
@@ -74,7 +74,7 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
         value.backward()
 
 
-def _sentence(error: Exception, where: str, batch: Batch) -> str:
+def _sentence(error: BaseException, where: str, batch: Batch) -> str:
     path = where.rpartition(":")[0]
     said = describe(error, Path(path).expanduser().absolute()) if path else describe(error)
     names = [each for each in batch.columns if each != "routing"]
