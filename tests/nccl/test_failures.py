@@ -34,13 +34,12 @@ def fail(how: str, who: int, layout: str) -> None:
     engine.optimizer_step()
 
 
-@pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2"])
 @pytest.mark.parametrize(
-    ("how", "sentence"),
+    ("how", "layout", "sentence"),
     [
-        ("raises", "rank 1 of 2 failed: ValueError: no such column"),
-        ("is killed", "rank 1 of 2 was killed by SIGKILL."),
-        ("is late", "rank 1 of 2 did not come: it is in fail "),
+        ("raises", "pp=2", "rank 1 of 2 failed: ValueError: no such column"),
+        ("is killed", "dp_shard=2", "rank 1 of 2 was killed by SIGKILL."),
+        ("is late", "pp=2", "rank 1 of 2 did not come: it is in fail "),
     ],
 )
 def test_it_is_named_and_all_end(how: str, sentence: str, layout: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from postlude import AdamW, Engine, Layout, Loss, OutputInputs
-from postlude.world.launcher import launch
+from postlude.world.launcher import launch, ranks
 from tests.engine.training import batch, config
 
 TIMEOUT = 100.0  # seconds; a step takes less than one
@@ -73,6 +73,11 @@ def train(layout: str, options: dict[str, Any], steps: int, late: int | None) ->
     return losses
 
 
+def on_one_rank(steps: int, late: int | None) -> list[float]:
+    with ranks(device="cuda"):
+        return train("", {}, steps, late)
+
+
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -82,12 +87,12 @@ def train(layout: str, options: dict[str, Any], steps: int, late: int | None) ->
     ],
 )
 def test_in_the_first_step(layout: str, options: dict[str, Any]) -> None:
-    expected = launch(train, "", {}, 2, None, nproc=1, device="cuda")[0]
+    expected = on_one_rank(2, None)
     found = launch(train, layout, options, 2, None, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
     assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_of_a_kernel_that_is_first_used_in_step_40() -> None:
-    expected = launch(train, "", {}, 42, 40, nproc=1, device="cuda")[0]
+    expected = on_one_rank(42, 40)
     found = launch(train, "pp=2", {}, 42, 40, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
     assert found == pytest.approx(expected, rel=1e-3)

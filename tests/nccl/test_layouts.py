@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 
 from postlude.layout import Layout
+from postlude.model.blocks import MoEConfig
 from postlude.verify.cases import Case
 from postlude.verify.compare import Report, compare
 from tests.conftest import Ranks
 from tests.model.small import small_config
 from tests.nccl.conftest import mesh
 
-MTP = small_config("[*-][GE][*E]*/[*E]", tied_head=True)
-HYBRID = small_config("[M-][*E][G-][*E]")
+EXPERTS = {"E": MoEConfig(experts=6, top_k=2, intermediate_size=12)}
+MTP = small_config("[*-][GE][*E]*/[*E]", tied_head=True, blocks=EXPERTS)
+HYBRID = small_config("[M-][*E][G-][*E]", blocks=EXPERTS)
 
 
 def verify(group: dist.ProcessGroup, case: Case) -> Report | None:
@@ -70,6 +72,6 @@ def test_overlap(nccl_ranks: Ranks, source: Any, layout: str, options: dict[str,
     check(nccl_ranks, source, layout, **options)
 
 
-@pytest.mark.parametrize(("source", "layout"), [("tiny-dense", "pp=2"), (MTP, "pp=2,vpp=2"), ("tiny-dense", "tp=2")])
+@pytest.mark.parametrize(("source", "layout"), [("tiny-dense", "pp=2"), (MTP, "pp=2,vpp=2"), ("tiny-dense", "cp=2")])
 def test_in_bf16(nccl_ranks: Ranks, source: Any, layout: str) -> None:
     check(nccl_ranks, source, layout, compute_dtype=torch.bfloat16)
