@@ -8,12 +8,15 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from postlude.recipes import signals
+from postlude.recipes.conclusion import conclude
 from postlude.recipes.live import LiveView
+from postlude.recipes.run.ending import Ending, read_ending
 from postlude.recipes.signals import ASKING, Signals
 from postlude.world.launcher import Forwarding
 
@@ -41,7 +44,9 @@ def test_a_signal_is_heard_and_one_that_follows_at_once_is_the_same(
     assert capfd.readouterr().err.strip() == told
 
 
-def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def hung_up(*_: object, **__: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -54,6 +59,9 @@ def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(monk
         with LiveView(3, console=console, silent=False) as view:
             view.update(1, {"loss": 1.0})
             view.update(2, {"loss": 1.0})
+    monkeypatch.setattr(Console, "print", hung_up)
+    conclude(tmp_path, Ending("interrupted", 2, "SIGHUP ended the run", 129))
+    assert read_ending(tmp_path) == Ending("interrupted", 2, "SIGHUP ended the run", 129)
 
 
 def test_what_nohup_had_ignored_stays_so() -> None:

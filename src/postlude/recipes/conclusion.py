@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -20,7 +21,9 @@ def conclude(run: Path, ending: Ending) -> None:
     if is_first_rank():
         write_ending(run, ending)
         write_report([run], run / REPORT)
-        tell(read_verdict(run), Console())
+        verdict = read_verdict(run)
+        with suppress(OSError):  # a terminal that has hung up takes no words
+            tell(verdict, Console())
 
 
 def tell(verdict: Verdict, console: Console) -> None:

@@ -77,7 +77,7 @@ class StartedServers(Connections):
     arguments: tuple[str, ...] = ()
     """More words for the command that starts one, such as --max-sequences and 64."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variables that it gets besides the run's own. What a run writes shows *** in place of their values."""
+    """Environment variables that it gets besides the run's own. A run writes *** in place of their values."""
     ready_within: Positive = 600.0
     """Seconds in which a server must be ready to answer."""
     restarts: NonNegativeInt = 3
