@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from postlude.data import pack
@@ -21,11 +22,6 @@ MARKED = (
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-THINKS_LAST = (  # as Qwen3's does, it writes an empty thought before the last answer alone
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if loop.last and message.role == 'assistant' %}<think></think>{% endif %}{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 THINKS_SINCE_ASKED = (  # as Qwen3's does, it leaves out what was thought before the last question of the user
     "{% set ns = namespace(asked=0) %}{% for message in messages %}{% if message.role == 'user' %}"
@@ -43,9 +39,22 @@ PARTS = CHAT_TEMPLATE.replace(
     "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }}</call>{% endfor %}",
 )
 CALLS = [{"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}]
-SILENT, IN_PARTS = {"role": "user", "content": None}, {"role": "user", "content": [{"type": "text", "text": "Hé?"}]}
+SILENT = {"role": "user", "content": None}
 SEEN = {"role": "user", "content": [{"type": "image", "url": "x.png"}]}
 CALLING = {"role": "assistant", "content": None, "tool_calls": CALLS}
+SYSTEM = {"role": "system", "content": "Be."}
+TEXTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+FIRST_PART = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %}",
+)
+NULL_CALLS = CHAT_TEMPLATE.replace(  # as DeepSeek's does, it writes calls only where there is no content
+    "{{ message.content }}",
+    "{% if message.content is none %}{% for call in message.tool_calls %}<call>{{ call.function.name }}</call>"
+    "{% endfor %}{% else %}{{ message.content }}{% endif %}",
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+KNOWS_TOOLS = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + CHAT_TEMPLATE
 REWRITES = "{{ messages | length }}" + CHAT_TEMPLATE
 
 
@@ -59,6 +68,12 @@ def encoder(template: str | None = CHAT_TEMPLATE, **settings: Any) -> Encoder:
     return Encoder(tokenizer=tokenizer(template), **settings)
 
 
+def talked(one: Encoder, messages: Any, row: str = "the conversation", **settings: Any) -> Encoded:
+    """A conversation that is one sequence."""
+    (encoded,) = one.conversation(messages, row, **settings)
+    return encoded
+
+
 def learned(encoded: Encoded) -> str:
     kept = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
     return str(byte_tokenizer().decode(kept))
@@ -70,14 +85,14 @@ def text(tokens: list[int]) -> str:
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED])
 def test_the_assistants_turns_are_learned_with_their_ends(template: str) -> None:
-    encoded = encoder(template).conversation(TALK)
+    encoded = talked(encoder(template), TALK)
     assert text(encoded.tokens) == (
         "<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
         "<|im_start|>user\nGo on\n<|im_end|>\n<|im_start|>assistant\nBye\n<|im_end|>\n"
     )
     assert learned(encoded) == "Hello.<|im_end|>Bye\n<|im_end|>"
-    assert learned(encoder(template, turns="last").conversation(TALK)) == "Bye\n<|im_end|>"
-    assert learned(encoder(template).conversation([HELLO, MORE, BYE])) == "Hello.<|im_end|>Bye\n<|im_end|>"
+    assert learned(talked(encoder(template, turns="last"), TALK)) == "Bye\n<|im_end|>"
+    assert learned(talked(encoder(template), [HELLO, MORE, BYE])) == "Hello.<|im_end|>Bye\n<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
@@ -90,17 +105,14 @@ def test_a_learned_turn_follows_exactly_what_a_rollout_starts_from(template: str
 
 
 def test_without_a_template_a_conversation_is_plain_text() -> None:
-    encoded = encoder(None).conversation([USER, HELLO, MORE, BYE])
+    encoded = talked(encoder(None), [USER, HELLO, MORE, BYE])
     assert text(encoded.tokens) == (
         "User: Hé?\n\nAssistant: Hello.<|end|>\n\nUser: Go on\n\n\nAssistant: Bye\n<|end|>\n\n"
     )
     assert learned(encoded) == " Hello.<|end|> Bye\n<|end|>"
 
 
-def test_a_template_that_rewrites_what_was_said_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"before message 1 \(assistant\) of row 4, or the message itself"):
-        encoder(THINKS_LAST).conversation(TALK, "row 4")
-    assert learned(encoder(THINKS_LAST, turns="last").conversation(TALK)) == "<think></think>Bye\n<|im_end|>"
+def test_a_template_that_rewrites_what_comes_before_a_turn_is_refused() -> None:
     for refused in (
         lambda: encoder(REWRITES).conversation(TALK[:2]),
         lambda: encoder(REWRITES).answer([USER], "Hi"),
@@ -136,10 +148,23 @@ def test_an_answer_of_several_turns_learns_what_is_said() -> None:
 
 def test_marks_are_believed_whatever_else_a_template_does() -> None:
     rewriting = encoder("{{ messages | length }}" + MARKED)
-    assert learned(rewriting.conversation(TALK)) == "Hello.<|im_end|>Bye\n<|im_end|>"
+    assert learned(talked(rewriting, TALK)) == "Hello.<|im_end|>Bye\n<|im_end|>"
     assert learned(rewriting.answer([USER], "Hello.")) == "Hello.<|im_end|>"
-    with pytest.raises(ValueError, match="differently once more messages follow"):
+    with pytest.raises(ValueError, match="differently once that message is there"):
         rewriting.answer([USER, HELLO, MORE], "Bye")
+
+
+@pytest.mark.parametrize("ending", ["🙂", "好", "é", "e", " ", "\n", "  \n "])
+@pytest.mark.parametrize("trimmed", [True, False])
+def test_marks_that_close_before_the_end_token_cover_whole_characters(ending: str, trimmed: bool) -> None:
+    """Of a character of several bytes each is a token, and spaces may be left out of where a token is in the text."""
+    closed = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    bytewise = tokenizer(closed)
+    bytewise.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trimmed)
+    talk = [USER, {**HELLO, "content": f"Hello{ending}"}, MORE, {**BYE, "content": f" Bye{ending}"}]
+    encoded = talked(Encoder(tokenizer=bytewise), talk)
+    assert learned(encoded) == f"Hello{ending} Bye{ending}"
+    assert encoded.tokens == encoder(CHAT_TEMPLATE).conversation(talk)[0].tokens
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
@@ -156,7 +181,7 @@ def test_tokens_that_merge_across_borders_change_nothing(template: str | None) -
     assert len(fast("\n\nUser")["input_ids"]) == 3
     fast.chat_template = template
     one = Encoder(tokenizer=fast)
-    encoded, plain = one.conversation(TALK), encoder(template).conversation(TALK)
+    encoded, plain = talked(one, TALK), talked(encoder(template), TALK)
     assert fast.decode(encoded.tokens) == text(plain.tokens)
     kept = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
     assert fast.decode(kept) == learned(plain)
@@ -173,6 +198,39 @@ def test_a_plain_pair_is_its_parts_and_an_end() -> None:
     encoded = encoder().answer("2 + 2 =", " 4")
     assert encoded == Encoded([*b"2 + 2 = 4", END], [0] * 7 + [1] * 3)
     assert encoder().prompt("2 + 2 =") == encoded.tokens[:7]
+
+
+def with_bos(template: str = CHAT_TEMPLATE) -> Any:
+    """A tokenizer that begins every text with "<s>"."""
+    made = tokenizer(template)
+    made.add_special_tokens({"bos_token": "<s>"})
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", made.bos_token_id)]
+    )
+    return made
+
+
+@pytest.mark.parametrize("prompt", ["q", "<s>q"])
+@pytest.mark.parametrize("answer", ["a", "a<|end|>"])
+def test_what_a_text_already_begins_and_ends_with_is_not_written_twice(prompt: str, answer: str) -> None:
+    made = with_bos()
+    one, bos = Encoder(tokenizer=made), made.bos_token_id
+    assert one.answer(prompt, answer) == Encoded([bos, *b"qa", END], [0, 0, 1, 1])
+    assert one.prompt(prompt) == [bos, *b"q"]
+    assert one.answer("", f"<s>{answer}") == one.answer("", answer) == Encoded([bos, *b"a", END], [0, 1, 1])
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_what_a_template_already_begins_and_ends_with_is_not_written_twice(marks: bool) -> None:
+    own = "{{ bos_token }}" + (MARKED if marks else CHAT_TEMPLATE).replace("<|im_start|>", "")
+    made = with_bos(own.replace("<|im_end|>", "{{ eos_token }}"))
+    one = Encoder(tokenizer=made)
+    talk = [{"role": "<s>user", "content": "q"}, {"role": "assistant", "content": "a<|end|>"}]
+    encoded = talked(one, talk)
+    assert made.decode(encoded.tokens) == "<s>user\nq<|end|>\nassistant\na<|end|>\n"
+    assert learned(encoded).endswith("a<|end|>")
+    assert encoded.tokens[:2].count(made.bos_token_id) == 1
+    assert one.prompt(talk[:1])[:2].count(made.bos_token_id) == 1
 
 
 @pytest.mark.parametrize(
@@ -192,7 +250,7 @@ def test_the_forms_of_a_preference_pair_are_equal(prompt: Any, chosen: Any, reje
 
 def test_batches_carry_the_columns_that_objectives_read() -> None:
     one = encoder()
-    batch = sft_batch([one.conversation(TALK), one.answer("a", "b")])
+    batch = sft_batch([*one.conversation(TALK), one.answer("a", "b")])
     assert list(batch.columns) == ["loss_mask"]
     (microbatch,) = pack(batch.sequences, columns=batch.columns, budget=1000)
     targets = microbatch.targets[microbatch.column("loss_mask") == 1]
@@ -226,13 +284,12 @@ def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
             lambda e: e.conversation([SILENT, HELLO], "row 1"),
             r"message 0 \(user\) of row 1 is null\. Give it",
         ),
-        (
-            lambda e: e.conversation([USER, CALLING], "row 1"),
-            "message 1 .* row 1 is null beside tool calls",
-        ),
-        (
-            lambda e: e.conversation([IN_PARTS, HELLO], "row 1"),
-            "message 0 .* row 1 is a list of parts.* Join",
+        *(
+            (
+                lambda e, said=said: e.conversation([USER, said], "row 1"),
+                "message 1 .* of row 1 has tool calls, which the",
+            )
+            for said in (CALLING, {**CALLING, "content": ""}, {**CALLING, "content": "Well,"})
         ),
         (
             lambda e: e.conversation([SEEN, HELLO], "row 1"),
@@ -242,14 +299,45 @@ def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
             lambda e: e.prompt([{"role": "user", "content": 3}], "row 1"),
             "message 0 .* row 1 is 3, but a content is",
         ),
-        (lambda e: e.answer([USER], [CALLING], "row 1"), "message 0 .* row 1 is null beside tool calls"),
-        (lambda e: e.preference(None, [USER, HELLO], [USER, CALLING], "row 1"), "row 1 is null beside tool calls"),
-        (lambda e: e.observation([IN_PARTS], [], chat=True), "the observation is a list of parts"),
+        *(
+            (
+                lambda e, role=role: e.conversation([USER, {**SEEN, "role": role}], "row 1"),
+                f"{role}.* row 1 has the part",
+            )
+            for role in ("assistant", "tool", "system")
+        ),
+        (lambda e: e.answer([USER], [CALLING], "row 1"), "message 0 .* row 1 has tool calls"),
+        (lambda e: e.preference(None, [USER, HELLO], [USER, CALLING], "row 1"), "row 1 has tool calls"),
+        (lambda e: e.observation([SEEN], [], chat=True), "the observation has the part"),
+        (lambda e: e.conversation(TALK, "row 1", tools=TOOLS), "row 1 has tools, which .* template does not write"),
+        (lambda e: e.conversation(TALK, "row 1", tools="{"), "the tools of row 1 are text that is not JSON"),
+        (lambda e: e.conversation(TALK, "row 1", tools=["look"]), "the tools of row 1 are .*, but tools are a list"),
+        (lambda e: e.answer("q", 5, "row 1"), "the answer of row 1 is 5, but an answer is text or messages"),
+        (lambda e: e.answer([USER], 5, "row 1"), "the answer of row 1 is 5, but an answer is text or messages"),
+        (lambda e: e.answer([USER], [USER, HELLO], "row 1"), "the answer of row 1 begins with a message of user"),
+        (lambda e: e.preference("q", 5, "a", "row 1"), r"the answer of row 1 \(chosen\) is 5"),
         (lambda e: e.conversation([USER], "row 1"), "row 1 has no message of the assistant"),
         (lambda e: e.answer("text", [HELLO], "row 1"), "the prompt of row 1 is text but its answer is messages"),
         (lambda e: e.preference(None, "a", "b", "row 1"), "row 1 has no prompt"),
         (lambda e: e.preference(None, [USER], [USER, HELLO], "row 1"), "one answer of row 1 is the beginning of"),
         (lambda e: e.preference(None, [USER, HELLO], [MORE, BYE], "row 1"), "one answer of row 1 begins unlike"),
+        (
+            lambda e: e.preference(None, [SYSTEM, USER, HELLO], [SYSTEM, MORE, HELLO], "row 1"),
+            r"the prompts of row 1 differ at message 1 \(user and user\)",
+        ),
+        (
+            lambda e: e.preference(None, [SYSTEM, USER, HELLO], [SYSTEM, HELLO], "row 1"),
+            r"the prompts of row 1 differ at message 1 \(user and assistant\)",
+        ),
+        (
+            lambda e: e.preference([USER], [USER, HELLO], [BYE], "row 1"),
+            r"row 1 \(chosen\) begins with a message of user",
+        ),
+        (lambda e: e.preference([USER], "Bye", [USER, HELLO], "row 1"), r"row 1 \(rejected\) begins with a message"),
+        (
+            lambda e: e.preference([SYSTEM, USER], [USER, HELLO], [USER, BYE], "row 1"),
+            "the answers of row 1 are conversations that do not begin with its prompt",
+        ),
         (lambda e: e.observation([USER], [], chat=False), "the observation is messages but the prompt was text"),
         (lambda e: Encoder(tokenizer=e.tokenizer, max_length=1), "max_length is 1"),
         (lambda e: Encoder(tokenizer=e.tokenizer, turns="some"), "turns is 'some'"),
@@ -260,14 +348,66 @@ def test_a_row_that_cannot_be_meant_is_a_sentence(call: Any, sentence: str) -> N
         call(encoder())
 
 
-def test_what_a_template_writes_itself_is_left_to_it() -> None:
-    knows = encoder(PARTS)
-    assert knows.conversation([IN_PARTS, HELLO]) == encoder().conversation([USER, HELLO])
-    called = knows.conversation([USER, CALLING])
+REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('No system.') }}{% endif %}" + CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("template", [REFUSES_SYSTEM, REFUSES_SYSTEM.replace(CHAT_TEMPLATE, MARKED)])
+def test_what_a_template_or_a_tokenizer_raises_names_the_row(template: str) -> None:
+    one = encoder(template)
+    broken = {"role": "assistant", "content": "bad \ud83d end"}
+    names = [f"row {number}" for number in range(3)]
+    template_fails, tokenizer_fails = (
+        rf"^row 1 cannot be encoded: the {part}.*Mend the row"
+        for part in ("chat template fails: No system.", "tokenizer fails: ")
+    )
+    for call, sentence in (
+        (lambda: one.prompt([SYSTEM, USER], "row 1"), template_fails),
+        (lambda: one.conversation([SYSTEM, *TALK], "row 1"), template_fails),
+        (lambda: one.all("conversation", [(TALK,), ([SYSTEM, *TALK],), (TALK,)], names), template_fails),
+        (lambda: one.conversation([USER, broken], "row 1"), tokenizer_fails),
+        (lambda: one.all("conversation", [(TALK,), ([USER, broken],), (TALK,)], names), tokenizer_fails),
+        (lambda: one.all("answer", [("q", "a"), ("q", broken["content"])], names[:2]), tokenizer_fails),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PARTS, FIRST_PART])
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_texts_of_a_content_are_joined_in_every_role(template: str, role: str) -> None:
+    """Whatever the template makes of a list: its Python form, all of its texts, or the first of them."""
+    parts, joined = ([*TALK[:2], {"role": role, "content": each}, BYE] for each in (TEXTS, "one two"))
+    assert encoder(template).conversation(parts) == encoder().conversation(joined)
+
+
+@pytest.mark.parametrize("template", [PARTS, NULL_CALLS])
+@pytest.mark.parametrize("content", [None, "", "missing"])
+def test_tool_calls_are_learned_however_their_content_is_empty(template: str, content: str | None) -> None:
+    said = {key: value for key, value in {**CALLING, "content": content}.items() if value != "missing"}
+    called = talked(encoder(template), [USER, said])
     assert learned(called) == "<call>look</call><|im_end|>"
     assert "None" not in text(called.tokens)
+
+
+def test_a_text_beside_calls_that_a_template_would_lose_is_refused() -> None:
+    said = {**CALLING, "content": "Well, "}
+    assert learned(talked(encoder(PARTS), [USER, said])) == "Well, <call>look</call><|im_end|>"
+    with pytest.raises(ValueError, match=r"message 1 .* row 1 has tool calls, .* does not write beside a text"):
+        encoder(NULL_CALLS).conversation([USER, said], "row 1")
     with pytest.raises(ValueError, match=r"message 0 \(user\) of row 3 is null\. Give it text"):
-        knows.conversation([SILENT, HELLO], "row 3")
+        encoder(PARTS).conversation([SILENT, HELLO], "row 3")
+
+
+@pytest.mark.parametrize("template", [KNOWS_TOOLS, {"default": CHAT_TEMPLATE, "tool_use": KNOWS_TOOLS}])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_are_written_by_the_template(template: Any, tools: Any) -> None:
+    one = encoder(template)
+    assert text(talked(one, TALK, tools=tools).tokens).startswith("[look]<|im_start|>user")
+    assert text(one.answer([USER], "Hi", tools=tools).tokens).startswith("[look]<|im_start|>user")
+    pair = one.preference([USER], "Hi", "Bye", tools=tools)
+    assert all(text(side.tokens).startswith("[look]<|im_start|>user") for side in pair)
+    assert one.all("conversation", [(TALK, tools), (TALK, None)], ["a", "b"])[0] == one.conversation(TALK, tools=tools)
+    assert one.conversation(TALK, tools=[]) == encoder().conversation(TALK)
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
@@ -285,7 +425,8 @@ def test_rows_encoded_together_equal_each_alone(template: str | None, turns: Any
                 with pytest.raises(TooLong, match=f"{name} has {made.length} tokens"):
                     getattr(one, form)(*row, name)
             else:
-                assert made == getattr(one, form)(*row, name)
+                alone = getattr(one, form)(*row, name)
+                assert made == ([alone] if form == "answer" else alone)
     assert isinstance(one.all("conversation", talks, "abcd")[1], TooLong)
     with pytest.raises(ValueError, match="the content of message 0"):
         one.all("conversation", [([SILENT, HELLO],)], ["row 0"])

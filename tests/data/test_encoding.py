@@ -53,7 +53,7 @@ def test_the_number_of_processes_changes_nothing() -> None:
     assert len(alone[2]) + len(alone[3]) == len(TALKS)
     assert whole(encode(encoder, "conversation", TALKS, NAMES, processes=3)) == alone
     each = [encoder.all("conversation", [row], [name])[0] for row, name in zip(TALKS, NAMES, strict=True)]
-    assert alone[0] == [token for made in each if hasattr(made, "tokens") for token in made.tokens]
+    assert alone[0] == [token for made in each if isinstance(made, list) for one in made for token in one.tokens]
 
 
 @pytest.mark.slow
@@ -65,6 +65,21 @@ def test_of_several_mistakes_the_first_in_the_dataset_is_told() -> None:
     for processes in (1, 2):
         with pytest.raises(ValueError, match=r"message 0 \(user\) of row 6 is null"):
             list(encode(encoder, "conversation", rows, NAMES, processes=processes))
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_templates_and_tokenizers_raise_names_the_row(processes: int) -> None:
+    refusing = byte_tokenizer()
+    refusing.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system.') }}{% endif %}" + CHAT_TEMPLATE
+    )
+    for broken, reason in (
+        ([{"role": "system", "content": "Be."}, *talk(1)], "the chat template fails: No system."),
+        ([{"role": "user", "content": "\ud83d"}, *talk(1)], "the tokenizer fails: "),
+    ):
+        rows = [*TALKS[:13], [broken], *TALKS[14:]]
+        with pytest.raises(ValueError, match=f"^row 13 cannot be encoded: {reason}"):
+            list(encode(Encoder(tokenizer=refusing), "conversation", rows, NAMES, processes=processes))
 
 
 def test_a_process_that_encodes_needs_no_torch() -> None:
@@ -108,9 +123,13 @@ def test_whatever_decides_the_tokens_decides_whether_they_are_kept(tmp_path: Pat
     path = dataset(tmp_path / "a.jsonl")
     data = Examples(path=path, overlong="cut")
 
-    def digest(data: Any = data, budget: int = 400, template: str = CHAT_TEMPLATE, added: str = "") -> str:
+    def digest(
+        data: Any = data, budget: int = 400, template: str = CHAT_TEMPLATE, added: str = "", **special: str
+    ) -> str:
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = template
+        for name, token in special.items():
+            setattr(tokenizer, name, token)
         if added:
             tokenizer.add_tokens([added])
         return str(data.read(tokenizer, budget).digest)
@@ -121,6 +140,10 @@ def test_whatever_decides_the_tokens_decides_whether_they_are_kept(tmp_path: Pat
         digest(budget=401),
         digest(template="#" + CHAT_TEMPLATE),
         digest(added="é"),
+        digest(bos_token="<|im_start|>"),
+        digest(eos_token="<|im_end|>"),
+        digest(pad_token="<|im_end|>"),
+        digest(data.model_copy(update={"tools": "functions"})),
         digest(data.model_copy(update={"turns": "last"})),
         digest(data.model_copy(update={"overlong": "drop"})),
         digest(data.model_copy(update={"path": dataset(tmp_path / "b.jsonl", 9)})),
@@ -163,3 +186,53 @@ def test_only_the_newest_rows_are_kept(tmp_path: Path) -> None:
     for budget in (500, 600):
         data.read(byte_tokenizer(), budget, tmp_path / "cache").store()
     assert [each.name.startswith("rows-") for each in (tmp_path / "cache").iterdir()] == [True]
+
+
+def rows_in(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
+    knows = byte_tokenizer()
+    knows.chat_template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + CHAT_TEMPLATE
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    path = rows_in(tmp_path / "a.jsonl", [{"messages": talk(1), "tools": tools}, {"messages": talk(1)}])
+    with_tools, without = rows_of(Examples(path=path).read(knows, 400))
+    assert knows.decode(with_tools.tokens) == "[look]" + knows.decode(without.tokens)
+    assert rows_of(Examples(path=path, tools="other").read(knows, 400)) == [without, without]
+    pair = {"prompt": talk(1)[:1], "chosen": "a", "rejected": "b", "tools": tools}
+    (sides,) = rows_of(Pairs(path=rows_in(tmp_path / "b.jsonl", [pair])).read(knows, 400))
+    assert all(knows.decode(side.tokens).startswith("[look]") for side in sides)
+    with pytest.raises(ValueError, match=r"line 1 of a\.jsonl has tools, which the tokenizer's chat template does not"):
+        Examples(path=path).read(byte_tokenizer(), 400)
+
+
+def test_a_row_that_is_neither_text_nor_messages_is_named(tmp_path: Path) -> None:
+    for row in ({"prompt": "q", "completion": 5}, {"text": 5}, {"prompt": talk(1)[:1], "completion": 5}):
+        path = rows_in(tmp_path / "a.jsonl", [row])
+        with pytest.raises(ValueError, match=r"the answer of line 1 of a\.jsonl is 5, but an answer is text"):
+            Examples(path=path).read(byte_tokenizer(), 400)
+
+
+def test_roles_that_no_template_knows_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "tool", "assistant")]
+    path = rows_in(tmp_path / "a.jsonl", [{"messages": known}])
+    Examples(path=path).read(byte_tokenizer(), 400)
+    assert not caplog.text
+    other = [{"role": "human", "content": "x"}, *known]
+    Examples(path=rows_in(path, [{"messages": each} for each in (known, other, other)])).read(byte_tokenizer(), 400)
+    assert 'line 2 of a.jsonl has a message of role "human", as have 1 more rows: the roles' in caplog.text
+
+
+def test_pairs_of_equal_answers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": other} for other in ("c", "b", "b")]
+    path = rows_in(tmp_path / "a.jsonl", pairs[:1])
+    Pairs(path=path).read(byte_tokenizer(), 400)
+    assert not caplog.text
+    kept = Pairs(path=rows_in(path, pairs)).read(byte_tokenizer(), 400)
+    assert len(kept) == 3
+    assert "line 2 of a.jsonl has the same tokens chosen and rejected, as have 1 more pairs: nothing" in caplog.text
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    Pairs(path=rows_in(path, [{"chosen": said, "rejected": said}])).read(byte_tokenizer(), 400)
+    assert "line 1 of a.jsonl has the same tokens" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from postlude.data.chat import Encoder
 from postlude.data.pieces import Pieces
 
 SPECIAL = ("<s>", "<sep>", "<sep>>", " <lean>", "<wide>")
@@ -54,3 +55,42 @@ def test_a_tokenizer_that_looks_across_a_cut_is_given_whole_texts() -> None:
     pieces = Pieces(lambda texts: [[len(text)] for text in texts], [Added()])
     assert pieces(["a|b", "a|b|c"]) == [[3], [5]]
     assert pieces(["a|bc"]) == [[4]]
+
+
+def with_spaces(scheme: str) -> PreTrainedTokenizerFast:
+    """As Llama 2's and Mistral's: a space before every text, which is a part of its first word."""
+    words = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    words.pre_tokenizer = (
+        pre_tokenizers.ByteLevel(add_prefix_space=True)
+        if scheme == "bytes"
+        else pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    )
+    space = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    words.decoder = decoders.ByteLevel() if scheme == "bytes" else decoders.Sequence(space)
+    known = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        special_tokens=known, vocab_size=700, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    words.train_from_iterator(["what is two: four", "the = b four\n\n"] * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never", "bytes"])
+@pytest.mark.parametrize(
+    "turns",
+    [("what is two:", "four"), ("a = ", "b"), ("hi", " four"), ("two\n", "\nfour"), ("a", "b", " c", "4")],
+)
+def test_the_tokens_of_a_prompt_and_its_answer_are_their_text(scheme: str, turns: tuple[str, ...]) -> None:
+    tokenizer = with_spaces(scheme)
+    encoder = Encoder(tokenizer=tokenizer)  # type: ignore[arg-type]
+    prompt, *answers = turns
+    encoded, begun = encoder.answer(prompt, answers), encoder.prompt(prompt)
+    text = tokenizer.decode(encoded.tokens).replace("</s>", "")
+    assert text.removeprefix("" if scheme == "never" else " ") == "".join(turns)
+    assert encoded.tokens[: len(begun)] == begun
+    whole = tokenizer("".join(turns))["input_ids"]
+    if whole[: len(begun)] == begun and len(answers) == 1:
+        assert encoded.tokens[:-1] == whole
+    heard = encoder.observation(" c", [], chat=False)
+    assert tokenizer.decode([*begun, *heard]) == tokenizer.decode(begun) + " c"
+    assert encoder.answer("", "four").tokens[:-1] == tokenizer("four")["input_ids"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from postlude.data.chat import ChatTokenizer, Encoder, Prompt
+from postlude.data.chat import Encoder, Prompt
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.reading import end_tokens, read_generation
 from postlude.rollout.generator import Generator

@@ -2,8 +2,12 @@
 
 **Learned tokens.** Those that the assistant wrote, with the token that ends its turn, and nothing that the template
 puts around them. A template with `{% generation %}` marks says itself which they are. Any other is asked: the tokens of
-a conversation up to a turn, with the assistant's header, must begin the tokens of the conversation with the turn, and
-what follows them is the turn. A template for which that does not hold is refused.
+a conversation up to a turn, with the assistant's header, begin the tokens of the conversation with the turn, and
+what follows them is the turn.
+
+**Templates that rewrite earlier turns.** Some write a turn otherwise once more messages follow: Qwen3's has an empty
+thought in the last turn alone, DeepSeek-R1's leaves out what was thought. Such a conversation becomes one sequence a
+turn: what the model reads before the turn, and the turn as it is written when it is the last.
 
 **No template.** A tokenizer without one gets `PLAIN_TEMPLATE`: "User: ...", a blank line, "Assistant: ...", the end
 token, a blank line.
@@ -11,14 +15,24 @@ token, a blank line.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from postlude.data.messages import ASKED, Message, Template
-from postlude.data.pieces import Pieces
+from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.messages import (
+    ASKED,
+    CannotEncode,
+    Message,
+    Template,
+    Tools,
+    failing,
+    shared_prompt,
+    short,
+    thought_of,
+)
+from postlude.data.pieces import Continuation, Opening, TextTokens, marked_tokens
 
 if TYPE_CHECKING:
     from postlude.data.batch import Batch
@@ -31,45 +45,7 @@ Form: TypeAlias = Literal["conversation", "answer", "preference"]
 Prompt: TypeAlias = str | Sequence[Message]
 """Text to go on from, or messages to answer."""
 
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}"
-    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
 SAID = "what was said."  # stands for a sampled turn where a template is asked what it writes after one
-GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\b")
-
-
-class ChatTokenizer(Protocol):
-    """The part of a transformers tokenizer that an encoder uses."""
-
-    chat_template: Any
-    eos_token_id: int | None
-
-    def __call__(self, text: Any, *, add_special_tokens: bool = ...) -> Any:
-        """The tokens of text, or of each of several, under "input_ids"."""
-        ...
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """The tokens of messages."""
-        ...
-
-    def decode(self, token_ids: Any, **options: Any) -> str:
-        """The text of tokens."""
-        ...
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Those tokens by their number, with how they are found in text."""
-        ...
-
-    def get_added_vocab(self) -> dict[str, int]:
-        """The tokens that stand outside the ordinary vocabulary, special ones among them."""
-        ...
-
-
-class Opening(str):
-    """Text that begins a sequence, so that the tokenizer's own opening token comes before it."""
 
 
 class TooLong(ValueError):
@@ -115,94 +91,126 @@ class Encoder:
 
     def prompt(self, prompt: Prompt, row: str = "the prompt") -> list[int]:
         """The tokens that a model is to go on from: text as it is, messages with the assistant's header after them."""
-        if isinstance(prompt, str):
-            text: str = Opening(prompt)
-        else:
-            text = self._render(self._template.checked(prompt, row), header=True)
-        (tokens,) = self._tokens([text])
+        try:
+            if isinstance(prompt, str):
+                text: str = Opening(prompt)
+            else:
+                text = self._template.render(self._template.checked(prompt, row), header=True)
+            (tokens,) = self._tokens([text])
+        except CannotEncode as error:
+            raise ValueError(_cannot(row, error)) from error
         if self.max_length is None or len(tokens) <= self.max_length:
             return tokens
         if not self.truncate:
             raise self._too_long(row, len(tokens))
         return tokens[-self.max_length :]
 
-    def conversation(self, messages: Sequence[Message], row: str = "the conversation") -> Encoded:
-        """A whole conversation, its assistant turns learned."""
-        return self._alone(self._conversation(messages, row))
+    def conversation(
+        self, messages: Sequence[Message], row: str = "the conversation", *, tools: Tools = None
+    ) -> list[Encoded]:
+        """A conversation, its assistant turns learned: one sequence, or one a turn where the template rewrites turns.
 
-    def answer(self, prompt: Prompt, completion: Prompt | Sequence[str], row: str = "the pair") -> Encoded:
+        `tools` are the functions that the assistant may call, for the template to write.
+        """
+        return _all_fit(self._alone(self._conversation(messages, tools, row=row), row))
+
+    def answer(
+        self, prompt: Prompt, completion: Prompt | Sequence[str], row: str = "the pair", *, tools: Tools = None
+    ) -> Encoded:
         """A prompt and the completion to learn.
 
         After text, the completion is text, and ends with the end token; of several turns it is a list of what is said
         and what is heard in turn, where only what is said is learned. After messages it is the assistant's message, as
         text or as messages.
         """
-        return self._alone(self._answer(prompt, completion, row))
+        made = _all_fit(self._alone(self._answer(prompt, completion, tools, row=row), row))
+        return _one(made, row)
 
     def preference(
-        self, prompt: Prompt | None, chosen: Prompt, rejected: Prompt, row: str = "the pair"
+        self, prompt: Prompt | None, chosen: Prompt, rejected: Prompt, row: str = "the pair", *, tools: Tools = None
     ) -> tuple[Encoded, Encoded]:
         """The answers chosen and rejected, each after the prompt.
 
         Where they are whole conversations, beginning with something else than the assistant, what both begin with is
-        the prompt and `prompt` is not read.
+        the prompt. A `prompt` of text is not read then, and one of messages must be what they begin with.
         """
-        return self._alone(self._preference(prompt, chosen, rejected, row))
+        return self._alone(self._preference(prompt, chosen, rejected, tools, row=row), row)
 
     def all(self, form: Form, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[Any]:
-        """Encode rows of one form by its method, given the arguments of each, all but `row`, which is in `names`.
+        """Encode rows of one form by its method, given the arguments of each, and its tools last where it has some.
 
-        The same as one by one, but the tokenizer is called once for all of them. A row that is too long has its
-        `TooLong` in its place; any other mistake is raised.
+        The same as one by one, but the tokenizer is called once for all of them. A row, or a sequence of a row, that is
+        too long has its `TooLong` in its place; any other mistake is raised. A preference has two sequences, other
+        forms a list.
         """
-        works = [getattr(self, f"_{form}")(*row, name) for row, name in zip(rows, names, strict=True)]
-        return self._together(works)
+        works = [getattr(self, f"_{form}")(*row, row=name) for row, name in zip(rows, names, strict=True)]
+        return self._together(works, names)
 
-    def _conversation(self, messages: Sequence[Message], row: str) -> Work[Encoded]:
-        learned = yield from self._learned(self._template.checked(messages, row), 0, row)
-        return self._fitted(learned, row)
+    def _conversation(self, messages: Sequence[Message], tools: Any = None, *, row: str) -> Work[list[Encoded]]:
+        tools = self._template.checked_tools(tools, row)
+        return (yield from self._learned(self._template.checked(messages, row, tools), 0, tools, row))
 
-    def _answer(self, prompt: Prompt, completion: Prompt | Sequence[str], row: str) -> Work[Encoded]:
+    def _answer(
+        self, prompt: Prompt, completion: Prompt | Sequence[str], tools: Any = None, *, row: str
+    ) -> Work[list[Encoded]]:
+        if not isinstance(completion, str | list | tuple):
+            raise ValueError(f"the answer of {row} is {short(completion)}, but an answer is text or messages.")
         if isinstance(prompt, str):
-            turns = [completion] if isinstance(completion, str) else list(completion)
-            if not all(isinstance(turn, str) for turn in turns):
-                raise ValueError(
-                    f"the prompt of {row} is text but its answer is messages. Give both as text or both as messages."
-                )
-            if len(turns) % 2 == 0:
-                raise ValueError(
-                    f"the answer of {row} has {len(turns)} turns, but it begins and ends with what is said: give an "
-                    "odd number of texts."
-                )
-            tokens, *pieces = yield [Opening(prompt), *turns]
-            mask = [0] * len(tokens)
-            for place, piece in enumerate(pieces):
-                spoken = place % 2 == 0
-                added = piece + self._end if spoken else piece
-                tokens, mask = tokens + added, mask + [int(spoken)] * len(added)
-            return self._fitted(Encoded(tokens, mask), row)
-        messages = self._template.checked(prompt, row)
+            return (yield from self._text_answer(prompt, completion, row))
+        tools = self._template.checked_tools(tools, row)
+        messages = self._template.checked(prompt, row, tools)
         said: Any = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        whole = [*messages, *self._template.checked(said, row)]
-        learned = yield from self._learned(whole, len(messages), row)
-        return self._fitted(learned, row)
+        answer = self._template.checked(said, row, tools)
+        if answer[0]["role"] != "assistant":
+            raise ValueError(
+                f"the answer of {row} begins with a message of {answer[0]['role']}, but what comes before the "
+                f"assistant's is the prompt. Leave it out of the answer."
+            )
+        return (yield from self._learned([*messages, *answer], len(messages), tools, row))
+
+    def _text_answer(self, prompt: str, completion: str | Sequence[Any], row: str) -> Work[list[Encoded]]:
+        turns = [completion] if isinstance(completion, str) else list(completion)
+        if not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(
+                f"the prompt of {row} is text but its answer is messages. Give both as text or both as messages."
+            )
+        if len(turns) % 2 == 0:
+            raise ValueError(
+                f"the answer of {row} has {len(turns)} turns, but it begins and ends with what is said: give an "
+                "odd number of texts."
+            )
+        tokens, *pieces = yield [Opening(prompt), *map(Continuation, turns)]
+        if not prompt:  # then the first turn itself begins the sequence
+            (begun,) = yield [Opening(turns[0])]
+            pieces[0] = begun[len(tokens) :]
+        mask = [0] * len(tokens)
+        for place, piece in enumerate(pieces):
+            spoken = place % 2 == 0
+            added = piece + self._end if spoken and piece[-1:] != self._end else piece
+            tokens, mask = tokens + added, mask + [int(spoken)] * len(added)
+        return [self._fitted(Encoded(tokens, mask), row)]
 
     def _preference(
-        self, prompt: Prompt | None, chosen: Prompt, rejected: Prompt, row: str
+        self, prompt: Prompt | None, chosen: Prompt, rejected: Prompt, tools: Any = None, *, row: str
     ) -> Work[tuple[Encoded, Encoded]]:
-        if not isinstance(chosen, str) and not isinstance(rejected, str):
-            sides = self._template.checked(chosen, row), self._template.checked(rejected, row)
+        if isinstance(chosen, list | tuple) and isinstance(rejected, list | tuple):
+            known = self._template.checked_tools(tools, row)
+            sides = self._template.checked(chosen, row, known), self._template.checked(rejected, row, known)
             if all(side[0]["role"] != "assistant" for side in sides):
-                shared = _shared(*sides)
-                if shared == 0 or any(len(side) == shared for side in sides):
-                    fault = "is the beginning of the other" if shared else "begins unlike the other"
-                    raise ValueError(f"one answer of {row} {fault}. Give two answers to one prompt.")
+                shared = shared_prompt(*sides, row)
+                if prompt is not None and not isinstance(prompt, str):
+                    begun = self._template.checked(prompt, row, known)
+                    if sides[0][: len(begun)] != begun or len(begun) > shared:
+                        raise ValueError(
+                            f"the answers of {row} are conversations that do not begin with its prompt. Give the "
+                            f"prompt once, or conversations that begin with it."
+                        )
                 prompt, chosen, rejected = sides[0][:shared], sides[0][shared:], sides[1][shared:]
         if prompt is None:
             raise ValueError(f"{row} has no prompt. Give one, or answers that are whole conversations.")
-        better = yield from self._answer(prompt, chosen, f"{row} (chosen)")
-        worse = yield from self._answer(prompt, rejected, f"{row} (rejected)")
-        return better, worse
+        better = yield from self._answer(prompt, chosen, tools, row=f"{row} (chosen)")
+        worse = yield from self._answer(prompt, rejected, tools, row=f"{row} (rejected)")
+        return _one(better, f"{row} (chosen)"), _one(worse, f"{row} (rejected)")
 
     def observation(
         self, observation: Prompt, after: Sequence[int], *, chat: bool, keep_reasoning: bool = False
@@ -216,10 +224,11 @@ class Encoder:
         if not chat:
             if not isinstance(observation, str):
                 raise ValueError("the observation is messages but the prompt was text. Give the observation as text.")
-            return self._tokens([observation])[0]
+            return self._tokens([Continuation(observation)])[0]
         row = "the observation"
-        heard = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        roles = tuple(str(message.get("role")) for message in self._template.checked(heard, row))
+        said = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        heard = self._template.checked(said, row)
+        roles = tuple(str(message["role"]) for message in heard)
         if not keep_reasoning and self._drops_reasoning(roles):
             raise ValueError(
                 f"the chat template leaves out what the assistant thought in earlier turns once a message of "
@@ -227,13 +236,13 @@ class Encoder:
                 f"from what it is not shown elsewhere. Set the environment's keep_reasoning if it shall, or answer in "
                 f"another role: templates that know tools keep reasoning before a tool's message."
             )
-        text = self._render([ASKED, {"role": "assistant", "content": SAID}, *heard], header=True)
-        opening = self._render([ASKED], header=False)
+        text = self._template.render([ASKED, {"role": "assistant", "content": SAID}, *heard], header=True)
+        opening = self._template.render([ASKED])
         cut = text.find(SAID, len(opening)) + len(SAID)
         if not text.startswith(opening) or cut < len(SAID):
             raise ValueError(self._refusal(1, row))
         until, whole = self._tokens([text[:cut], text])
-        between = whole[len(until) :] if whole[: len(until)] == until else self._tokens([text[cut:]])[0]
+        between = whole[len(until) :] if whole[: len(until)] == until else self._tokens([Continuation(text[cut:])])[0]
         ended = between[:1] == list(after[-1:]) and between[0] in self._special
         return between[1:] if ended else between
 
@@ -243,91 +252,117 @@ class Encoder:
             known[roles] = self._template.drops_reasoning([{"role": role, "content": "."} for role in roles])
         return known[roles]
 
-    def _learned(self, messages: list[Message], first: int, row: str) -> Work[Encoded]:
+    def _learned(self, messages: list[Message], first: int, tools: Tools, row: str) -> Work[list[Encoded]]:
         """Learn the assistant's turns from message `first` on."""
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if not said:
             raise ValueError(f"{row} has no message of the assistant to learn from. Leave it out.")
         if self.turns == "last":
             said = said[-1:]
-        if self._marked:
-            made = self.tokenizer.apply_chat_template(
-                messages, **self._settings, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            tokens, marks = list(made["input_ids"]), [int(mark) for mark in made["assistant_masks"]]
-            # Marks cover every turn. Where some are not to be learned, the prompt of the first that is tells their end.
-            earlier = any(message["role"] == "assistant" for message in messages[: said[0]])
-            if earlier:
-                (before,) = yield [self._render(messages[: said[0]], header=True)]
-                start = self._start(tokens, before, said[0], row)
-                marks[:start] = [0] * start
-            return Encoded(tokens, marks)
-        tokens, spans = yield from self._spans(messages, said, row)
-        mask = [0] * len(tokens)
-        for start, end in spans:
-            mask[start:end] = [1] * (end - start)
+        if self._template.is_marked(tools):
+            marked = yield from self._marked(messages, said, tools, row)
+            return [self._fitted(marked, row)]
+        whole = yield from self._whole(messages, said, tools)
+        if whole is not None:
+            return [self._fitted(whole, row)]
+        made = yield from self._each_turn(messages, said, tools, row)
+        if len(made) == 1:
+            return [self._fitted(made[0], row)]
+        fitted: list[Any] = []
+        for index, encoded in zip(said, made, strict=True):
+            try:
+                fitted.append(self._fitted(encoded, f"{row} (up to message {index})"))
+            except TooLong as error:
+                fitted.append(error)
+        return fitted
+
+    def _marked(self, messages: list[Message], said: list[int], tools: Tools, row: str) -> Work[Encoded]:
+        """Learn what the template marks."""
+        text, spans = self._template.render_marked(messages, tools)
+        with failing("the tokenizer fails"):
+            made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = self._texts.single_bos(list(made["input_ids"]))
+        mask = marked_tokens(made["offset_mapping"], spans)[-len(tokens) :]
+        # Marks cover every turn. Where some are not to be learned, the prompt of the first that is tells their end.
+        if any(message["role"] == "assistant" for message in messages[: said[0]]):
+            (before,) = yield [self._template.before_turn(messages, said[0], tools)]
+            if tokens[: len(before)] != before:
+                raise ValueError(self._refusal(said[0], row))
+            mask[: len(before)] = [0] * len(before)
         return Encoded(tokens, mask)
 
-    def _spans(
-        self, messages: Sequence[Message], said: Sequence[int], row: str
-    ) -> Work[tuple[list[int], list[tuple[int, int]]]]:
-        """The tokens of all messages, and where among them each of the assistant's messages `said` begins and ends."""
+    def _whole(self, messages: list[Message], said: list[int], tools: Tools) -> Work[Encoded | None]:
+        """All messages as one sequence; None where the template writes a turn of `said` otherwise than as the last."""
+        text = self._template.render(messages, tools)
+        if not all(thought_of(messages[index]) in text for index in said):
+            return None
         inner = [index for index in said if index + 1 < len(messages)]
-        asked = [index for index in said if index]
         tokens, *found = yield [
-            self._render(messages, header=False),
-            *(self._render(messages[:index], header=True) for index in asked),
-            *(self._render(messages[: index + 1], header=False) for index in inner),
+            text,
+            *(self._template.before_turn(messages, index, tools) for index in said),
+            *(self._template.render(messages[: index + 1], tools) for index in inner),
         ]
-        before = dict(zip(asked, found, strict=False))
-        through = dict(zip(inner, found[len(asked) :], strict=True))
-        spans = []
+        through = dict(zip(inner, found[len(said) :], strict=True))
+        mask = [0] * len(tokens)
+        for index, before in zip(said, found, strict=False):
+            end = self._turn_end(tokens, through.get(index, tokens), len(before))
+            if end is None or tokens[: len(before)] != before:
+                return None
+            mask[len(before) : end] = [1] * (end - len(before))
+        return Encoded(tokens, mask)
+
+    def _each_turn(self, messages: list[Message], said: list[int], tools: Tools, row: str) -> Work[list[Encoded]]:
+        """A sequence for each turn of `said`: what the model reads before it, and the turn as the last."""
+        texts: list[str] = []
         for index in said:
-            start = self._start(tokens, before[index] if index else self._opening(row), index, row)
-            end = self._stop(tokens, through.get(index, tokens), start)
-            if end is None:
+            turn = self._template.turn(messages, index, tools)
+            if turn is None:
                 raise ValueError(self._refusal(index, row))
-            spans.append((start, end))
-        return tokens, spans
+            before, written = turn
+            texts += [before, before + written, Continuation(written)]
+        found = iter((yield texts))
+        made = []
+        for prompt, whole, rest in zip(found, found, found, strict=True):
+            # A model goes on from the tokens of its prompt, even where other tokens would join the two texts.
+            tokens = whole if whole[: len(prompt)] == prompt else prompt + rest
+            end = self._turn_end(tokens, tokens, len(prompt)) or len(tokens)
+            made.append(Encoded(tokens, [0] * len(prompt) + [1] * (end - len(prompt)) + [0] * (len(tokens) - end)))
+        return made
 
-    def _stop(self, tokens: list[int], through: list[int], start: int) -> int | None:
+    def _turn_end(self, tokens: list[int], through: list[int], start: int) -> int | None:
         """The end of a turn that begins at `start`, by the tokens of all up to it; None if it is not in `tokens`."""
-        # A template may write a line break after the token that ends the turn. Nobody samples it, so it is not learned.
         special, end = self._special, len(through)
-        while end > start and through[end - 1] not in special and self._is_space(through[end - 1]):
-            end -= 1
-        if end == start or through[end - 1] not in special:
-            end = len(through)
-        return None if end <= start or tokens[:end] != through[:end] else end
-
-    def _start(self, tokens: list[int], before: list[int], index: int, row: str) -> int:
-        if tokens[: len(before)] != before:
-            raise ValueError(self._refusal(index, row))
-        return len(before)
-
-    def _opening(self, row: str) -> list[int]:
-        """The assistant's header where it speaks first."""
-        said, whole = self._tokens([self._render([ASKED], header=header) for header in (False, True)])
-        if whole[: len(said)] != said:
-            raise ValueError(self._refusal(0, row))
-        return whole[len(said) :]
+        is_whole = tokens[:end] == through
+        if not is_whole:
+            pairs = zip(tokens, through, strict=False)
+            end = next((place for place, (one, other) in enumerate(pairs) if one != other), len(tokens))
+            # What a template writes after the last turn alone, such as an end token, is no part of the turn.
+            if not all(token in special or self._is_space(token) for token in through[end:]):
+                return None
+        # A template may write a line break after the token that ends the turn. Nobody samples it, so it is not learned.
+        last = end
+        while last > start and tokens[last - 1] not in special and self._is_space(tokens[last - 1]):
+            last -= 1
+        if last > start and tokens[last - 1] in special:
+            return last
+        return end if is_whole and end > start else None
 
     def _refusal(self, index: int, row: str) -> str:
         return (
-            f"the chat template writes what comes before message {index} (assistant) of {row}, or the message itself, "
-            f"differently once more messages follow, so the tokens to learn cannot be told apart. Use a template with "
-            f'{{% generation %}} marks, or turns="last" if only earlier turns are rewritten.'
+            f"the chat template writes what comes before message {index} (assistant) of {row} differently once that "
+            f"message is there, so the tokens to learn cannot be told apart. Use a template with {{% generation %}} "
+            f"marks."
         )
 
-    def _alone(self, work: Work[Result]) -> Result:
+    def _alone(self, work: Work[Result], row: str) -> Result:
         """Do one row's work."""
-        (made,) = self._together([work])
+        (made,) = self._together([work], [row])
         if isinstance(made, TooLong):
             raise made
         result: Result = made
         return result
 
-    def _together(self, works: Sequence[Work[Any]]) -> list[Any]:
+    def _together(self, works: Sequence[Work[Any]], names: Sequence[str]) -> list[Any]:
         """Do the work of several rows, calling the tokenizer for all of them at once, in as many rounds as it takes."""
         made: list[Any] = [None] * len(works)
         told: dict[int, Any] = dict.fromkeys(range(len(works)))  # None begins it
@@ -340,56 +375,37 @@ class Encoder:
                     made[place] = stop.value
                 except TooLong as error:
                     made[place] = error
-            found = iter(self._tokens([text for texts in asked.values() for text in texts]))
+                except CannotEncode as error:
+                    raise ValueError(_cannot(names[place], error)) from error
+            try:
+                found = iter(self._tokens([text for texts in asked.values() for text in texts]))
+            except CannotEncode as error:
+                raise ValueError(_cannot(self._faulty(asked, names), error)) from error
             told = {place: [next(found) for _ in texts] for place, texts in asked.items()}
         return made
 
+    def _faulty(self, asked: Mapping[int, Sequence[str]], names: Sequence[str]) -> str:
+        """The name of the first row with a text that the tokenizer cannot read."""
+        for place, texts in asked.items():
+            try:
+                self._tokens(texts)
+            except CannotEncode:
+                return names[place]
+        return f"a row from {names[0]} on"
+
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text. One that begins a sequence has the tokenizer's opening token, but no end."""
-        found = self._pieces([str(text) for text in texts])
-        opening = [str(text) for text in texts if isinstance(text, Opening)]
-        begun = iter(self.tokenizer(opening, add_special_tokens=True)["input_ids"] if opening else ())
-        return [
-            self._unended(list(next(begun)), tokens) if isinstance(text, Opening) else tokens
-            for text, tokens in zip(texts, found, strict=True)
-        ]
-
-    def _unended(self, tokens: list[int], plain: list[int]) -> list[int]:
-        ended = len(tokens) > len(plain) and self._end == tokens[-1:]
-        return tokens[:-1] if ended and plain[-1:] != tokens[-1:] else tokens
-
-    def _render(self, messages: Sequence[Message], *, header: bool) -> str:
-        """What the template writes."""
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages), **self._settings, tokenize=False, add_generation_prompt=header
-        )
-        return text
+        with failing("the tokenizer fails"):
+            return self._texts(texts)
 
     # What is the same for every row is asked of the tokenizer once: each of these is slow there.
 
     @cached_property
     def _template(self) -> Template:
-        return Template(lambda messages: self._render(messages, header=False))
+        return Template(self.tokenizer, self.options)
 
     @cached_property
-    def _settings(self) -> dict[str, Any]:
-        template = self.tokenizer.chat_template
-        if isinstance(template, Mapping):
-            template = template.get("default")
-        return {**self.options, "chat_template": template or PLAIN_TEMPLATE}
-
-    @cached_property
-    def _pieces(self) -> Pieces:
-        def encode(texts: list[str]) -> list[list[int]]:
-            tokens: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            return tokens
-
-        fast = getattr(self.tokenizer, "is_fast", False)  # others take special tokens out in ways of their own
-        return Pieces(encode, list(self.tokenizer.added_tokens_decoder.values()) if fast else ())
-
-    @cached_property
-    def _marked(self) -> bool:
-        return GENERATION_MARK.search(self._settings["chat_template"]) is not None
+    def _texts(self) -> TextTokens:
+        return TextTokens(self.tokenizer)
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -418,6 +434,7 @@ class Encoder:
         return {each.name: getattr(self, each.name) for each in fields(self)}  # what was asked is asked again
 
     def _fitted(self, encoded: Encoded, row: str) -> Encoded:
+        encoded = self._single_end(encoded)
         if self.max_length is not None and len(encoded) > self.max_length:
             if not self.truncate:
                 raise self._too_long(row, len(encoded))
@@ -432,6 +449,16 @@ class Encoder:
         if 1 not in encoded.mask[1:]:
             raise ValueError(f"{row} has no token to learn. Leave it out.")
         return encoded
+
+    def _single_end(self, encoded: Encoded) -> Encoded:
+        """The sequence without an end token that is learned twice: one in the answer, one by the template."""
+        tokens, mask = encoded.tokens, encoded.mask
+        twice = [self._end[0]] * 2 if self._end and tokens.count(self._end[0]) > 1 else None
+        doubled = {i for i in range(1, len(tokens)) if mask[i] and tokens[i - 1 : i + 1] == twice} if twice else ()
+        if not doubled:
+            return encoded
+        kept = [i for i in range(len(tokens)) if i not in doubled]
+        return Encoded([tokens[i] for i in kept], [max(mask[i], int(i + 1 in doubled)) for i in kept])
 
     def _too_long(self, row: str, length: int) -> TooLong:
         limit = f"max_length is {self.max_length}. Raise it, drop the row, or set truncate."
@@ -454,7 +481,24 @@ def preference_batch(pairs: Sequence[tuple[Encoded, Encoded]]) -> Batch:
     return Batch([side.tokens for side in sides], {"response_mask": [side.mask for side in sides]}, groups)
 
 
-def _shared(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """How many messages both begin with."""
-    both = min(len(one), len(other))
-    return next((i for i in range(both) if dict(one[i]) != dict(other[i])), both)
+def _all_fit(made: Sequence[Any]) -> list[Encoded]:
+    """Sequences of one row, or the `TooLong` of the first that does not fit."""
+    for each in made:
+        if isinstance(each, TooLong):
+            raise each
+    return list(made)
+
+
+def _one(made: Sequence[Any], row: str) -> Encoded:
+    if len(made) > 1:
+        raise ValueError(
+            f"the answer of {row} has {len(made)} turns, and the chat template writes earlier turns differently once "
+            f"later ones follow, so they are {len(made)} sequences where one is needed. Keep the last turn alone."
+        )
+    encoded: Encoded = made[0]
+    return encoded
+
+
+def _cannot(row: str, error: CannotEncode) -> str:
+    reason = str(error) if str(error).endswith(".") else f"{error}."
+    return f"{row} cannot be encoded: {reason} Mend the row, or leave it out."

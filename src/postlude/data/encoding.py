@@ -33,13 +33,15 @@ MOST = 16  # processes
 class Chunk:
     """Rows that were encoded: their tokens and masks one after the other, and how long each sequence is.
 
-    A row has as many sequences as its form says: two for a preference, else one. `too_long` says of rows that have
-    none here their place among those that were given, their name, and how long they are.
+    A preference has two sequences; a row of another form has one, or one a turn where the template asks for that.
+    `sources` are the places of the sequences' rows among those that were given. `too_long` says of sequences that are
+    not here the place of their row, their name, and how long they are.
     """
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.uint8]
     lengths: NDArray[np.int64]
+    sources: NDArray[np.int64]
     too_long: list[tuple[int, str, int]]
 
 
@@ -73,16 +75,20 @@ def _encoded(encoder: Encoder, form: Form, rows: Sequence[Sequence[Any]], names:
     from postlude.data.chat import Encoded, TooLong
 
     sequences: list[Encoded] = []
+    sources: list[int] = []
     too_long = []
     for place, made in enumerate(encoder.all(form, rows, names)):
-        if isinstance(made, TooLong):
-            too_long.append((first + place, made.row, made.length))
-        else:
-            sequences += [made] if isinstance(made, Encoded) else made
+        for each in [made] if isinstance(made, TooLong) else made:
+            if isinstance(each, TooLong):
+                too_long.append((first + place, each.row, each.length))
+            else:
+                sequences.append(each)
+                sources.append(first + place)
     return Chunk(
         np.array([token for each in sequences for token in each.tokens], np.int32),
         np.array([mark for each in sequences for mark in each.mask], np.uint8),
         np.array([len(each) for each in sequences], np.int64),
+        np.array(sources, np.int64),
         too_long,
     )
 
@@ -116,10 +122,11 @@ def _in_processes(packed: bytes, parts: Sequence[tuple[Any, ...]], count: int) -
 
 
 class _Process:
-    """A process that encodes, and the number of the part that it is at."""
+    """A process that encodes, the number of the part that it is at, and the name of its first row."""
 
     def __init__(self, packed: bytes) -> None:
         self.part: int | None = None
+        self.first = ""
         calls_in, calls_out = os.pipe()
         answers_in, answers_out = os.pipe()
         self.calls = Connection(calls_out, readable=False)
@@ -139,7 +146,7 @@ class _Process:
 
     def give(self, part: int, rows: tuple[Any, ...]) -> None:
         """Send it rows."""
-        self.part = part
+        self.part, self.first = part, rows[1][0]
         self.calls.send_bytes(pickle.dumps(rows))
 
     def answer(self) -> Chunk | str:
@@ -148,7 +155,8 @@ class _Process:
             found = pickle.loads(self.answers.recv_bytes())
         except EOFError:
             raise RuntimeError(
-                f"a process that encodes rows ended with exit code {self.process.wait()}; was memory short?"
+                f"a process that encodes rows ended with exit code {self.process.wait()} at the rows from {self.first} "
+                f"on; was memory short?"
             ) from None
         return found if isinstance(found, str) else Chunk(*found)
 
@@ -169,9 +177,10 @@ def _serve(calls: Connection, answers: Connection) -> None:
             rows, names, first = pickle.loads(calls.recv_bytes())
             try:
                 made = _encoded(encoder, form, rows, names, first)
-                found: Any = (made.tokens, made.mask, made.lengths, made.too_long)
-            except ValueError as error:
-                found = str(error)
+                found: Any = (made.tokens, made.mask, made.lengths, made.sources, made.too_long)
+            except Exception as error:  # the other side raises it
+                known = isinstance(error, ValueError)
+                found = str(error) if known else f"{names[0]} to {names[-1]}: {type(error).__name__}: {error}"
             answers.send_bytes(pickle.dumps(found))
 
 

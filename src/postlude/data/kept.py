@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from postlude.data.chat import ChatTokenizer, Encoded
+from postlude.data.chat import Encoded
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.encoding import Chunk
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of how rows are encoded and kept; raise it where either changes
+VERSION = 2  # of how rows are encoded and kept; raise it where either changes
 ABOUT = "about.json"
 PREFIX = "rows-"
-ARRAYS = ("tokens", "mask", "starts")
+ARRAYS = ("tokens", "mask", "starts", "sources")
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,11 @@ class KeptRows:
     tokens: NDArray[np.int32]
     mask: NDArray[np.uint8]
     starts: NDArray[np.int64]
+    sources: NDArray[np.int64]
+    """The row of the dataset that each sequence is of."""
     sides: int = 1
     dropped: int = 0
-    """Rows of the dataset that are not here."""
+    """Sequences of the dataset that are not here."""
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -52,6 +55,10 @@ class KeptRows:
     def row(self, index: int) -> list[Encoded]:
         """The sequences of one row."""
         return [self._sequence(index * self.sides + side) for side in range(self.sides)]
+
+    def first_of(self, index: int) -> int:
+        """The first of the rows here that are of the same row of the dataset: a conversation may be one a turn."""
+        return int(np.searchsorted(self.sources, self.sources[index * self.sides])) // self.sides
 
     def _sequence(self, index: int) -> Encoded:
         part = slice(int(self.starts[index]), int(self.starts[index + 1]))
@@ -66,6 +73,7 @@ class KeptRows:
             np.concatenate([each.tokens for each in found]),
             np.concatenate([each.mask for each in found]),
             np.cumsum(lengths),
+            np.concatenate([each.sources for each in found]),
             sides,
             sum(len(each.too_long) for each in found),
         )
@@ -103,10 +111,8 @@ class KeptRows:
             for name in ARRAYS:
                 if _checksum(target / f"{name}.npy") != about["checksums"][name]:
                     raise ValueError(f"{name}.npy is not what was written")
-            tokens, mask, starts = (
-                np.load(target / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS
-            )
-            return cls(tokens, mask, starts, about["sides"], about["dropped"])
+            arrays: Any = {name: np.load(target / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
+            return cls(**arrays, sides=about["sides"], dropped=about["dropped"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.warning("the encoded rows in %s are damaged (%s); they are made anew.", target, error)
             shutil.rmtree(target, ignore_errors=True)
@@ -123,8 +129,11 @@ def digest_of(files: Sequence[Path], tokenizer: ChatTokenizer, settings: Mapping
 
     add(json.dumps([VERSION, version("transformers"), version("tokenizers")]))
     add(json.dumps(dict(settings), sort_keys=True, default=str))
-    add(json.dumps([tokenizer.chat_template, tokenizer.eos_token_id], default=str))
+    add(json.dumps([type(tokenizer).__name__, tokenizer.chat_template, tokenizer.eos_token_id], default=str))
+    add(json.dumps(dict(tokenizer.special_tokens_map), sort_keys=True, default=str))  # templates write them
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None and (file := getattr(tokenizer, "vocab_file", None)) is not None:
+        add(_hash(Path(file)))
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)() if backend is None else {}
     add(json.dumps(vocabulary, sort_keys=True) if backend is None else backend.to_str())
     add(json.dumps(sorted(tokenizer.get_added_vocab().items())))

@@ -1,4 +1,4 @@
-"""Many texts to tokens in one call of the tokenizer, and no piece of text twice.
+"""Texts to tokens, many in one call of the tokenizer, and no piece of text twice.
 
 A tokenizer cuts text at its special tokens before anything else, so that what stands between them is encoded by itself.
 The texts of one conversation (up to each turn, and whole) are made of the same pieces; cut there, each is encoded once.
@@ -11,6 +11,81 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
+
+from postlude.data.chat_tokenizer import ChatTokenizer
+
+ANCHORS = ("\n", "=", ".", "a")
+
+
+class Opening(str):
+    """Text that begins a sequence, so that the tokenizer's own opening token comes before it."""
+
+
+class Continuation(str):
+    """Text that goes on from other text: a tokenizer that puts a space before every text puts none before this."""
+
+
+class TextTokens:
+    """The tokens of texts, without an end token, and with an opening token where a text is an `Opening`."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self.tokenizer = tokenizer
+        fast = getattr(tokenizer, "is_fast", False)  # others take special tokens out in ways of their own
+        self._pieces = Pieces(self._plain, list(tokenizer.added_tokens_decoder.values()) if fast else ())
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text."""
+        before = self._anchors[0][0] if self._anchors else ""
+        found = self._pieces([before + text if isinstance(text, Continuation) else str(text) for text in texts])
+        openings = [str(text) for text in texts if isinstance(text, Opening)]
+        opened = iter(self.tokenizer(openings, add_special_tokens=True)["input_ids"] if openings else ())
+        made = []
+        for text, tokens in zip(texts, found, strict=True):
+            if isinstance(text, Continuation):
+                made.append(self._continued(text, tokens) if before else tokens)
+            else:
+                whole = self._unended(list(next(opened)), tokens) if isinstance(text, Opening) else tokens
+                made.append(self.single_bos(whole))
+        return made
+
+    def _continued(self, text: str, anchored: list[int]) -> list[int]:
+        """The tokens of text after an anchor, which must begin `anchored`; else another anchor is tried."""
+        for anchor, tokens in self._anchors:
+            if anchor != self._anchors[0][0]:
+                (anchored,) = self._plain([anchor + text])
+            if anchored[: len(tokens)] == tokens:
+                return anchored[len(tokens) :]
+        return self._plain([text])[0]
+
+    @cached_property
+    def _anchors(self) -> list[tuple[str, list[int]]]:
+        """Texts, with their tokens, that a tokenizer which puts a space before every text puts it before.
+
+        None are needed of one that does not.
+        """
+        (alone,) = self._plain(["b"])
+        anchors = []
+        for anchor in ANCHORS:
+            tokens, longer = self._plain([anchor, f"{anchor}b"])
+            if tokens and longer[: len(tokens)] == tokens:
+                if longer[len(tokens) :] == alone:
+                    return []
+                anchors.append((anchor, tokens))
+        return anchors
+
+    def single_bos(self, tokens: list[int]) -> list[int]:
+        """Tokens without the opening token that a text, or a template, brings in addition to the tokenizer's."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+
+    def _unended(self, tokens: list[int], plain: list[int]) -> list[int]:
+        end = self.tokenizer.eos_token_id
+        ended = len(tokens) > len(plain) and tokens[-1] == end
+        return tokens[:-1] if ended and plain[-1:] != tokens[-1:] else tokens
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        tokens: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return tokens
 
 
 class Pieces:
@@ -62,3 +137,18 @@ class Pieces:
         """What the tokenizer looks for first: of those that begin at one place, the longest."""
         contents = sorted((token.content for token in self.added if not token.normalized), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, contents))) if self._borders else None
+
+
+def marked_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """1 for each token of which a part lies in one of `spans`, given where each begins and ends in the text."""
+    marks = [0] * len(offsets)
+    token = 0
+    for start, end in spans:
+        while token < len(offsets) and offsets[token][1] <= start:
+            token += 1
+        # Some tokenizers leave a space out of where a token begins: it begins where the one before it ends. And the
+        # bytes of one character all begin and end where the character does.
+        while start < end and token < len(offsets) and min(offsets[token][0], offsets[max(token, 1) - 1][1]) < end:
+            marks[token] = 1
+            token += 1
+    return marks

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -15,6 +17,10 @@ from postlude.data.datasets import Rows, dataset_files, read_rows
 from postlude.data.encoding import CHUNK, encode
 from postlude.data.kept import KeptRows, digest_of
 
+log = logging.getLogger(__name__)
+
+ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
+"""The roles that chat templates know."""
 CACHE = "cache"
 """Where in a run's directory they are kept."""
 FEW = 2000  # rows that are done before anyone could look
@@ -27,6 +33,11 @@ class Columns(Protocol):
     @property
     def path(self) -> Path:
         """The file, or a directory of them."""
+        ...
+
+    @property
+    def tools(self) -> str:
+        """The column with the functions that messages may call."""
         ...
 
     @property
@@ -61,7 +72,13 @@ class Encodings(Generic[Row]):
     def __str__(self) -> str:
         """How many there are, for a report of what was found."""
         left_out = f", {self.rows.dropped} more are too long and left out" if self.rows.dropped else ""
-        return f"{len(self)} rows{left_out}"
+        conversations = len(np.unique(self.rows.sources))
+        split = f" of {conversations} conversations, one a turn" if len(self) > conversations else ""
+        return f"{len(self)} rows{split}{left_out}"
+
+    def first_of(self, index: int) -> int:
+        """The first row that is of the same row of the dataset, where a conversation is one row a turn."""
+        return self.rows.first_of(index)
 
     @property
     def largest(self) -> int:
@@ -86,6 +103,9 @@ def _encoded(data: Columns, encoder: Encoder) -> KeptRows:
     if form == "answer" and columns[0] is None:
         values = [["", *rest] for _, *rest in values]
     names = [rows.where(index) for index in range(len(rows))]
+    _warn_of_roles(values, names)
+    if data.tools in rows.columns:
+        values = [[*each, row.get(data.tools)] for each, row in zip(values, rows, strict=True)]
     chunks = []
     with encoding_bar(len(rows), f"encoding {rows.name}") as advance:
         for chunk in encode(encoder, form, values, names):
@@ -102,7 +122,40 @@ def _encoded(data: Columns, encoder: Encoder) -> KeptRows:
     kept = KeptRows.of(chunks, sides=2 if form == "preference" else 1)
     if not len(kept):
         raise ValueError(f"every row of {rows.name} is longer than the budget allows. Raise budget.")
+    if kept.sides == 2:
+        _warn_of_equals(kept, names)
     return kept
+
+
+def _warn_of_roles(values: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
+    """Name the first row with a message of a role that templates may not know."""
+    found: list[tuple[str, str]] = []
+    for row, name in zip(values, names, strict=True):
+        messages = [message for value in row if isinstance(value, list) for message in value]
+        roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
+        found += [(name, role) for role in roles if isinstance(role, str) and role not in ROLES][:1]
+    if found:
+        others = f", as have {len(found) - 1} more rows" if len(found) > 1 else ""
+        log.warning(
+            '%s has a message of role "%s"%s: the roles that chat templates know are %s, and only what the assistant '
+            "says is learned.",
+            *found[0],
+            others,
+            ", ".join(sorted(ROLES)),
+        )
+
+
+def _warn_of_equals(kept: KeptRows, names: Sequence[str]) -> None:
+    """Name the first pair of which nothing can be learned, since both answers are the same tokens."""
+    pairs = (kept.row(index) for index in range(len(kept)))
+    equal = [index for index, (chosen, rejected) in enumerate(pairs) if chosen.tokens == rejected.tokens]
+    if equal:
+        others = f", as have {len(equal) - 1} more pairs" if len(equal) > 1 else ""
+        log.warning(
+            "%s has the same tokens chosen and rejected%s: nothing can be learned from it. Leave such pairs out.",
+            names[int(kept.sources[2 * equal[0]])],
+            others,
+        )
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, TypeVar
 
-from postlude.data.chat import ChatTokenizer, Encoded, Encoder, Form
+from postlude.data.chat import Encoded, Encoder, Form
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import HeldOutRows, Rows, Sampler
 from postlude.recipes.config.schema import ReadFrom, Settings
 from postlude.rollout.tasks import Task, content_of, digest
@@ -23,7 +24,7 @@ Overlong = Literal["refuse", "drop", "cut"]
 
 
 class Examples(Settings):
-    """Answers to learn, from a JSONL or parquet file.
+    """Answers to learn, from a file of JSONL, JSON, CSV or parquet.
 
     A dataset with the column of messages is one of conversations, whose assistant turns are learned. One with the
     columns of prompt and completion has one answer a row. One with the column of text is learned whole.
@@ -39,6 +40,8 @@ class Examples(Settings):
     """The column with the answer to it."""
     text: str = "text"
     """The column with text, all of it to be learned."""
+    tools: str = "tools"
+    """The column with the functions that messages may call, as JSON schemas, for the chat template to write."""
     turns: Literal["all", "last"] = "all"
     """Which of the assistant's turns are learned."""
     overlong: Overlong = "refuse"
@@ -63,7 +66,7 @@ class Examples(Settings):
 
 
 class Pairs(Settings):
-    """Pairs of answers, one preferred, from a JSONL or parquet file."""
+    """Pairs of answers, one preferred, from a file of JSONL, JSON, CSV or parquet."""
 
     path: Annotated[Path, ReadFrom("path")]
     """The file, or a directory of them."""
@@ -73,6 +76,8 @@ class Pairs(Settings):
     """The column with the better answer."""
     rejected: str = "rejected"
     """The column with the worse one."""
+    tools: str = "tools"
+    """The column with the functions that messages may call, as JSON schemas, for the chat template to write."""
     overlong: Overlong = "refuse"
     """What becomes of pairs with an answer of more tokens than half the budget: they end the run before it begins, are
     left out, or are cut off."""
@@ -106,9 +111,13 @@ class Indexed(Protocol[Row_co]):
 
 
 def hold_out_rows(rows: Indexed[Any], count: int) -> HeldOutRows:
-    """The last `count` rows with different prompts, and every row with one of their prompts."""
+    """The last `count` rows with different prompts, and every row with one of their prompts.
+
+    Where a conversation is one row a turn, the prompt of each is the conversation's.
+    """
+    first_of = getattr(rows, "first_of", lambda index: index)
     fix = "Lower held_out.rows, give more prompts, or set held_out.rows to 0."
-    return HeldOutRows(len(rows), lambda index: _content(rows[index]), count, what="rows", fix=fix)
+    return HeldOutRows(len(rows), lambda index: _content(rows[first_of(index)]), count, what="rows", fix=fix)
 
 
 def _content(row: Encoded | tuple[Encoded, ...] | Task) -> bytes:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from postlude.data import Batch
-from postlude.data.chat import ChatTokenizer, Encoded, Encoder, TooLong
+from postlude.data.chat import Encoded, Encoder, TooLong
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Sampler
 from postlude.data.microbatch import ROUTING
 from postlude.engine.handing import hand_out

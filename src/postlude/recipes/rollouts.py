@@ -10,7 +10,8 @@ from math import comb
 from statistics import mean
 from typing import Any, TypeVar
 
-from postlude.data.chat import ChatTokenizer, Encoder, TooLong
+from postlude.data.chat import Encoder, TooLong
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.recipes.clock import Clock
 from postlude.recipes.config.settings import Answers, EnvironmentSettings, Evaluation, Prompts
 from postlude.recipes.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS, WORKERS_LOST

@@ -18,7 +18,8 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from postlude.data.chat import ChatTokenizer, Encoder
+from postlude.data.chat import Encoder
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.rollout.protocol import Completion, Progress, Request
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.listening import Problem, Question, mistakes_refused

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from postlude.checks import MISTAKES
-from postlude.data.chat import ChatTokenizer
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.hf.renew import HalfRead, renew
 from postlude.rollout.generator import Generator
 from postlude.rollout.protocol import Completion, Progress, Request
