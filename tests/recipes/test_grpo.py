@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from postlude.layout import Layout
 from postlude.recipes.config.reading import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_of, run
 from postlude.recipes.metrics import explain
@@ -125,26 +126,53 @@ SPREAD = (
 REPLAY = ("--model=tiny-moe", "--replay_routing=true")
 
 
+MOE = ("--model=tiny-moe",)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "layouts"),
     [
-        pytest.param((), ("pp=2", "dp_shard=2"), id=""),
-        pytest.param((), ("tp=2", "cp=2"), id="more", marks=pytest.mark.thorough),
+        pytest.param((), ("dp_shard=2", "pp=2,vpp=2", "pp=2,cp=2"), id=""),
+        pytest.param(MOE, ("dp_shard=2,ep=2",), id="experts"),
+        pytest.param((), ("pp=2", "tp=2", "cp=2"), id="more", marks=pytest.mark.thorough),
         pytest.param(REPLAY, ("pp=2", "tp=2", "cp=2", "dp_shard=2"), id="replay", marks=pytest.mark.thorough),
     ],
 )
 def test_every_layout_gives_the_same_losses(
     ranks: Ranks, tmp_path: Path, settings: tuple[str, ...], layouts: tuple[str, ...]
 ) -> None:
+    """And gradients: rewards differ, answers have several lengths, and a microbatch holds a few of them."""
     (tmp_path / "one").mkdir()
-    (alone,) = ranks(1, trained, str(tmp_path / "one"), *UNKEPT, *settings)
+    steps = ("--warm_start.steps=1", "--steps=2", "--minibatches=2", "--optimizer.lr=1e-3", "--evaluation.every=0")
+    settings = (*UNKEPT, *SPREAD, *steps, "--budget=64", "--answers.max_new_tokens=6", *settings)
+    (alone,) = ranks(1, trained, str(tmp_path / "one"), *settings)
     for layout in layouts:
         (tmp_path / layout).mkdir()
-        spread, _ = ranks(2, trained, str(tmp_path / layout), *UNKEPT, *settings, "--layout", layout)
+        spread = ranks(Layout.parse(layout).world_size, trained, str(tmp_path / layout), *settings, "--layout", layout)[
+            0
+        ]
         for expected, found in zip(alone, spread, strict=True):
-            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4, rel=1e-4), layout
+            assert abs(expected["loss"]) > 1e-4
+            assert expected["grad_norm"] > 1e-2
+            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5, rel=1e-4), layout
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3), layout
             assert found.get("rewards") == expected.get("rewards"), layout
+
+
+def prompts(group: Any, directory: str) -> tuple[list[str], set[str]]:
+    """What a run asks that is held out, and in two epochs of training, of 200 prompts that 1,000 tasks share."""
+    config = config_of(Path(directory), "--environment.size=1000", "--evaluation.tasks=64")
+    with closing(GRPOTrainer(config, "cpu")) as trainer:
+        trained = {str(trainer.tasks[index].prompt) for index in trainer.sampler.take(1000)}
+        return [str(task.prompt) for task in trainer.held_out], trained
+
+
+def test_a_run_is_not_trained_on_prompts_that_are_held_out(ranks: Ranks, tmp_path: Path) -> None:
+    ((held_out, trained),) = ranks(1, prompts, str(tmp_path))
+    assert len(set(held_out)) == 64
+    assert len(trained) > 100
+    assert not trained & set(held_out)
 
 
 def differing(group: Any, directory: str) -> str:
