@@ -14,8 +14,10 @@ import pytest
 
 from postlude.checks import MISTAKES
 from postlude.cli import main
+from postlude.cluster import driving
 from postlude.cluster.gang import Answer, Lost, cause_of
 from postlude.cluster.joining import why
+from postlude.cluster.nodes import Nodes
 from postlude.recipes.run.directory import read_record
 from postlude.world.last_words import RankError, Word
 from tests.conftest import PATIENCE
@@ -58,6 +60,23 @@ def test_what_the_cluster_has_no_room_for_is_a_sentence_at_once(
     )
     assert sentence in capsys.readouterr().err
     assert not (place / "run" / "metrics.jsonl").exists()
+
+
+def test_servers_of_a_local_ray_are_reached_from_this_machine_alone(
+    local_ray: None, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster that is joined by its address may have nodes to come, so that servers listen for them."""
+    seen: list[bool] = []
+
+    def made(logs: Path, *, alone: bool) -> Nodes:
+        seen.append(alone)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(driving, "Nodes", made)
+    for address in ("local", "auto"):
+        assert grpo(place, "run", "--ray", address) == 2
+        assert "postlude grpo: seen" in capsys.readouterr().err
+    assert seen == [True, False]
 
 
 def test_without_ray_there_is_a_sentence_about_how_to_get_it(
