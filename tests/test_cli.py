@@ -222,6 +222,7 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["eval", "--rollout.kind=server"], 'config key "rollout.urls" is missing on the command line; give a list'),
         (["grpo", "--timeout", "-3"], "argument --timeout: '-3' is not a number above 0."),
         (["grpo", "--nproc", "0"], "argument --nproc: '0' is not a whole number of at least 1."),
+        (["sft", "--data.path=a.jsonl", "--run="], "run is empty, which would be the working directory itself"),
         (["sft", "/"], '"/" is a directory; give the config file itself.'),
         (["plan", "tiny-dense", "--seq", "8", "--mtp", "-1"], "--mtp is -1; give the number of depths"),
         ([], "required: COMMAND"),

@@ -119,8 +119,8 @@ def _with_teacher(batch: Batch, logprobs: Sequence[Tensor], ids: Sequence[Tensor
 
 
 def _trial(top_k: int) -> Batch:
-    """A batch to try the objective on. The teacher's likeliest tokens are alike at every position."""
-    batch, best = _batch(ANSWERS), torch.arange(top_k)
+    """A batch to try the objective on. The teacher's likeliest tokens are the same few at every position."""
+    batch, best = _batch(ANSWERS), torch.arange(top_k) % 8
     logprobs = [(-1.0 - best).expand(length, -1) for length in batch.lengths]
     return _with_teacher(batch, logprobs, [best.expand(length, -1) for length in batch.lengths])
 

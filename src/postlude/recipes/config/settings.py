@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from postlude.data.datasets import read_rows
 from postlude.head import HeadConfig
@@ -388,12 +388,18 @@ class Cluster(Settings):
 NAME = "{name}"
 
 
+def _not_empty(run: Any) -> Any:
+    if run == "":
+        raise ValueError("run is empty, which would be the working directory itself; name a directory.")
+    return run
+
+
 class Model(Settings):
     """What every recipe's config begins with."""
 
     model: ModelSource = "tiny-dense"
     """A Hugging Face directory, a GGUF file, or a built-in model."""
-    run: Path = Path(f"runs/{NAME}")
+    run: Annotated[Path, BeforeValidator(_not_empty)] = Path(f"runs/{NAME}")
     """The directory of the run, from the working directory. If it holds one with the same config, that is continued.
     {name} is the config file's name without its ending or, where there is no file, the recipe's and the model's."""
     seed: NonNegativeInt = 0

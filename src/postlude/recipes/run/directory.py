@@ -307,7 +307,13 @@ def read_samples(run: Path) -> list[dict[str, Any]]:
 def read_record(run: Path) -> dict[str, Any]:
     """What `run.json` says of a run's starts; empty where there is none."""
     path = run / RECORD
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}); mend it, or take it away.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} does not hold the starts of a run; take it away.")
+    return found
 
 
 def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Collection[str]) -> dict[str, Any]:
