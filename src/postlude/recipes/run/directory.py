@@ -291,7 +291,8 @@ def flatten(metrics: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
 def read_config(run: Path) -> dict[str, Any]:
     """The config a run was started with, without its secrets; empty where there is none."""
     path = run / CONFIG
-    return mask(yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+    found = yaml.safe_load(path.read_text()) if path.is_file() else None
+    return mask(found) if isinstance(found, dict) else found or {}
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
