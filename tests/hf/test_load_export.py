@@ -130,22 +130,52 @@ def test_an_export_has_ordinary_permissions(tmp_path: Path) -> None:
     assert {oct(path.stat().st_mode & 0o777) for path in directory.iterdir()} == {"0o640"}
 
 
-def test_a_mixture_of_two_models_is_never_there_to_be_loaded(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_mixture_of_two_models_is_never_there_to_be_loaded(tmp_path: Path, monkeypatch, cut: int) -> None:
+    """Killed at any moment of the replacing: the next export finds everything, and what is not the model's stays."""
     directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
-    replace, moved = Path.replace, []
+    (directory / "notes.txt").write_text("mine")
+    rename, moved = Path.rename, []
+
+    class PowerCut(BaseException):
+        pass
 
     def power_cut(path: Path, target: Path) -> None:
-        if len(moved) == 2:
-            raise OSError("power cut")
         moved.append(path.name)
-        replace(path, target)
+        if len(moved) >= cut:
+            raise PowerCut
+        rename(path, target)
 
-    monkeypatch.setattr(Path, "replace", power_cut)
-    with pytest.raises(OSError, match="power cut"):
-        export_hf(load_model("tiny-dense"), directory, overwrite=True)
-    assert len(moved) == 2
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        load_model(directory)
+    monkeypatch.setattr(Path, "rename", power_cut)
+    with pytest.raises(PowerCut):
+        export_hf(load_model("tiny-dense", seed=1), directory, overwrite=True)
+    monkeypatch.undo()
+    if directory.exists():
+        expected = load_model("tiny-moe") if cut == 1 else load_model("tiny-dense", seed=1)
+        assert torch.equal(load_model(directory).embedding.weight, expected.embedding.weight)
+    model = load_model("tiny-dense", seed=2)
+    export_hf(model, directory, overwrite=True)
+    assert torch.equal(load_model(directory).embedding.weight, model.embedding.weight)
+    assert (directory / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_export_takes_the_place_of_a_tokenizer_with_other_templates(tmp_path: Path) -> None:
+    model, tokenizer = load_model("tiny-dense"), load_tokenizer("tiny-dense")
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    directory = export_hf(model, tmp_path / "model", tokenizer=tokenizer)
+    assert (directory / "additional_chat_templates").is_dir()
+    (directory / "mine").mkdir()
+    (directory / "mine" / "notes.txt").write_text("mine")
+    for template in ({"default": "a", "tool_use": "c"}, "d", None):
+        tokenizer.chat_template = template
+        export_hf(model, directory, tokenizer=tokenizer, overwrite=True)
+        assert load_tokenizer(directory).chat_template == template
+        assert torch.equal(load_model(directory).embedding.weight, model.embedding.weight)
+    assert not [path.name for path in directory.iterdir() if "template" in path.name]
+    assert (directory / "mine" / "notes.txt").read_text() == "mine"
+    export_hf(model, directory, overwrite=True)  # without a tokenizer: the one that is there stays
+    assert len(load_tokenizer(directory)) == len(tokenizer)
 
 
 def test_an_export_says_what_it_is_and_how_to_generate(tmp_path: Path) -> None:
@@ -182,6 +212,11 @@ def test_export_into_the_directory_one_stands_in(tmp_path: Path, monkeypatch) ->
     export_hf(load_model("tiny-dense"), ".")
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert load_model(tmp_path).config == load_model("tiny-dense").config
+    here = tmp_path.stat().st_ino
+    export_hf(load_model("tiny-dense", seed=1), ".", overwrite=True)
+    assert Path.cwd() == tmp_path
+    assert tmp_path.stat().st_ino != here
+    assert torch.equal(load_model(tmp_path).embedding.weight, load_model("tiny-dense", seed=1).embedding.weight)
 
 
 def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -> None:

@@ -166,7 +166,7 @@ def test_a_transcript_is_the_conversation_with_its_sampled_tokens_learned() -> N
     transcript.answer(sampled[0], [-0.5] * len(sampled[0]))
     transcript.observe(encoder.observation("lower", sampled[0], chat=True))
     transcript.answer(sampled[1], [-0.25] * len(sampled[1]))
-    whole = encoder.conversation(talk)
+    (whole,) = encoder.conversation(talk)
     kept = len(transcript.tokens)
     assert transcript.tokens == whole.tokens[:kept]
     assert transcript.mask == whole.mask[:kept]

@@ -31,6 +31,12 @@ from postlude.safetensors_file import Entry, write
 
 MAX_SHARD_BYTES = 5 * 1024**3
 CONFIGS, CARD = (CONFIG, OWN), "README.md"
+TOKENIZER = frozenset({
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates",
+})  # fmt: skip
+"""What a tokenizer is saved as."""
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -128,7 +134,7 @@ def refuse_overwriting(directory: str | os.PathLike[str], overwrite: bool) -> Pa
         raise FileExistsError(f"{target} is a file; export_hf writes a directory.")
     if (target / STATE).is_file():
         raise FileExistsError(f"{target} is a training checkpoint; export to another directory.")
-    found = sorted(path.name for path in target.glob("*") if path.name in CONFIGS or WEIGHTS.fullmatch(path.name))
+    found = _model_files(target)
     if found and not overwrite:
         raise FileExistsError(
             f"{target} holds a model already ({found[0]}); export to another directory, or say that this one may be "
@@ -150,8 +156,13 @@ def write_hf(
     """Write a model directory from its description and tensors, which come in the order of `entries`."""
     target = refuse_overwriting(directory, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.parent / f".{target.name}.partial"
+    aside, old = (target.parent / f".{target.name}.{kind}" for kind in ("partial", "replaced"))
     shutil.rmtree(aside, ignore_errors=True)  # what an export that was killed left
+    if old.is_dir():  # so did one that was killed while it replaced this
+        if target.exists():
+            _take_others(old, target)
+        else:
+            old.rename(target)
     try:
         aside.mkdir()
         description.write(aside)
@@ -159,7 +170,7 @@ def write_hf(
         library = "postlude" if isinstance(description.hf, OwnConfig) else "transformers"
         text = card.text(target.name, _facts(description.hf, _total(entries)), library=library)
         (aside / CARD).write_text(text, encoding="utf-8")
-        _move_in(aside, target)
+        _replace(target, aside, old)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
@@ -274,18 +285,43 @@ def _write_tensors(
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _move_in(aside: Path, target: Path) -> None:
-    """Without a moment in which a mixture of two models could be loaded: the config leaves first and comes last."""
-    if not target.exists():
-        aside.rename(target)
-        return
-    if (target / CARD).is_file() and MARK not in (target / CARD).read_text(encoding="utf-8", errors="replace"):
-        (aside / CARD).unlink()  # somebody's own
-    new = {path.name for path in aside.iterdir()}
-    for name in CONFIGS:
-        (target / name).unlink(missing_ok=True)
-    for path in target.iterdir():
-        if path.name not in new and WEIGHTS.fullmatch(path.name):
-            path.unlink()  # weights of the older export
-    for name in sorted(new, key=lambda name: (name in CONFIGS, name)):
-        (aside / name).replace(target / name)
+def _replace(target: Path, new: Path, old: Path) -> None:
+    """Put the complete directory `new` in the place of `target`, by renaming: no mixture of two models is ever there.
+
+    The replaced one goes to `old` first, and from there whatever is no part of a model comes back. A directory without
+    a model stays, and gets the new one's files, the config last.
+    """
+    inside = target.exists() and Path.cwd() == target
+    if target.exists():
+        if (target / CARD).is_file() and MARK not in (target / CARD).read_text(encoding="utf-8", errors="replace"):
+            (new / CARD).unlink()  # somebody's own
+        if not _model_files(target) and not any((target / name).exists() for name in TOKENIZER):
+            for path in sorted(new.iterdir(), key=lambda path: path.name in CONFIGS):
+                path.replace(target / path.name)
+            return
+        shutil.copymode(target, new)
+        target.rename(old)
+    try:
+        new.rename(target)
+    except BaseException:
+        if old.is_dir():
+            old.rename(target)
+        raise
+    if old.is_dir():
+        _take_others(old, target)
+    if inside:
+        os.chdir(target)  # else this process would be in the directory that is gone
+
+
+def _model_files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("*") if path.name in CONFIGS or WEIGHTS.fullmatch(path.name))
+
+
+def _take_others(old: Path, target: Path) -> None:
+    """Move what is no part of a model from a replaced directory to the new one, and delete the rest."""
+    has_tokenizer = any((target / name).exists() for name in TOKENIZER)
+    for path in old.iterdir():
+        stale = path.name in (*CONFIGS, GENERATION) or WEIGHTS.fullmatch(path.name)
+        if not (stale or (has_tokenizer and path.name in TOKENIZER) or (target / path.name).exists()):
+            path.rename(target / path.name)
+    shutil.rmtree(old)
