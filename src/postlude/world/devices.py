@@ -114,7 +114,8 @@ class Place:
         if not self.shared:
             return {}
         loopback = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if self.one_machine else {}
-        return {"NCCL_HOSTID": f"postlude-rank-{rank}", **loopback}
+        chosen = {name: os.environ.get(name, value) for name, value in loopback.items()}
+        return {"NCCL_HOSTID": f"postlude-rank-{rank}", **chosen}
 
 
 def places(seen: Sequence[Seen]) -> list[Place]:

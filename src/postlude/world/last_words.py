@@ -108,7 +108,7 @@ class LastWords:
         """Answer the bell."""
         if self.leaving:
             return
-        waits = self.gpu_is_stuck(0.5)  # then the host stands at any line, and what it waits for is another rank
+        waits = self.gpu_is_stuck(1.0)  # then the host stands at any line, and what it waits for is another rank
         place = [self.index, "" if waits else _whereabouts(sys._current_frames().get(thread))]
         store.append("at", json.dumps(place) + "\n")  # type: ignore[attr-defined]
         self._count("settled", store)

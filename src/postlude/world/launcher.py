@@ -46,6 +46,7 @@ LOUD = (
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that ask a process to end
 WATCHDOG_LATER = 60.0  # seconds
+QUIET = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}  # c10d logs pages when a rank is lost
 LOG = logging.getLogger("postlude")
 Result = TypeVar("Result")
 
@@ -98,7 +99,7 @@ def launch(
         )
         forwarding, results, error = Forwarding(grace), {}, None
         try:
-            with _quiet_agent(), _environment({"TORCH_CPP_LOG_LEVEL": "FATAL"}), forwarding:
+            with _quiet_agent(), _environment(QUIET), forwarding:
                 results = elastic_launch(config, _run_rank)(function, args, notes, timeout, backend, device)
         except ChildFailedError as failure:
             rank, process = failure.get_first_failure()
@@ -205,7 +206,8 @@ def _prepared_for_nccl(
     place: Place, words: LastWords, timeout: float, end: Callable[[RankError], None]
 ) -> Iterator[None]:
     """Let ranks share a GPU where they do, and watch for a host that hangs."""
-    gpu = GPU(place.device)
+    assert place.gpu is not None
+    gpu = GPU(place.gpu)
     words.gpu_is_stuck = gpu.is_stuck
     watch = StallWatch(timeout, gpu.is_stuck, lambda: _end_stalled(words, timeout, end))
     with _environment(place.nccl_variables(words.index)):
@@ -229,14 +231,14 @@ def _print_and_exit(error: RankError) -> None:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for the length of the block. One that is set already keeps its value."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
+    """Set environment variables for the length of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _place(device: torch.device | None, index: int, size: int, stores: Stores | None) -> Place:

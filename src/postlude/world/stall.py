@@ -6,33 +6,44 @@ for the GPU and cannot raise. A thread notices that the host has not moved for a
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
 from collections.abc import Callable
-
-import torch
 
 LOOKS = 20  # how often the host is looked at in the time after which it counts as stalled
 PROOF = 5.0  # seconds that a GPU has to pass one event
 
 
 class GPU:
-    """A GPU's default stream, on which a rank computes."""
+    """The default stream of a GPU, on which a rank computes.
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.default_stream(device)
+    The driver is called through ctypes, without Python's lock: a call may hang behind the one that the host hangs in.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
     def is_stuck(self, seconds: float) -> bool:
         """Whether what was launched until now is not done within so many seconds."""
-        event = torch.cuda.Event()
-        event.record(self.stream)
+        passed = threading.Event()
+        threading.Thread(target=self._pass_an_event, args=(passed, seconds), daemon=True).start()
+        return not passed.wait(seconds)
+
+    def _pass_an_event(self, passed: threading.Event, seconds: float) -> None:
+        driver = ctypes.CDLL("libcuda.so.1")
+        context, event = ctypes.c_void_p(), ctypes.c_void_p()
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(self.index))
+        driver.cuCtxSetCurrent(context)
+        driver.cuEventCreate(ctypes.byref(event), ctypes.c_uint(0))
+        driver.cuEventRecord(event, None)
         end = time.monotonic() + seconds
-        while not event.query():
-            if time.monotonic() > end:
-                return True
+        while time.monotonic() < end:
+            if driver.cuEventQuery(event) == 0:
+                passed.set()
+                return
             time.sleep(0.02)
-        return False
 
 
 class StallWatch:
@@ -48,8 +59,7 @@ class StallWatch:
     def close(self) -> None:
         """Stop looking."""
         self.over.set()
-        if threading.current_thread() is not self.thread:
-            self.thread.join(1.0)
+        self.thread.join(1.0)
 
     def _watch(self) -> None:
         position, since = None, time.monotonic()
