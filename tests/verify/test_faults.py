@@ -45,7 +45,7 @@ def lost(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 def unshared(self: Scale, microbatches: Any, counts: Any = None, *, sharers: int = 1) -> None:
-    self.microbatches, self.sharers, self.counts = microbatches, 1, {}
+    self.microbatches, self.sharers, self.given, self.counts = microbatches, 1, counts is not None, dict(counts or {})
 
 
 SUMS_REPLICAS = FSDPModule.set_requires_all_reduce

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from postlude.data.microbatch import IGNORE, ROUTING, Microbatch
 from postlude.ops.packing import Packing, to_device
 
 RESERVED_COLUMNS = ("tokens", "positions", "targets", "places")
+COUNTS = ("sequences", "all_tokens")
+"""What is counted of every batch, beside its columns. The sum of "mask" one token further ahead is called "mask +1"."""
 Sequences = Sequence[Sequence[int] | Tensor | NDArray[Any]] | Tensor
 Columns = Mapping[str, Sequence[Any] | Tensor | NDArray[Any]]
 
@@ -93,6 +96,9 @@ def read(
             raise ValueError(
                 f'a column is named "{name}", but a microbatch has {name} of its own. Choose another name.'
             )
+        further = re.fullmatch(r"(.+) \+\d+", name)
+        if name in COUNTS or (further and further[1] in ("tokens", *columns)):
+            raise ValueError(f'a column is named "{name}", which is the name of a count. Choose another name.')
         if len(entries) != len(sequences):
             raise ValueError(
                 f'column "{name}" has {len(entries)} entries for {len(sequences)} sequences. '

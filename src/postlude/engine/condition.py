@@ -57,11 +57,22 @@ class Condition:
                 )
                 raise error from another
             if gradients:
-                self.lost_gradients = (
-                    f"the gradients of this step were lost when {call} failed ({_said(error)}): "
-                    "call zero_grad, and run all batches of the step again."
-                )
+                self._lose_gradients(call, error)
             raise
+
+    def refuse(self, error: Exception | None, call: str, *, gradients: bool = False) -> None:
+        """Raise what all ranks refused once they were through a pass: the engine is whole, its `gradients` are not."""
+        if error is None:
+            return
+        if gradients:
+            self._lose_gradients(call, error)
+        raise error
+
+    def _lose_gradients(self, call: str, error: BaseException) -> None:
+        self.lost_gradients = (
+            f"the gradients of this step were lost when {call} failed ({_said(error)}): "
+            "call zero_grad, and run all batches of the step again."
+        )
 
     @contextmanager
     def writing(self, call: str) -> Iterator[None]:

@@ -25,6 +25,7 @@ from postlude.data.bins import BinPlan, plan_bins, plan_held
 from postlude.data.microbatch import ROUTING
 from postlude.data.packing import Content, build, is_plain, lengths_of, read
 from postlude.engine.scale import count_name
+from postlude.model.config import ModelConfig
 from postlude.model.routing import Routers, check_experts
 from postlude.world.mesh import Mesh
 
@@ -45,7 +46,6 @@ PLAIN = 100
 NOTHING = torch.iinfo(torch.int64).min // 2
 """Said by a rank that knows nothing about something."""
 MOST_TRAILING = 3
-HEADER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,15 @@ class Dealt:
             own = torch.zeros((sizes[mesh.dp.rank], *trailing), dtype=dtype, device=device)
             if found:
                 self._lay_out([each[name].detach() for each in found], own, members[mesh.dp.rank], shifted)
-            together = _on_the_wire(own)
+            # As bytes, which every backend sends. Of ranks that share a sequence, one has a token's, the others zeros.
+            width = own[:1].numel() // max(1, len(own[:1])) * dtype.itemsize
+            together = _on_the_wire(own).view(-1).view(torch.uint8).view(len(own), width)
             if found and mesh.cp.group is not None:
                 dist.all_reduce(together, group=mesh.cp.group)
             if len(shown) > 1:
-                alike = together.new_zeros((max(sizes), *trailing))
+                alike = together.new_zeros((max(sizes), width))
                 alike[: len(together)] = together
-                together = alike.new_zeros((ranks * max(sizes), *trailing))
+                together = alike.new_zeros((ranks * max(sizes), width))
                 if found:
                     dist.all_gather_into_tensor(together, alike, group=mesh.dp.group)
             if mesh.pp.group is not None:
@@ -94,7 +96,8 @@ class Dealt:
             by_sequence: dict[int, Tensor] = {}
             for number, rank in enumerate(shown):
                 start = number * max(sizes)
-                values = together[start : start + sizes[rank]].cpu()
+                sent = together[start : start + sizes[rank]].cpu()
+                values = sent.view(-1).view(dtype).view(sizes[rank], *trailing)
                 lengths = [self.plan.lengths[member] for member in members[rank]]
                 by_sequence |= zip(members[rank], values.split_with_sizes(lengths), strict=True)
             results[name] = [by_sequence[member] for member in sorted(by_sequence)]
@@ -125,16 +128,13 @@ class Dealt:
             else []
         )
         if self.mesh.pp.group is not None:
-            if len(text.encode()) > HEADER_BYTES:
-                raise ValueError(
-                    f"the names and shapes of what a processor returned take {len(text.encode())} bytes, over the "
-                    f"{HEADER_BYTES} that stages tell each other. Return fewer values, or shorter names."
-                )
-            header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-            header[: len(text.encode())] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-            header = _on_the_wire(header.to(device))
-            dist.broadcast(header, group=self.mesh.pp.group, group_src=self.mesh.pp.size - 1)
-            text = bytes(header.cpu().numpy()).rstrip(b"\0").decode()
+            group, last = self.mesh.pp.group, self.mesh.pp.size - 1
+            header = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            size = _on_the_wire(torch.tensor([len(header)], device=device))
+            dist.broadcast(size, group=group, group_src=last)
+            header = _on_the_wire((header if found else torch.zeros(int(size), dtype=torch.uint8)).to(device))
+            dist.broadcast(header, group=group, group_src=last)
+            text = bytes(header.cpu().numpy()).decode()
         return [(name, getattr(torch, dtype), trailing) for name, dtype, trailing in json.loads(text)]
 
 
@@ -147,19 +147,29 @@ def deal(
     device: torch.device,
     depths: int = 0,
     routers: Routers | None = None,
+    counts: Mapping[str, float] | None = None,
 ) -> Dealt:
-    """This rank's microbatches of a batch. Every rank raises where one does, or where their batches differ."""
+    """This rank's microbatches of a batch. Every rank raises where one does, or where their batches differ.
+
+    `counts` are those of the step, if they are given: they must be alike on every rank, too.
+    """
     rank, ranks = mesh.dp.rank, mesh.dp.size
     talk = _Talk(device)
     with talk.about("plan its microbatches") as said:
         plan = _plan(batch, ranks, budget)
         said.append(
-            talk.digest(plan.lengths, [*map(len, plan.bins)], plan.members(range(len(plan.bins))), *batch.columns)
+            talk.digest(
+                plan.lengths,
+                [*map(len, plan.bins)],
+                plan.members(range(len(plan.bins))),
+                *batch.columns,
+                repr(sorted((counts or {}).items())),
+            )
         )
     if talk.differ([0]):
         raise ValueError(
-            "the ranks were given batches of different lengths, groups, holders or columns. Give every rank the same "
-            "batch, or each its own sequences with Batch.held."
+            "the ranks were given batches of different lengths, groups, holders or columns, or different counts. Give "
+            "every rank the same batch, or each its own sequences with Batch.held, and the same counts."
         )
 
     numbers = range(rank, len(plan.bins), ranks)
@@ -191,6 +201,20 @@ def deal(
         counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
     own = [cut(each, mesh.cp, multiple_of=mesh.tp.size).to(device) for each in microbatches]
     return Dealt(plan, own, counts | _sums(microbatches, mesh, device), batch.part is not None, mesh)
+
+
+def of_step(microbatch: Microbatch, counts: Mapping[str, float], config: ModelConfig) -> Microbatch:
+    """A microbatch of a step that its batch is only part of, whose routers' side losses are means over the step."""
+    if "all_tokens" in counts:
+        tokens = int(counts["all_tokens"])
+        ahead = tuple(replace(each, batch_tokens=tokens) for each in microbatch.ahead)
+        return replace(microbatch, batch_tokens=tokens, ahead=ahead)
+    if any(block.side_losses for block in config.blocks.values()):
+        raise LookupError(
+            'counts has no "all_tokens", every token of the step, which side losses of routers are a mean over. Give '
+            "what Engine.count makes of all batches of the step."
+        )
+    return microbatch
 
 
 def _plan(batch: Batch, ranks: int, budget: int) -> BinPlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -20,11 +19,11 @@ from postlude.data import Batch, Microbatch
 from postlude.engine import checkpoint, exporting, optimizers, streaming
 from postlude.engine.building import Builder
 from postlude.engine.condition import Condition
-from postlude.engine.dealing import Dealt, deal
+from postlude.engine.dealing import Dealt, deal, of_step
 from postlude.engine.gradients import copies, no_gradient, sum_counted, total_norm
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.result import Result, StepResult
-from postlude.engine.scale import Ledger, ObjectiveProcessor, Scale, Tally
+from postlude.engine.scale import Ledger, ObjectiveProcessor, Scale, Tally, check_counts
 from postlude.engine.sharding import sum_shared
 from postlude.head import HeadConfig
 from postlude.hf.card import ModelCard
@@ -194,18 +193,21 @@ class Engine:
     ) -> Result:
         """Run the batch forward and backward, and add its gradients to those already there.
 
-        `counts` are the denominators of a step that this batch is only part of, by the names its losses are over;
-        "all_tokens", every token of the step, is what routers' side losses are a mean over. A `recorder` is told what
-        this rank does when.
+        `counts` are the denominators of a step that this batch is only part of, as `count` gives them: all that its
+        losses are over, by name, and "all_tokens", every token of the step, where routers have side losses. A
+        `recorder` is told what this rank does when.
 
-        If it fails on one rank, the gradients of the step are lost: `zero_grad`, and run its batches again. If it fails
-        on one of several, so does every later call: the others may be anywhere.
+        What is a mean over something unknown, or over weights that sum to zero, is refused, and the engine stays as it
+        is: before the pass, where the objective says in `denominators` what it is over, else after it, and then the
+        gradients of the step are lost. They also are if it fails on one rank: `zero_grad`, and run its batches again.
+        If it fails on one of several, so does every later call: the others may be anywhere.
         """
-        dealt = self._deal(batch)
-        own, counts = dealt.own, counts or {}
-        if "all_tokens" in counts:
-            own = [replace(each, batch_tokens=int(counts["all_tokens"])) for each in own]
-        tally = Tally(Scale(own, {**dealt.counts, **counts}, sharers=self.mesh.cp.size), self.ledger)
+        counts = counts or None
+        dealt = self._deal(batch, counts)
+        own = dealt.own
+        if counts is not None:
+            own = [of_step(each, counts, self.config) for each in own]
+        tally = self._tally(objective, dealt, counts)
         with self.condition.passing("forward_backward", self._rebuild, gradients=True):
             for name in self.shared & self.parameters.keys():
                 if self._is_second_copy(name):
@@ -227,16 +229,32 @@ class Engine:
                 for name, share in block.measured().items():
                     tally.add_share(name, *share)
             metrics = tally.reduce(self._speaks)
+        self.condition.refuse(tally.refused, "forward_backward", gradients=True)
         reductions = dict(self.ledger.lines.keys())
         return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens, reductions)
+
+    def count(self, *batches: Batch) -> dict[str, float]:
+        """The denominators of a step made of these batches: `counts` for the `forward_backward` of each of them."""
+        total: dict[str, float] = {}
+        for dealt in map(self._deal, batches):
+            for name, count in {**dealt.counts, "all_tokens": dealt.plan.tokens}.items():
+                total[name] = total.get(name, 0.0) + count
+        return total
+
+    def _tally(self, objective: Objective, dealt: Dealt, counts: Mapping[str, float] | None = None) -> Tally:
+        """For a pass whose denominators all ranks know alike, or none begins it."""
+        known = dealt.counts if counts is None else counts
+        check_counts(objective, known, len(self.config.pattern.mtp))
+        return Tally(Scale(dealt.own, known, sharers=self.mesh.cp.size), self.ledger)
 
     def measure(self, batch: Batch, objective: Objective) -> Result:
         """What `forward_backward` would find, without a backward: no gradient is made or changed."""
         dealt = self._deal(batch)
-        tally = Tally(Scale(dealt.own, dealt.counts, sharers=self.mesh.cp.size), self.ledger)
+        tally = self._tally(objective, dealt)
         with self.condition.passing("measure", self._rebuild):
             self._forward(dealt.own, lambda inputs: tally.evaluate(objective, inputs))
             metrics = tally.reduce(self._speaks)
+        self.condition.refuse(tally.refused, "measure")
         reductions = dict(self.ledger.lines.keys())
         return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens, reductions)
 
@@ -491,7 +509,7 @@ class Engine:
             gathering.end()
         return found
 
-    def _deal(self, batch: Batch) -> Dealt:
+    def _deal(self, batch: Batch, counts: Mapping[str, float] | None = None) -> Dealt:
         """This rank's microbatches of a batch. Where one rank refuses its part, all do, and the engine stays whole."""
         self.condition.check()
         return deal(
@@ -502,6 +520,7 @@ class Engine:
             device=self.device,
             depths=len(self.config.pattern.mtp),
             routers=self.config.routers,
+            counts=counts,
         )
 
     @property

@@ -22,19 +22,22 @@ from postlude.objectives.loss import Reduction
 from postlude.world.devices import group_device
 
 Named = tuple[str, Reduction]
-MOST_LINES = 256
-"""The most metrics that are reduced together."""
+USUAL_LINES = 256
+"""How many metrics there is room for before more are known."""
 
 
 def count_name(over: str, depth: int = 0) -> str:
-    """What the count of weights is called that are `depth` tokens further ahead than the next."""
-    return f"{over} +{depth}" if depth else over
+    """What the count of weights is called that are `depth` tokens further ahead than the next.
+
+    There are as many sequences at every depth.
+    """
+    return f"{over} +{depth}" if depth and over != "sequences" else over
 
 
 class Scale:
     """The counts of one batch, and what a microbatch adds to a loss or a metric.
 
-    `counts` are sums of weights over the whole step, by name; what is not among them is summed over `microbatches`,
+    `counts` are sums of weights over the whole step, by name. Without them weights are summed over `microbatches`,
     which are then all of the batch, uncut. `sharers` is the number of context-parallel ranks, each of which holds every
     sequence's values.
     """
@@ -44,15 +47,22 @@ class Scale:
     ) -> None:
         self.microbatches = microbatches
         self.sharers = sharers
+        self.given = counts is not None
         self.counts = dict(counts or {})
 
     def count(self, over: str, depth: int = 0) -> float:
         """The sum of the weights `over` names, in the whole batch."""
         name = count_name(over, depth)
+        if name not in self.counts and self.given:
+            known = ", ".join(f'"{other}"' for other in self.counts) or "none"
+            raise LookupError(
+                f'a loss is a mean over "{name}", whose sum over the step is not known (known are: {known}). Give the '
+                "batch a column of that name, or the step's `counts` its sum, as Engine.count makes them."
+            )
         if name not in self.counts:
             weights = (self.weights(over, each, depth).sum(dtype=torch.float64) for each in self.microbatches)
             self.counts[name] = float(sum(weights)) * self.sharers_of(over)
-        if self.counts[name] <= 0 and not depth:
+        if not self.counts[name] > 0 and not (depth and self.counts[name] == 0):
             raise ValueError(
                 f'a loss is a mean over "{over}", whose weights sum to {self.counts[name]:g} in this batch. '
                 "Skip a batch with nothing to learn, or name other weights."
@@ -96,6 +106,18 @@ class Scale:
         return weights
 
 
+def check_counts(objective: Objective, counts: Mapping[str, float], depths: int) -> None:
+    """Refuse, before a pass, an objective that is a mean over what is unknown or sums to zero.
+
+    It says what that is in a method `denominators(depths)`: pairs of a name and a depth. One that has none is refused
+    after the pass.
+    """
+    denominators = getattr(objective, "denominators", None)
+    scale = Scale((), counts)
+    for over, depth in denominators(depths) if denominators is not None else ():
+        scale.count(over, depth)
+
+
 class Ledger:
     """The metrics that all ranks know of, each with a line of its own in what they sum together.
 
@@ -111,6 +133,11 @@ class Ledger:
         text = json.dumps(list(self.lines)).encode()
         return 1 + int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
 
+    @property
+    def room(self) -> int:
+        """How many lines are summed: the same on every rank, though some know no metric yet."""
+        return max(USUAL_LINES, len(self.lines))
+
     def has(self, names: Iterable[Named]) -> bool:
         """Whether each of these metrics has a line."""
         return all(name in self.lines for name in names)
@@ -118,12 +145,8 @@ class Ledger:
     def learn(self, names: Iterable[Named]) -> None:
         """Give each of these a line: beside the known ones, or alone where there is no room for both."""
         names = list(dict.fromkeys(names))
-        if len(names) > MOST_LINES:
-            raise ValueError(
-                f"an objective has {len(names)} metrics, but at most {MOST_LINES} are reduced. Report fewer."
-            )
         known = list(dict.fromkeys([*self.lines, *names]))
-        self.lines = {name: line for line, name in enumerate(known if len(known) <= MOST_LINES else names)}
+        self.lines = {name: line for line, name in enumerate(known if len(known) <= USUAL_LINES else names)}
 
 
 class Tally:
@@ -134,17 +157,26 @@ class Tally:
         self.ledger = ledger or Ledger()
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
         self.shares: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
+        self.refused: Exception | None = None
 
     def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
-        """What one microbatch adds to the batch's loss. It and the objective's metrics are counted."""
+        """What one microbatch adds to the batch's loss. It and the objective's metrics are counted.
+
+        A loss or metric that cannot be counted is `refused` when the pass is over: other ranks are in the middle of it.
+        Till then it adds zero, by the same graph, so that ranks keep step.
+        """
         loss = objective(inputs)
         if not isinstance(loss, Loss):
             raise TypeError(f"an objective returns a Loss, but this one returned a {type(loss).__name__}.")
-        value = self.scale.loss(loss, inputs.microbatch)
-        self.add_loss(value)
-        for part in loss.parts():
-            for name, metric in part.metrics.items():
-                self.add(name, metric, inputs.microbatch)
+        try:
+            value = self.scale.loss(loss, inputs.microbatch)
+            self.add_loss(value)
+            for part in loss.parts():
+                for name, metric in part.metrics.items():
+                    self.add(name, metric, inputs.microbatch)
+        except (LookupError, ValueError) as error:
+            self.refused = self.refused or error
+            return 0.0 * torch.stack([part.values.float().sum() for part in loss.parts()]).sum()
         return value
 
     def add_loss(self, value: Tensor) -> None:
@@ -156,6 +188,8 @@ class Tally:
     @torch.no_grad()
     def add(self, name: str, metric: Metric, microbatch: Microbatch) -> None:
         """Count the values of one microbatch."""
+        if name == "loss":
+            raise ValueError('a metric is named "loss", which the loss itself is called. Choose another name.')
         values = metric.values.detach().float()
         if values.ndim == 0:
             # A number of the whole microbatch weighs as much as what it is of; of a sum, it is an addend.
@@ -189,7 +223,8 @@ class Tally:
     def reduce(self, counts_here: bool) -> dict[str, float]:
         """One number a metric, the same on every rank.
 
-        Of what outputs gave, only ranks where `counts_here` holds bring values in.
+        Of what outputs gave, only ranks where `counts_here` holds bring values in. Where one rank has `refused` a loss,
+        every rank then has, and there are no numbers.
 
         All numbers go through one sum and one maximum, and the host waits once, for both. Names are told only when a
         rank has a metric that not all know of.
@@ -200,6 +235,11 @@ class Tally:
         if alone:
             self.ledger.learn(own)
         sums, highest = self._numbers(own, alone)
+        if highest[2] >= 0 and not alone:
+            sentence: list[str | None] = [None if self.refused is None else str(self.refused)]
+            dist.broadcast_object_list(sentence, src=int(highest[2]))
+            self.refused = self.refused or ValueError(sentence[0])
+            return {}
         if highest[0] != -highest[1]:
             everyone: list[list[Named]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(everyone, list(own))
@@ -209,33 +249,36 @@ class Tally:
         for (name, reduction), line in self.ledger.lines.items():
             first, second, present = sums[3 * line : 3 * line + 3]
             if present:
-                found[name] = _number(reduction, first, second, highest[2 + line])
+                found[name] = _number(reduction, first, second, highest[3 + line])
         return found
 
     def _numbers(
         self, own: Mapping[Named, tuple[Tensor, Tensor, Tensor]], alone: bool
     ) -> tuple[list[float], list[float]]:
-        """Three sums a line of the ledger; and of its digest, the digest's negation and one number a line the highest.
+        """Three sums a line of the ledger; and the highest of its digest, of the digest's negation, of the ranks that
+        refused a loss, and of one number a line.
 
         A rank with a metric that has no line says 0 instead of the digest, and so differs from itself.
         """
-        known = self.ledger.has(own)
+        known, room = self.ledger.has(own), self.ledger.room
         device = next((first.device for first, _, _ in own.values()), torch.device("cpu") if alone else group_device())
-        sums = torch.zeros(MOST_LINES, 3, dtype=torch.float64, device=device)
-        highest = torch.full((2 + MOST_LINES,), float("-inf"), dtype=torch.float64, device=device)
+        sums = torch.zeros(room, 3, dtype=torch.float64, device=device)
+        highest = torch.full((3 + room,), float("-inf"), dtype=torch.float64, device=device)
         highest[0].fill_(float(self.ledger.digest))
         highest[1].fill_(-float(self.ledger.digest) if known else 0.0)
+        if self.refused is not None:
+            highest[2].fill_(0.0 if alone else float(dist.get_rank()))
         for name, (first, second, extreme) in own.items() if known else ():
             line = self.ledger.lines[name]
-            sums[line, 0], sums[line, 1], highest[2 + line] = first, second, extreme
+            sums[line, 0], sums[line, 1], highest[3 + line] = first, second, extreme
             sums[line, 2].fill_(1.0)
         both = torch.cat((sums.flatten(), highest))
         if not alone:
             both = both.cpu() if dist.get_backend() == "gloo" else both
-            dist.all_reduce(both[: 3 * MOST_LINES])
-            dist.all_reduce(both[3 * MOST_LINES :], dist.ReduceOp.MAX)
+            dist.all_reduce(both[: 3 * room])
+            dist.all_reduce(both[3 * room :], dist.ReduceOp.MAX)
         numbers = both.tolist()
-        return numbers[: 3 * MOST_LINES], numbers[3 * MOST_LINES :]
+        return numbers[: 3 * room], numbers[3 * room :]
 
 
 def _folded(reduction: Reduction, upper: Sequence[Tensor], lower: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

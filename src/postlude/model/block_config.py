@@ -34,6 +34,11 @@ class BlockConfig:
         """How many experts each token is sent to by choice, and of how many; (0, 0) where there is no choice."""
         return 0, 0
 
+    @property
+    def side_losses(self) -> bool:
+        """Whether it adds losses of its own to the objective's."""
+        return False
+
     selective: ClassVar[float] = 0.6  # of what it keeps, about so much stays where cheap results are made again
 
     def flops(self, hidden_size: int) -> float:

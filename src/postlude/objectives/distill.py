@@ -70,6 +70,10 @@ class Distill:
                 'Use outside="bucket" or "renormalise", or forward=1.'
             )
 
+    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
+        """What it is a mean over: the name of weights, and how many tokens further ahead than the next they are."""
+        return ((self.over, 0),)
+
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
         ids, teacher = inputs.microbatch.column(TEACHER_IDS), inputs.microbatch.column(TEACHER_LOGPROBS).float()

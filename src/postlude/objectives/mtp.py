@@ -56,6 +56,12 @@ class MTP:
 
         return Asks(stop_trunk=self.stop_trunk)
 
+    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
+        """What the objective says that it is a mean over, and the weights of each depth."""
+        inner = getattr(self.objective, "denominators", None)
+        ahead = tuple((self.over, depth) for depth in range(1, depths + 1))
+        return ahead if inner is None else (*inner(depths), *ahead)
+
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate both on one microbatch."""
         loss = self.objective(inputs)

@@ -113,6 +113,10 @@ class PolicyGradient:
         if (self.surrogate, self.ratio) == ("reinforce", "sequence"):
             raise ValueError('surrogate="reinforce" uses no ratio. Use ratio="token" or "on_policy" with it.')
 
+    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
+        """What it is a mean over: the name of weights, and how many tokens further ahead than the next they are."""
+        return ((self.over, 0),) if self.length is None else (("sequences", 0),)
+
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
         from postlude.data import IGNORE

@@ -72,6 +72,10 @@ class Preference:
         if self.form == "ipo" and (self.label_smoothing or self.margin):
             raise ValueError('form="ipo" has a margin of its own, 1 / 2β. Leave label_smoothing and margin at 0.')
 
+    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
+        """What it is a mean over: the name of weights, and how many tokens further ahead than the next they are."""
+        return (("sequences", 0),)
+
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
         from postlude.data import IGNORE

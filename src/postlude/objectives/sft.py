@@ -37,6 +37,10 @@ class SFT:
         check(self)
         per_token(self.over)
 
+    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
+        """What it is a mean over: the name of weights, and how many tokens further ahead than the next they are."""
+        return ((self.over, 0),)
+
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
         targets, weights, count = learned(inputs.microbatch, self.over)

@@ -43,6 +43,10 @@ class ValueLoss:
         per_token(self.over)
         check(self)
 
+    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
+        """What it is a mean over: the name of weights, and how many tokens further ahead than the next they are."""
+        return ((self.over, 0),)
+
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Evaluate it on one microbatch."""
         microbatch = inputs.microbatch

@@ -79,6 +79,11 @@ class MoEConfig(GatedConfig):
         return self.top_k // self.top_groups if self.group_best is None else self.group_best
 
     @property
+    def side_losses(self) -> bool:
+        """Balance or z-loss."""
+        return bool(self.balance_coefficient or self.z_coefficient)
+
+    @property
     def choice(self) -> tuple[int, int]:
         """The best `top_k` of all."""
         return self.top_k, self.experts

@@ -1,0 +1,215 @@
+"""Denominators are known and agreed on before a pass: what cannot be counted is refused, and the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import Batch, Engine, Layout, Loss, OutputInputs
+from postlude.model.blocks import MoEConfig
+from postlude.objectives import MTP, SFT, Objective, PolicyGradient, total
+from tests.engine.training import same, told
+from tests.equality import assert_equal
+from tests.meshes import mesh
+from tests.model.small import sequences, small_config
+
+EXPERTS = MoEConfig(experts=4, top_k=2, intermediate_size=12, balance_coefficient=0.5, z_coefficient=0.1)
+DENSE = small_config("[*-]{2}")
+AHEAD = small_config("[*E]{2}/[*E]", blocks={"E": EXPERTS})
+LENGTHS = (20, 5, 9, 12, 3, 30)
+
+
+def batch(**columns: Any) -> Batch:
+    return Batch(sequences(*LENGTHS), columns)
+
+
+def engine_in(layout: str, source: Any = DENSE) -> Engine:
+    return Engine(source, mesh=mesh(Layout.parse(layout)), budget=32, mtp=bool(source.pattern.mtp))
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    found = {name: tensor.clone() for name, tensor in engine.gradients()}
+    engine.zero_grad()
+    return found
+
+
+# --- a step of several calls
+
+
+def in_parts(group: Any, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """A step at once, and in two calls with the counts of both; and what is said of counts that lack something."""
+    engine, objective = engine_in(layout, AHEAD), MTP(objective=SFT(), weight=0.3)
+    whole = batch()
+    parts = [Batch(whole.sequences[:2]), Batch(whole.sequences[2:])]
+    engine.forward_backward(whole, objective)
+    expected, counts = gradients(engine), engine.count(*parts)
+    targets = sum(LENGTHS) - len(LENGTHS)
+    ahead = sum(max(0, length - 2) for length in LENGTHS)
+    assert counts == {"sequences": 6, "tokens": targets, "tokens +1": ahead, "all_tokens": sum(LENGTHS)}
+    sentences = []
+    for name in ("tokens", "tokens +1", "all_tokens"):
+        fewer = {other: count for other, count in counts.items() if other != name}
+        sentences.append(told(lambda fewer=fewer: engine.forward_backward(parts[0], objective, counts=fewer)))
+    other = {**counts, "tokens": 1.0 + group.rank()}
+    sentences.append(told(lambda: engine.forward_backward(parts[0], objective, counts=other)))
+    for part in parts:
+        engine.forward_backward(part, objective, counts=counts)
+    return expected, gradients(engine), sentences
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "pp=2"])
+def test_several_calls_with_the_counts_of_the_step_equal_one(ranks: Any, layout: str) -> None:
+    """Depths and the side losses of routers in them included. Counts that lack one of them are refused."""
+    for expected, found, (tokens, ahead, every, differ) in ranks(2, in_parts, layout):
+        for name, gradient in expected.items():
+            assert_equal(found[name], gradient, name)
+        assert tokens.startswith('LookupError: a loss is a mean over "tokens", whose sum over the step is not known')
+        assert ahead.startswith('LookupError: a loss is a mean over "tokens +1", whose sum over the step is not known')
+        assert every.startswith('LookupError: counts has no "all_tokens"')
+        assert "or different counts" in differ
+
+
+# --- a loss over sequences, further ahead
+
+
+def sequences_ahead(inputs: OutputInputs) -> Loss:
+    loss = SFT()(inputs)
+    for ahead in inputs.depths():
+        logprob = ahead.head.logprobs(ahead.hidden, ahead.microbatch.targets).logprob
+        loss = loss + Loss(-ahead.microbatch.sequence_sum(logprob), "sequences", depth=1)
+    return loss
+
+
+def ahead_in(group: Any, layout: str) -> tuple[float, dict[str, Tensor]]:
+    engine = engine_in(layout, AHEAD)
+    return engine.forward_backward(batch(), sequences_ahead).loss, gradients(engine)
+
+
+def test_a_loss_over_sequences_at_a_depth_is_their_mean_in_every_layout(ranks: Any) -> None:
+    ((loss, expected),) = ranks(1, ahead_in, "")
+    for layout in ("dp_shard=2", "cp=2"):
+        for found_loss, found in ranks(2, ahead_in, layout):
+            assert_equal(torch.tensor(found_loss), torch.tensor(loss), "loss")
+            for name, gradient in expected.items():
+                assert_equal(found[name], gradient, name)
+
+
+# --- what is refused, before a pass or after it
+
+
+def named_loss(inputs: OutputInputs) -> Loss:
+    return Loss(SFT()(inputs).values, metrics={"loss": total(torch.ones(()))})
+
+
+def over_nothing(inputs: OutputInputs) -> Loss:
+    return SFT()(inputs) + Loss(inputs.gather(inputs.hidden).float().sum(-1), over="none")
+
+
+def over_unknown(inputs: OutputInputs) -> Loss:
+    return Loss(inputs.gather(inputs.hidden).float().sum(-1), over="nothing such")
+
+
+def misshapen(inputs: OutputInputs) -> Loss:
+    return Loss(inputs.hidden.float().sum().expand(3), over="tokens")
+
+
+ZEROS: dict[str, Any] = {"none": [0.0] * len(LENGTHS)}
+BEFORE: dict[str, tuple[Objective, Batch, str]] = {
+    "zero sum": (SFT(over="none"), batch(**ZEROS), 'a mean over "none", whose weights sum to 0 in this batch'),
+    "zero sum beside depths": (
+        MTP(objective=PolicyGradient(over="none")),
+        batch(**ZEROS),
+        'a mean over "none", whose weights sum to 0 in this batch',
+    ),
+    "unknown": (SFT(over="mask"), batch(**ZEROS), 'a mean over "mask", whose sum over the step is not known'),
+    "sequences": (SFT(), batch(sequences=[7.0] * 6), 'a column is named "sequences", which is the name of a count'),
+    "all_tokens": (SFT(), batch(all_tokens=[7.0] * 6), 'a column is named "all_tokens", which is the name of a count'),
+    "further ahead": (SFT(), batch(**{"tokens +1": [7.0] * 6}), 'a column is named "tokens +1", which is the name of'),
+}
+AFTER: dict[str, tuple[Objective, Batch, str]] = {
+    "zero sum": (over_nothing, batch(**ZEROS), 'a mean over "none", whose weights sum to 0 in this batch'),
+    "unknown": (over_unknown, batch(), 'the microbatch has no column "nothing such"'),
+    "a metric named loss": (named_loss, batch(), 'a metric is named "loss", which the loss itself is called'),
+    "shape": (misshapen, batch(), 'values over "tokens" have shape (3,)'),
+}
+
+
+def refused_before(group: Any, layout: str) -> list[str]:
+    """The gradients of the step so far are kept."""
+    engine, fresh = engine_in(layout), engine_in(layout)
+    engine.forward_backward(batch(), SFT())
+    sentences = []
+    for objective, given, _ in BEFORE.values():
+        sentences.append(told(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
+        assert told(lambda objective=objective, given=given: engine.measure(given, objective)) == sentences[-1]
+    for each in (engine, fresh):
+        each.forward_backward(batch(), SFT())
+    fresh.forward_backward(batch(), SFT())
+    assert same(gradients(engine), gradients(fresh))
+    return sentences
+
+
+def refused_after(group: Any, layout: str) -> list[str]:
+    """The gradients of the step are lost, and nothing else."""
+    engine, fresh = engine_in(layout), engine_in(layout)
+    sentences = []
+    for objective, given, _ in AFTER.values():
+        assert told(lambda objective=objective, given=given: engine.measure(given, objective)) != "nothing"
+        sentences.append(told(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
+        assert "the gradients of this step were lost" in told(engine.optimizer_step)
+        engine.zero_grad()
+    for each in (engine, fresh):
+        each.forward_backward(batch(), SFT())
+    assert same(gradients(engine), gradients(fresh))
+    return sentences
+
+
+@pytest.mark.parametrize("layout", ["", "dp_shard=2", "pp=2", "cp=2"])
+@pytest.mark.parametrize(("refused", "cases"), [(refused_before, BEFORE), (refused_after, AFTER)])
+def test_what_cannot_be_counted_is_refused_on_every_rank_and_the_engine_goes_on(
+    ranks: Any, layout: str, refused: Callable[..., list[str]], cases: dict[str, tuple[Any, Any, str]]
+) -> None:
+    answers = ranks(Layout.parse(layout).world_size, refused, layout)
+    for number, (name, (_, _, sentence)) in enumerate(cases.items()):
+        said = [sentences[number] for sentences in answers]
+        if refused is refused_after or name in ("zero sum", "zero sum beside depths", "unknown"):
+            assert all(sentence in each for each in said), (name, said)
+        else:  # a rank that could read its part says that another could not
+            assert any(sentence in each for each in said), (name, said)
+
+
+# --- what an evaluation brings back
+
+DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def evaluated(group: Any, layout: str) -> dict[str, list[Tensor]]:
+    engine = engine_in(layout)
+
+    def processor(inputs: OutputInputs) -> dict[str, Tensor]:
+        places = inputs.microbatch.places
+        found = {f"{dtype}": (places % 7 - 3).to(dtype) for dtype in DTYPES}
+        found["wide"] = torch.stack((places, -places), -1).to(torch.int16)
+        return found | {f"a name of its own for layer {index}": places for index in range(200)}
+
+    found = engine.evaluate(batch(), processor, shifted=False)
+    again = engine.evaluate(batch(), lambda inputs: {"x": inputs.microbatch.places})["x"]
+    assert len(again) == len(LENGTHS)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["", "dp_shard=2", "pp=2", "cp=2"])
+def test_values_of_any_dtype_and_under_any_names_come_back(ranks: Any, layout: str) -> None:
+    places = torch.arange(sum(LENGTHS)).split(LENGTHS)
+    for found in ranks(Layout.parse(layout).world_size, evaluated, layout):
+        assert len(found) == len(DTYPES) + 201
+        for dtype in DTYPES:
+            for values, expected in zip(found[str(dtype)], places, strict=True):
+                assert torch.equal(values, (expected % 7 - 3).to(dtype))
+        for values, expected in zip(found["wide"], places, strict=True):
+            assert torch.equal(values, torch.stack((expected, -expected), -1).to(torch.int16))
+        assert all(map(torch.equal, found["a name of its own for layer 199"], places))
