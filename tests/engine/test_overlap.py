@@ -152,6 +152,13 @@ def test_in_bf16(ranks: Any, layout: str) -> None:
     assert_one(ranks(2, both, layout, config("[ME][*E]"), 2, {"compute_dtype": torch.bfloat16}))
 
 
+@pytest.mark.slow
+def test_a_few_steps_of_stages_cut_by_hand_that_recompute(ranks: Any) -> None:
+    """A short form of the 100 steps below: cuts in the pattern, two stages a rank, and cheap results made again."""
+    source = config("[*E]|[*-][*E]|[M-]|[*E]")
+    assert_one(ranks(2, both, "pp=2,vpp=2", source, 3, {"recompute": "selective"}))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2,vpp=2,dp_shard=2,ep=2", "pp=2,cp=2,ep=2"])

@@ -117,6 +117,23 @@ def test_overlapped_equals_plain_to_the_bit(ranks: Any, expected: dict[str, Any]
     assert all(torch.equal(found["gradients"][name], each) for name, each in expected["gradients"].items())
 
 
+def changed(group: Any, layout: str, given: Batch) -> float | None:
+    engine = build(layout, config("[*E]|[*E]{2}"))
+    return engine.forward_backward(given, SFT()).metrics.get("routing/changed")
+
+
+@pytest.mark.parametrize("router", [0, 2])
+def test_what_the_routers_of_one_stage_measure_is_reported(ranks: Any, router: int) -> None:
+    """Of a pipeline's first stage as of its last: the experts are given to one router alone, the others choose."""
+    routing = random_routing(3, sum(LENGTHS), experts=4)
+    routing[:, [other for other in range(3) if other != router]] = -1
+    given = Batch(sequences(*LENGTHS), {"routing": list(routing.split(LENGTHS))})
+    (expected,) = ranks(1, changed, "", given)
+    assert expected is not None
+    assert 0.3 < expected < 0.7
+    assert ranks(2, changed, "pp=2", given) == [expected, expected]
+
+
 def complaints(group: Any, given: Batch) -> str:
     try:
         build("", config()).logprobs(given)

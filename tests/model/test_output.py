@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +155,31 @@ def test_sequence_level_objective_sees_its_own_sequences() -> None:
     )
     losses = model(microbatch, targets=True)
     assert_equal(sums, torch.stack([-losses[:4].sum(), -losses[4:10].sum(), -losses[10:].sum()]))
+
+
+def run_plan(model: LanguageModel, *arguments: Any, **keywords: Any) -> Any:
+    return model.build_schedule_plan(*arguments, **keywords).forward()
+
+
+@pytest.mark.parametrize("run", [LanguageModel.__call__, run_plan], ids=["forward", "plan"])
+def test_the_hook_is_given_by_keyword_alone_and_called_once_with_its_context(run: Callable[..., Any]) -> None:
+    model, microbatch, marker, calls = small_model(), small_microbatch(), object(), []
+
+    def processor(*arguments: Any, **keywords: Any) -> str:
+        calls.append((arguments, keywords))
+        return "as it is"
+
+    assert run(model, microbatch, None, output_processor=processor, output_processor_context=marker) == "as it is"
+    ((arguments, keywords),) = calls
+    inputs, context = arguments
+    assert isinstance(inputs, OutputInputs)
+    assert inputs.microbatch is microbatch
+    assert context is marker
+    assert not keywords
+    for given in ((processor,), (processor, marker), (None, processor, marker)):
+        with pytest.raises(TypeError, match="positional argument"):
+            run(model, microbatch, None, *given)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,24 @@ def test_less_is_kept_and_the_gradients_are_the_same() -> None:
     assert kept_and_gradients("full")[0] < 0.5 * everything
 
 
+def calls_of_norms(recompute: Any) -> dict[str, int]:
+    """How often each block's norm runs in a forward and its backward."""
+    model = LanguageModel(small_config("[*-][S-][*E]*[M-]G"), recompute=recompute)
+    calls: dict[str, int] = {}
+    for block in model.blocks:
+        block.norm.register_forward_hook(lambda *_, name=block.name: calls.update({name: calls.get(name, 0) + 1}))
+    model(small_microbatch(30, 20, 10), targets=True).sum().backward()
+    return calls
+
+
+def test_what_is_not_kept_is_made_again() -> None:
+    once = calls_of_norms("none")
+    assert set(once.values()) == {1}
+    for recompute in ("selective", "full"):
+        assert calls_of_norms(recompute) == dict.fromkeys(once, 2)
+    assert kept_and_gradients("selective")[0] < kept_and_gradients("none")[0]
+
+
 def test_an_unknown_word() -> None:
     with pytest.raises(ValueError, match="recompute='some' is unknown; use none, selective, full"):
         LanguageModel(small_config(), recompute="some")  # type: ignore[arg-type]
