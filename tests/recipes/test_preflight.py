@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from postlude.cli import main
 from postlude.engine import AdamW, Engine
 from postlude.hf.reading import adapt, read_config
+from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Layout
 from postlude.model.parallel import held
 from postlude.plan.memory import estimate
-from postlude.recipes.preflight import Check, PreflightError, preflight
+from postlude.recipes.preflight import Check, PreflightError, check_teacher_tokens, preflight
 from tests.conftest import Ranks
 
 ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(6)]
@@ -198,3 +201,27 @@ def test_under_torchrun_one_rank_of_a_machine_speaks(tmp_path: Path) -> None:
     assert len(said) == 1  # torchrun's own table, which ends with it, is not ours
     assert "too many for the budget" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_of_other_tokens_is_refused_with_the_first(tmp_path: Path) -> None:
+    student = byte_tokenizer()
+    for name, vocab in (("same", {}), ("other", {"a": "b", "b": "a"})):
+        other = json.loads(student.backend_tokenizer.to_str())
+        known = other["model"]["vocab"]
+        other["model"]["vocab"] = {vocab.get(token, token): number for token, number in known.items()}
+        (tmp_path / name).mkdir()
+        made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(other)), eos_token="<|im_end|>")
+        made.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
+    told = check_teacher_tokens("mine", student, str(tmp_path / "same"))
+    assert told == "the student's tokens, with eos_token <|im_end|> where it has <|end|>"
+    with pytest.raises(
+        ValueError, match=r"token 97 is 'a' to the student mine and 'b' to the teacher .*other\. Distil"
+    ):
+        check_teacher_tokens("mine", student, str(tmp_path / "other"))
+    student.add_tokens(["more"])
+    with pytest.raises(ValueError, match=r"token 264 is 'more' to the student mine and no token to the teacher .*same"):
+        check_teacher_tokens("mine", student, str(tmp_path / "same"))
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text('{"model_type": "llama"}')
+    assert "not there to be compared" in check_teacher_tokens("mine", student, str(tmp_path / "none"))

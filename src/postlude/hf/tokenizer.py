@@ -1,4 +1,4 @@
-"""The byte tokenizer of the built-in models."""
+"""The byte tokenizer of the built-in models, and where two tokenizers differ."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1])
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def first_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[int, str, str] | None:
+    """The smallest id that stands for different tokens in two tokenizers, with both tokens; None if there is none."""
+    tokens, others = ({number: token for token, number in each.get_vocab().items()} for each in (one, other))
+    differing = [number for number in tokens.keys() | others.keys() if tokens.get(number) != others.get(number)]
+    if not differing:
+        return None
+    first = min(differing)
+    return first, *(repr(each[first]) if first in each else "no token" for each in (tokens, others))
 
 
 def _byte_letters() -> list[str]:

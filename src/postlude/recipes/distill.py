@@ -16,7 +16,16 @@ from postlude.engine.handing import hand_out
 from postlude.recipes.config.configs import MASK, DistillConfig, OwnAnswers
 from postlude.recipes.config.settings import ObjectiveFile, built
 from postlude.recipes.examples import Examples, Indexed
-from postlude.recipes.preflight import Check, Subject, check_teacher, of_environment, of_rows, of_teacher, of_training
+from postlude.recipes.preflight import (
+    Check,
+    Subject,
+    check_teacher,
+    check_teacher_tokens,
+    of_environment,
+    of_rows,
+    of_teacher,
+    of_training,
+)
 from postlude.recipes.rollouts import HELD_OUT, TRAINED, Rollouts, environment_of, shown, summary
 from postlude.recipes.run.beginning import NEWEST, Beginning
 from postlude.recipes.run.ending import Ending
@@ -51,6 +60,7 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
                 mesh=self.engine.mesh,
             )
             check_teacher(config.model, self.engine.config, config.teacher, self.teacher.config, config.top_k)
+            check_teacher_tokens(config.model, self.tokenizer, config.teacher)
 
     def read(self) -> Indexed[Encoded | Task]:
         """Written answers, or tasks for the student to answer."""

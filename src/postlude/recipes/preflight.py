@@ -27,6 +27,7 @@ from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer
 from postlude.hf.reading import read_model, with_depths
 from postlude.hf.source import Source
+from postlude.hf.tokenizer import first_difference
 from postlude.model import ModelConfig
 from postlude.ops.backend import obstacle
 from postlude.pipeline.order import check_overlap
@@ -256,9 +257,10 @@ def of_teacher(subject: Subject, teacher: str, top_k: int) -> Iterator[Check]:
         _, theirs = read_model(teacher)
         check_teacher(subject.config.model, subject.model[1], teacher, theirs, top_k)
         theirs.fits(subject.config.layout)
-        return f"{teacher}, {parameters_in(theirs):,} parameters"
+        told = check_teacher_tokens(subject.config.model, subject.tokenizer, teacher)
+        return f"{teacher}, {parameters_in(theirs):,} parameters, {told}"
 
-    yield Check("teacher", look, after=("model", "layout"))
+    yield Check("teacher", look, after=("model", "layout", "tokenizer"))
     yield Check("teacher's weights", lambda: _weights(teacher), after=("teacher",))
 
 
@@ -271,6 +273,28 @@ def check_teacher(model: str, ours: ModelConfig, teacher: str, theirs: ModelConf
         )
     if top_k > theirs.vocab_size:
         raise ValueError(f"top_k is {top_k}, but the teacher {teacher} has {theirs.vocab_size} tokens. Lower top_k.")
+
+
+def check_teacher_tokens(model: str, ours: PreTrainedTokenizerBase, teacher: str) -> str:
+    """Refuse a teacher to whom an id is another token. Returns a clause about its tokenizer.
+
+    Which token begins and which ends a text may differ, as they do between a base model and its chat model.
+    """
+    try:
+        theirs = load_tokenizer(teacher)
+    except FileNotFoundError:
+        return "whose tokenizer is not there to be compared"
+    difference = first_difference(ours, theirs)
+    if difference is not None:
+        number, own, other = difference
+        raise ValueError(
+            f"token {number} is {own} to the student {model} and {other} to the teacher {teacher}. Distil between "
+            "models of one tokenizer."
+        )
+    for name in ("bos_token", "eos_token"):
+        if getattr(ours, name) != getattr(theirs, name):
+            return f"the student's tokens, with {name} {getattr(theirs, name)} where it has {getattr(ours, name)}"
+    return "the student's tokens"
 
 
 def within_vocabulary(tokens: int, subject: Subject) -> None:
