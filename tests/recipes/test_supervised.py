@@ -9,14 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from postlude.data.chat import Encoded
+from postlude.data.kept import KeptRows
 from postlude.hf.load import load_model
 from postlude.recipes.commands import RECIPES
 from postlude.recipes.config.reading import ConfigError, load, undocumented
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.dpo import DPOTrainer
+from postlude.recipes.encodings import Encodings
 from postlude.recipes.examples import Course
 from postlude.recipes.run.ending import read_ending
 from postlude.recipes.sft import SFTTrainer
@@ -88,21 +90,31 @@ def test_a_run_learns_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, 
     assert load_model(tmp_path / "run" / "model").config.vocab_size == 264
 
 
+def kept(rows: list[list[tuple[int, ...]]], prompt: int) -> Encodings[Any]:
+    """Rows of one or two sequences as they are kept, where what follows the prompt is learned."""
+    sequences = [sequence for row in rows for sequence in row]
+    mask = [place >= prompt for sequence in sequences for place in range(len(sequence))]
+    tokens = [token for sequence in sequences for token in sequence]
+    starts = np.cumsum([0, *map(len, sequences)])
+    found: Encodings[Any] = object.__new__(Encodings)
+    sources = np.repeat(np.arange(len(rows)), len(rows[0]))
+    found.rows = KeptRows(np.array(tokens, np.int32), np.array(mask, np.uint8), starts, sources, len(rows[0]))
+    return found
+
+
 def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
     """Whatever is answered; pairs by their prompt; a row without a prompt, but for a token that begins it, whole."""
     prompts = [[1, 10 + number % 5] for number in range(20)]
-    answers = [Encoded([*prompt, 30 + place], [0, 0, 1]) for place, prompt in enumerate(prompts)]
-    pairs = [(each, Encoded([*each.tokens[:2], 99], [0, 0, 1])) for each in answers]
-    texts = [Encoded([1, *prompt], [0, 1, 1]) for prompt in prompts]
+    answers = kept([[(*prompt, 30 + place)] for place, prompt in enumerate(prompts)], prompt=2)
+    pairs = kept([[(*prompt, 30 + place), (*prompt, 99)] for place, prompt in enumerate(prompts)], prompt=2)
+    texts = kept([[(1, *prompt)] for prompt in prompts], prompt=1)
     tasks = [Task(str(prompt), {"place": place}) for place, prompt in enumerate(prompts)]
     for rows in (answers, pairs, texts, tasks):
         course: Course[Any] = Course(rows, batch=4, held_out=3, seed=0)
-        assert course.held_out == rows[-3:]
-        taken = [course.take() for _ in range(course.steps(2.0))]
-        assert course.steps(2.0) == 4, "of the eight rows with the other two prompts"
-        kept = [row for place, row in enumerate(rows) if prompts[place] not in prompts[-3:]]
-        assert len(kept) == 8
-        assert all(sum(any(row is each for each in batch) for batch in taken) == 2 for row in kept)
+        assert course.held_out == [rows[place] for place in (17, 18, 19)]
+        taken = [index for _ in range(course.steps(2.0)) for index in course.sampler.take(4)]
+        others = [place for place, prompt in enumerate(prompts) if prompt not in prompts[-3:]]
+        assert sorted(taken) == sorted(2 * others), "twice each of the rows with the other two prompts"
     with pytest.raises(ValueError, match=r"5 rows are to be held out, but 20 rows have 5 different prompts"):
         Course(answers, batch=4, held_out=5, seed=0)
 

@@ -60,6 +60,18 @@ class KeptRows:
         """The first of the rows here that are of the same row of the dataset: a conversation may be one a turn."""
         return int(np.searchsorted(self.sources, self.sources[index * self.sides])) // self.sides
 
+    def content(self, index: int) -> bytes:
+        """What tells rows apart that are held out: all tokens before the first learned one; without a prompt, the row.
+
+        Of a conversation that is one row a turn, it is the first turn's. No more is read than that, as every row is
+        asked for it.
+        """
+        first = self.first_of(index) * self.sides
+        end, start = first + self.sides, int(self.starts[first])
+        prompt = int(self.mask[start : int(self.starts[first + 1])].view(bool).argmax())
+        stop = start + prompt if prompt > 1 else int(self.starts[end])  # more than a token that begins every text
+        return self.tokens[start:stop].tobytes()
+
     def _sequence(self, index: int) -> Encoded:
         part = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return Encoded(self.tokens[part].tolist(), self.mask[part].tolist())

@@ -76,14 +76,14 @@ class Encodings(Generic[Row]):
         split = f" of {conversations} conversations, one a turn" if len(self) > conversations else ""
         return f"{len(self)} rows{split}{left_out}"
 
-    def first_of(self, index: int) -> int:
-        """The first row that is of the same row of the dataset, where a conversation is one row a turn."""
-        return self.rows.first_of(index)
-
     @property
     def largest(self) -> int:
         """The largest token there is."""
         return int(self.rows.tokens.max())
+
+    def content(self, index: int) -> bytes:
+        """What tells rows apart that are held out."""
+        return self.rows.content(index)
 
     def __len__(self) -> int:
         return len(self.rows)

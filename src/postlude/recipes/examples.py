@@ -13,7 +13,7 @@ from postlude.data.chat import Encoded, Encoder, Form
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import HeldOutRows, Rows, Sampler
 from postlude.recipes.config.schema import ReadFrom, Settings
-from postlude.rollout.tasks import Task, content_of, digest
+from postlude.rollout.tasks import content_of
 
 if TYPE_CHECKING:
     from postlude.recipes.encodings import Encodings
@@ -115,20 +115,9 @@ def hold_out_rows(rows: Indexed[Any], count: int) -> HeldOutRows:
 
     Where a conversation is one row a turn, the prompt of each is the conversation's.
     """
-    first_of = getattr(rows, "first_of", lambda index: index)
     fix = "Lower held_out.rows, give more prompts, or set held_out.rows to 0."
-    return HeldOutRows(len(rows), lambda index: _content(rows[first_of(index)]), count, what="rows", fix=fix)
-
-
-def _content(row: Encoded | tuple[Encoded, ...] | Task) -> bytes:
-    """What a row is compared by: its prompt, which is all before the first token learned; without one, all of it."""
-    if isinstance(row, Task):
-        return content_of(row)
-    first = row[0] if isinstance(row, tuple) else row
-    prompt = next((place for place, learned in enumerate(first.mask) if learned), 0)
-    if prompt > 1:  # more than a token that begins every text
-        return digest(first.tokens[:prompt])
-    return digest([each.tokens for each in row] if isinstance(row, tuple) else row.tokens)
+    content = getattr(rows, "content", None) or (lambda index: content_of(rows[index]))  # encoded rows, or tasks
+    return HeldOutRows(len(rows), content, count, what="rows", fix=fix)
 
 
 class Course(Generic[Row]):
