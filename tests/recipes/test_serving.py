@@ -370,6 +370,7 @@ def test_a_server_that_is_started_has_room_for_what_it_will_be_asked(tmp_path: P
         return " ".join(program.command)
 
     assert "--max-model-len 1024" in words(1024, "--rollout=vllm")
+    assert "--generation-config vllm" in words(1024, "--rollout=vllm"), "sampling values are ours alone"
     assert "--max-model-len" not in words(4096, "--rollout=vllm"), "a model's own length is vLLM's already"
     assert "--max-batch-tokens" not in words(1024, "--rollout=generators")
     assert "--max-batch-tokens 70000" in words(70000, "--rollout=generators")

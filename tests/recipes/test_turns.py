@@ -67,7 +67,7 @@ class Parrot:
     """An engine without a model: it says a letter."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1, *, first: int = 0
     ) -> list[list[Completion]]:
         return [
             [Completion([65 + place], [-1.0], [-1.0], "stop", chr(65 + place)) for place in range(n)] for _ in prompts

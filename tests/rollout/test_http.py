@@ -25,6 +25,7 @@ import torch
 from postlude import LanguageModel, export_hf, load_model, load_tokenizer, pack
 from postlude.rollout.environments import Transcript
 from postlude.rollout.generator import Generator
+from postlude.rollout.noise import stream_key
 from postlude.rollout.protocol import AsynchronousEngine, Request, Submitted
 from postlude.rollout.sampling import Sampling
 from postlude.rollout.servers.engine import HTTPEngine
@@ -120,6 +121,11 @@ def server(only_server: Server) -> Server:
     return only_server
 
 
+def mixed(seed: int, place: int, number: int) -> int:
+    """The seed that a server gets for one answer of a call with one sampling for all prompts."""
+    return Request((), Sampling(seed=stream_key(seed, place)), first=number).seed
+
+
 PROMPTS = [list(b"over the wire"), list(b"x"), list(b"and back")]
 
 
@@ -132,12 +138,12 @@ def test_answers_are_those_of_the_engine_behind_it(server: Server, ids: bool) ->
     answered = engine.generate(PROMPTS, sampling, n=2)
     for place, (prompt, group) in enumerate(zip(PROMPTS, answered, strict=True)):
         for number, one in enumerate(group):
-            own = replace(sampling, seed=10 + 2 * place + number)
+            own = replace(sampling, seed=mixed(10, place, number))
             assert [[one]] == server.generator.generate([prompt], own)
     assert {body["path"] for body in server.seen} == {"/v1/completions"}
     assert {body["priority"] for body in server.seen} == {3}
     assert server.headers[0]["Authorization"] == "Bearer secret"
-    assert "top_k" not in server.seen[0]
+    assert server.seen[0]["top_k"] == 0  # vLLM would take the one of generation_config.json
 
 
 def test_passing_failures_are_tried_again(server: Server) -> None:
@@ -248,7 +254,8 @@ def test_text_is_encoded_only_when_asked_for(text_server: TextServer) -> None:
     engine = HTTPEngine(text_server.url, "tiny", dialect="text", tokenizer=generator.tokenizer)
     answered, expected = engine.generate(prompts, sampling, n=2), generator.generate(prompts, sampling, n=2)
     assert answered == [[replace(one, logprobs=[], sampled_logprobs=[]) for one in group] for group in expected]
-    assert sorted(body["seed"] for body in text_server.seen) == [10, 11, 12, 13]  # one an answer
+    expected_seeds = {mixed(10, place, number) for place in range(2) for number in range(2)}  # one an answer
+    assert {body["seed"] for body in text_server.seen} == expected_seeds
     with pytest.raises(ValueError, match="4 tokens come with 0 log-probs"):  # they cannot be trained on by mistake
         Transcript(prompts[0]).answer(answered[0][0].tokens, answered[0][0].logprobs)
 
@@ -364,6 +371,13 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
             found |= {(done.ticket, done.number): done.answer for done in engine.poll(timeout=None)}
         assert [[found[ticket, number] for number in range(2)] for ticket in tickets] == expected
         assert engine.poll() == []
+        second, third = (engine.submit(Request(tuple(PROMPTS[0]), sampling[0], 1, first)) for first in (1, 2))
+        alone: dict[int, Any] = {}
+        while len(alone) < 2:
+            alone |= {done.ticket: done.answer for done in engine.poll(timeout=None)}
+        assert alone[second] == expected[0][1]
+        assert [[alone[third]]] == engine.generate(PROMPTS[:1], sampling[:1], first=2)
+        assert alone[third] not in expected[0]
     server.reply = lambda body: (400, {}, {"error": "no room"})
     ticket = remote.submit(Request((1,), sampling[0]))
     (done,) = remote.poll(timeout=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import threading
@@ -12,10 +13,17 @@ from typing import Any
 
 import pytest
 
+from postlude.rollout.conversations import seed_of
+from postlude.rollout.noise import stream_key
 from postlude.rollout.protocol import Request, Span
 from postlude.rollout.sampling import Sampling
+from postlude.rollout.servers.dialect import Dialect
 from postlude.rollout.servers.engine import HTTPEngine
-from postlude.rollout.servers.errors import ServerError
+from postlude.rollout.servers.errors import ServerError, Unreachable
+from postlude.rollout.servers.llama_cpp import LlamaCpp
+from postlude.rollout.servers.openai import OpenAI
+from postlude.rollout.servers.sglang import SGLang
+from postlude.rollout.servers.vllm import VLLM
 from tests.rollout.fakes import OLD, FakeVLLM, Refusal, foretold, slowly
 
 PROMPTS = [[place, 2 * place + 1] for place in range(40)]
@@ -43,8 +51,65 @@ def engines() -> Iterator[Callable[..., HTTPEngine]]:
 def check(engine: HTTPEngine) -> None:
     """Every answer is the one that its request alone decides: none is lost, doubled or swapped."""
     for place, (one,) in enumerate(engine.generate(PROMPTS, THREE)):
-        body = {"token_ids": PROMPTS[place], "sampling_params": {"seed": place, "max_tokens": 3}}
+        seed = Request((), Sampling(seed=stream_key(0, place))).seed
+        body = {"token_ids": PROMPTS[place], "sampling_params": {"seed": seed, "max_tokens": 3}}
         assert (one.tokens, one.logprobs) == foretold(body)
+
+
+def sent(dialect: Dialect, request: Request) -> dict[str, Any]:
+    """What a dialect sends for a request: how it is drawn."""
+    bodies = []
+
+    async def ask(method: str, path: str, body: Any = None) -> Any:
+        bodies.append(body)
+        raise Unreachable("is not there")
+
+    with pytest.raises(Unreachable):
+        asyncio.run(dialect.answer(ask, "tiny", request))
+    (body,) = bodies
+    return body.get("sampling_params", body)
+
+
+def by_tokens() -> VLLM:
+    dialect = VLLM()
+    dialect.by_tokens = True
+    return dialect
+
+
+DIALECTS = {"vllm": VLLM, "vllm tokens": by_tokens, "openai": OpenAI, "sglang": SGLang, "llama.cpp": LlamaCpp}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_sample_of_several_steps_has_a_seed_of_its_own(name: str) -> None:
+    """Steps, groups, samples and later turns, as a run numbers them."""
+    dialect, seeds = DIALECTS[name](), []
+    for step in range(3):
+        for group in range(8):
+            sampling = Sampling(seed=seed_of(0, step, 0, group))
+            for sample in range(8):
+                later = Sampling(seed=seed_of(sampling.seed, sample, 1))
+                for request in (Request((1,), sampling, first=sample), Request((1,), later)):
+                    body = sent(dialect, request)
+                    seeds.append(body.get("seed", body.get("sampling_seed")))
+    assert len(set(seeds)) == len(seeds) == 3 * 8 * 8 * 2
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_value_that_a_server_would_fill_in_is_sent(name: str) -> None:
+    """Whatever the model's generation_config.json, or the server's own defaults, say."""
+    body = sent(DIALECTS[name](), Request((1,), Sampling()))
+    expected = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": False}
+    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    match name:
+        case "sglang":
+            expected |= {"top_k": -1, "max_new_tokens": 128, "min_new_tokens": 0, **penalties}
+        case "llama.cpp":
+            others = {"mirostat": 0, "dynatemp_range": 0.0, "min_keep": 0, "repeat_penalty": 1.0, "logit_bias": []}
+            expected |= {"top_k": 0, "n_predict": 128, "samplers": ["temperature", "top_k", "top_p", "min_p"], **others}
+        case _:
+            expected |= {"top_k": 0, "max_tokens": 128, "stop": [], "stop_token_ids": [], **penalties}
+    assert expected.items() <= body.items()
 
 
 def after(count: int, act: Callable[[], bytes | None]) -> Callable[[], bytes | None]:

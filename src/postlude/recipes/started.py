@@ -122,6 +122,7 @@ def program_of(
     else:
         command = [_python(rollout), "-m", ENTRY, "--model", model, "--host", "{host}", "--port", "{port}"]
         command += ["--dtype", written, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+        command += ["--generation-config", "vllm"]  # its eos tokens are read all the same, its sampling values are not
         command += ["--load-format", "dummy"] if empty else []
         command += [VLLM_LENGTH, str(budget)] if own is not None and budget < own else []
         command += ["--weight-transfer-config", '{"backend": "nccl"}'] if rollout.sync == "network" else []

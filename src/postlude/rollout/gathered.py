@@ -76,18 +76,18 @@ class SharedGenerator(Submitted):
         self.lead.close()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1, *, first: int = 0
     ) -> list[list[Completion]]:
         """As `Generator.generate`, the prompts shared out over all ranks. Give each prompt a seed of its own."""
         everyone: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, self._share(_Asked(prompts, one_each(sampling, len(prompts)), n)))
+        dist.all_gather_object(everyone, self._share(_Asked(prompts, one_each(sampling, len(prompts)), n, first)))
         return in_turn(everyone, len(prompts))
 
     def _share(self, asked: _Asked) -> list[list[Completion]]:
         """This rank's answers."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        own = asked.prompts[rank::size]
-        return self.generator.generate(own, asked.samplings[rank::size], asked.n) if own else []
+        own, samplings = asked.prompts[rank::size], asked.samplings[rank::size]
+        return self.generator.generate(own, samplings, asked.n, first=asked.first) if own else []
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class _Asked:
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[Sampling]
     n: int
+    first: int
 
 
 class _Led:
@@ -106,9 +107,9 @@ class _Led:
         self.lead = lead
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1, *, first: int = 0
     ) -> list[list[Completion]]:
-        found = self.lead.give(_Asked(prompts, one_each(sampling, len(prompts)), n))
+        found = self.lead.give(_Asked(prompts, one_each(sampling, len(prompts)), n, first))
         return in_turn(found, len(prompts))
 
 

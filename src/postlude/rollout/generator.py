@@ -100,18 +100,19 @@ class Generator:
         self._slots: Slots | None = None
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1, *, first: int = 0
     ) -> list[list[Completion]]:
         """Give `n` answers to each prompt of token ids, in the caller's order. A prompt passes the model once.
 
-        `sampling` is one for all, or one a prompt. See `Completion` for what the log-probs are of.
+        `sampling` is one for all, or one a prompt. Answers are numbered from `first`. See `Completion` for what the
+        log-probs are of. Where an answer fails, the others are finished, and then its error is raised.
         """
         if n < 1:
             raise ValueError(f"n={n}: give at least 1 answer a prompt.")
         samplings = one_each(sampling, len(prompts))
         apart = isinstance(sampling, Sampling)  # one seed for all: their places tell prompts apart
         groups = [
-            self.answers(f"prompt {place}", tokens, own, n, apart=place if apart else 0)
+            self.answers(f"prompt {place}", tokens, own, n, apart=place if apart else 0, first=first)
             for place, (tokens, own) in enumerate(zip(prompts, samplings, strict=True))
         ]
         answers = [answer for group in groups for answer in group]

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from postlude.rollout.noise import stream_key
 from postlude.rollout.sampling import Sampling
 
 FinishReason = Literal["stop", "length"]
@@ -30,8 +31,8 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """Of the first answer, for who knows answers by seeds alone."""
-        return self.sampling.seed + self.first
+        """Of the first answer, for a server that takes one seed a request: 63 bits, mixed of the seed and its number."""
+        return stream_key(self.sampling.seed, self.first) % (1 << 63)
 
 
 class Span(NamedTuple):
@@ -104,9 +105,9 @@ class RolloutEngine(Protocol):
     """Anything that samples answers to prompts."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1, *, first: int = 0
     ) -> list[list[Completion]]:
-        """Give `n` answers to each prompt of token ids, in the caller's order.
+        """Give `n` answers to each prompt of token ids, in the caller's order, numbered from `first`.
 
         `sampling` is one for all, or one a prompt.
         """
@@ -139,10 +140,10 @@ class Submitted:
         self._tickets = itertools.count()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1, *, first: int = 0
     ) -> list[list[Completion]]:
         """As the engine itself."""
-        return self._engine.generate(prompts, sampling, n)
+        return self._engine.generate(prompts, sampling, n, first=first)
 
     def submit(self, request: Request) -> int:
         """Ask for answers with the next `poll`."""
@@ -154,9 +155,9 @@ class Submitted:
         """Answer all that was submitted, however long it takes."""
         waiting, self._waiting = self._waiting, {}
         found: list[Finished] = []
-        for n in dict.fromkeys(request.n for request in waiting.values()):
-            own = {ticket: request for ticket, request in waiting.items() if request.n == n}
+        for n, first in dict.fromkeys((request.n, request.first) for request in waiting.values()):
+            own = {ticket: each for ticket, each in waiting.items() if (each.n, each.first) == (n, first)}
             prompts, samplings = [each.prompt for each in own.values()], [each.sampling for each in own.values()]
-            for ticket, answers in zip(own, self._engine.generate(prompts, samplings, n), strict=True):
+            for ticket, answers in zip(own, self._engine.generate(prompts, samplings, n, first=first), strict=True):
                 found += [Finished(ticket, number, answer) for number, answer in enumerate(answers)]
         return found

@@ -75,10 +75,10 @@ class ServedAnswers:
             self.lead.give(None)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1, *, first: int = 0
     ) -> list[list[Completion]]:
         """The servers' answers. The first rank asks."""
-        return self._servers.generate(prompts, sampling, n)
+        return self._servers.generate(prompts, sampling, n, first=first)
 
     def submit(self, request: Request) -> int:
         """Ask for answers, and go on. The first rank asks."""

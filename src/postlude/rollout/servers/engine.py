@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from postlude.rollout.noise import stream_key
 from postlude.rollout.protocol import Completion, Finished, Request
 from postlude.rollout.sampling import Sampling, one_each
 from postlude.rollout.servers.comparing import Comparison
@@ -96,19 +97,19 @@ class HTTPEngine:
         self._done: queue.SimpleQueue[Finished] = queue.SimpleQueue()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1, *, first: int = 0
     ) -> list[list[Completion]]:
-        """Give `n` answers to each prompt of token ids, in the caller's order.
+        """Give `n` answers to each prompt of token ids, in the caller's order, numbered from `first`.
 
-        `sampling` is one for all, or one a prompt. With one for all, the prompt's place is added to its seed.
+        `sampling` is one for all, or one a prompt. With one for all, the prompt's place is mixed into its seed.
         """
         for place, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompt {place} is empty; give at least one token.")
         own = one_each(sampling, len(prompts))
         if isinstance(sampling, Sampling):
-            own = [replace(each, seed=each.seed + place * n) for place, each in enumerate(own)]
-        requests = [Request(tuple(map(int, prompt)), each, n) for prompt, each in zip(prompts, own, strict=True)]
+            own = [replace(each, seed=stream_key(each.seed, place)) for place, each in enumerate(own)]
+        requests = [Request(tuple(map(int, prompt)), each, n, first) for prompt, each in zip(prompts, own, strict=True)]
         return self._run(_all(self._answers(request) for request in requests))
 
     def submit(self, request: Request) -> int:

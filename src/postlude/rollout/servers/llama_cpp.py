@@ -11,6 +11,9 @@ from postlude.rollout.servers.errors import Garbled, Refused
 
 FINISH: dict[str, FinishReason] = {"eos": "stop", "word": "stop", "limit": "length"}
 ORDER = ("temperature", "top_k", "top_p", "min_p")  # as `Sampling` has it; llama.cpp's own divides last
+# What its command line may have set for all requests: mirostat would take the samplers' place, the range the
+# temperature's. Penalties and others are not among `ORDER`, and so not used.
+NOTHING_ELSE = {"mirostat": 0, "dynatemp_range": 0.0, "min_keep": 0, "repeat_penalty": 1.0, "logit_bias": []}
 SEEDS = (1 << 32) - 1  # its seeds have 32 bits, and the last of them means "any"
 
 
@@ -41,6 +44,7 @@ class LlamaCpp(Dialect):
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "samplers": list(ORDER),
+            **NOTHING_ELSE,
             "seed": request.seed % SEEDS,
             "stop": list(sampling.stop),
             "ignore_eos": sampling.ignore_eos,

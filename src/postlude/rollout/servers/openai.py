@@ -11,6 +11,7 @@ from postlude.rollout.servers.dialect import Ask, Dialect, completion
 from postlude.rollout.servers.errors import Garbled, Refused
 
 PATH = "/v1/completions"
+NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 TOKEN_PREFIX = "token_id:"  # how vLLM writes a token when asked for its id in place of its text
 
 
@@ -38,7 +39,7 @@ class OpenAI(Dialect):
         body = {
             "model": model,
             "prompt": list(request.prompt),
-            **sampling_words(request.sampling),
+            **all_sampling_words(request.sampling),
             "seed": request.seed,
             "logprobs": 1,
             "return_token_ids": True,
@@ -63,6 +64,21 @@ def sampling_words(sampling: Sampling) -> dict[str, Any]:
     }
     usual = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
     return usual | {name: value for name, value in unusual.items() if value}
+
+
+def all_sampling_words(sampling: Sampling) -> dict[str, Any]:
+    """Every value that a server would else fill in: vLLM does so by the model's generation_config.json."""
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        **NO_PENALTIES,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_tokens),
+        "ignore_eos": sampling.ignore_eos,
+    }
 
 
 def only_choice(answer: Any) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from postlude.rollout.protocol import Completion, Request
 from postlude.rollout.servers.dialect import Ask, Dialect, completion
 from postlude.rollout.servers.errors import Garbled, Refused
+from postlude.rollout.servers.openai import NO_PENALTIES
 
 
 class SGLang(Dialect):
@@ -24,8 +25,10 @@ class SGLang(Dialect):
             "top_k": sampling.top_k or -1,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
+            "min_new_tokens": 0,
             "ignore_eos": sampling.ignore_eos,
-            "sampling_seed": request.seed % (1 << 63),
+            "sampling_seed": request.seed,
+            **NO_PENALTIES,
         }
         drawn |= {"stop": list(sampling.stop)} if sampling.stop else {}
         drawn |= {"stop_token_ids": list(sampling.stop_tokens)} if sampling.stop_tokens else {}

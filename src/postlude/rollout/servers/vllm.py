@@ -12,7 +12,7 @@ from typing import Any
 from postlude.rollout.protocol import Completion, Request, Span
 from postlude.rollout.servers.dialect import Ask, Tensors, completion
 from postlude.rollout.servers.errors import Garbled, Refused, Unreachable
-from postlude.rollout.servers.openai import OpenAI, only_choice, sampling_words
+from postlude.rollout.servers.openai import OpenAI, all_sampling_words, only_choice
 
 GENERATE = "/inference/v1/generate"
 OTHER_WAYS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n")  # of vLLM's, for trainers that know them
@@ -44,8 +44,7 @@ class VLLM(OpenAI):
         """One answer. Texts that end an answer are known to /v1/completions alone."""
         if not self.by_tokens or request.sampling.stop:
             return await super().answer(ask, model, request)
-        words = sampling_words(request.sampling)
-        drawn = words | {"seed": request.seed, "logprobs": 0, "detokenize": False}
+        drawn = all_sampling_words(request.sampling) | {"seed": request.seed, "logprobs": 0, "detokenize": False}
         body = {"model": model, "token_ids": list(request.prompt), "sampling_params": drawn, "stream": False}
         return _completion(only_choice(await ask("POST", GENERATE, body)))
 
