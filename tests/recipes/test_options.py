@@ -206,6 +206,10 @@ ELSEWHERE = {
     "data.tools": "tests/data/test_encoding.py: test_tools_of_a_row_reach_the_template",
     "data.overlong": "test_supervised.py: test_long_rows_may_be_left_out_or_cut",
     "asynchrony.max_staleness": "test_asynchrony.py",
+    "answers.stop_tokens": "test_serving.py",
+    "answers.stop_tokens.*": "test_serving.py",
+    "data.answers.stop_tokens": "test_serving.py",
+    "data.answers.stop_tokens.*": "test_serving.py",
     "answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
     "data.answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
     **{
@@ -222,6 +226,7 @@ ELSEWHERE = {
             "timeout",
             "retries",
             "backoff",
+            "patience",
             "sync",
             "sync_timeout",
             "check_every",

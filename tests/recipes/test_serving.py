@@ -26,10 +26,10 @@ from postlude.hf.reading import read_config, read_model
 from postlude.recipes.config.reading import ConfigError
 from postlude.recipes.grpo import run
 from postlude.recipes.metrics import explain
-from postlude.recipes.preflight import Start, Subject
+from postlude.recipes.preflight import Start, Subject, _stop_tokens
 from postlude.recipes.preflight import _tasks as look_at_tasks
 from postlude.recipes.run.ending import read_ending
-from postlude.recipes.serving import of_servers, start
+from postlude.recipes.serving import connect, of_servers, start
 from postlude.recipes.started import own_length, program_of
 from postlude.recipes.where import Where
 from postlude.rollout.generator import Generator
@@ -92,7 +92,7 @@ def test_grpo_by_a_server_goes_on_when_a_lost_server_comes_back(ranks: Ranks, tm
     with closing(TinyVLLM()) as server:
         left = iter(range(15))  # of 6 answers a step
         server.before = lambda: server.kill() if next(left, None) is None else None
-        once = ("--rollout.retries=1", "--rollout.backoff=0.01")
+        once = ("--rollout.retries=1", "--rollout.backoff=0.01", "--rollout.patience=0")
         ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *SHORT, f"--rollout={server.url}", *once)
     assert outcome == "failed"
     assert sentence.startswith(f"the one server there is does not answer any more: {server.url} cannot be reached")
@@ -215,7 +215,7 @@ def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_pa
         (rows,) = ranks(1, trained, str(whole), *SHORT, f"--rollout={server.url}")
         left = iter(range(15))
         server.before = lambda: server.kill() if next(left, None) is None else None
-        ranks(1, lost, str(broken), *SHORT, f"--rollout={server.url}", "--rollout.retries=0")
+        ranks(1, lost, str(broken), *SHORT, f"--rollout={server.url}", "--rollout.retries=0", "--rollout.patience=0")
     with closing(TinyVLLM()) as another:
         (again,) = ranks(1, trained, str(broken), *SHORT, f"--rollout={another.url}")
     kept = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in rows]
@@ -342,6 +342,28 @@ def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVL
     assert "the one server there is does not answer any more" in told(*asked)
 
 
+def test_servers_are_known_by_the_models_vocabulary_and_waited_for(tmp_path: Path) -> None:
+    with closing(connect(config_of(tmp_path, "--rollout=http://localhost:1").rollout, None, 258)) as engine:
+        assert engine.fleet.servers[0].vocab_size == 258
+        assert engine.fleet.patience == 600.0
+
+
+def test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer(tmp_path: Path) -> None:
+    """Ids, or as the tokenizer writes them; what it does not have is refused before the run."""
+    tokenizer = load_tokenizer("tiny-dense")
+    config = config_of(tmp_path, "--answers.stop_tokens=[65, Z]")
+    assert config.answers.stop_ids(tokenizer) == (65, tokenizer.get_vocab()["Z"])
+    subject = Subject(config, Start())
+    assert "65, " in _stop_tokens(subject, config.answers)
+    for wrong, sentence in (
+        ("nosuch", "'nosuch', which is no token of the tokenizer"),
+        (100000, "has 100000, but the"),
+    ):
+        answers = config.answers.model_copy(update={"stop_tokens": (wrong,)})
+        with pytest.raises(ValueError, match=sentence):
+            _stop_tokens(subject, answers)
+
+
 def test_a_server_without_room_for_what_it_will_be_asked_is_refused(server: TinyVLLM, tmp_path: Path) -> None:
     known, asked = server.say, (tmp_path, f"--rollout={server.url}")
     stated = {"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 70}]}
@@ -419,7 +441,7 @@ def test_a_server_that_is_started_answers_the_run_alone(tmp_path: Path) -> None:
     generator = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense"))
     with serving(generator, key=program.environment["POSTLUDE_API_KEY"]) as (_, url):
         running = SimpleNamespace(url=url, ended=lambda: None, stop=lambda: None)
-        with closing(start(rollout, program, None, SimpleNamespace(start=lambda _: running))) as engine:
+        with closing(start(rollout, program, None, 258, SimpleNamespace(start=lambda _: running))) as engine:
             ((one,),) = engine.generate([[1]], Sampling(max_new_tokens=2))
             assert len(one.tokens) == 2
         assert said(f"{url}/weights", {"directory": "/", "version": "1"})[0] == 401

@@ -165,7 +165,7 @@ def test_lasting_failures_say_what_the_server_said(server: Server) -> None:
     server.reply = lambda body: (400, {}, {"error": {"message": "model 'tiny' does not exist"}})
     with pytest.raises(ServerError, match="refused the request with status 400: model 'tiny' does not exist"):
         HTTPEngine(server.url, "tiny").generate(PROMPTS[:1], Sampling())
-    assert len(server.seen) == 1  # asking again would not help
+    assert len(server.seen) == 2  # once more, since it may have been a passing one
 
 
 def test_nobody_there_and_no_answer_in_time(server: Server) -> None:
@@ -375,9 +375,9 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
         alone: dict[int, Any] = {}
         while len(alone) < 2:
             alone |= {done.ticket: done.answer for done in engine.poll(timeout=None)}
-        assert alone[second] == expected[0][1]
-        assert [[alone[third]]] == engine.generate(PROMPTS[:1], sampling[:1], first=2)
-        assert alone[third] not in expected[0]
+        assert alone[second].tokens == expected[0][1].tokens
+        assert alone[third].tokens == engine.generate(PROMPTS[:1], sampling[:1], first=2)[0][0].tokens
+        assert alone[third].tokens not in [one.tokens for one in expected[0]]
     server.reply = lambda body: (400, {}, {"error": "no room"})
     ticket = remote.submit(Request((1,), sampling[0]))
     (done,) = remote.poll(timeout=None)

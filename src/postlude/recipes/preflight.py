@@ -234,6 +234,8 @@ def of_environment(
     yield Check("tasks", look, after=("tokenizer",))
     if answers.draft is not None:
         yield Check("draft", lambda: _draft(subject), after=("model",))
+    if answers.stop_tokens:
+        yield Check("stop tokens", lambda: _stop_tokens(subject, answers), after=("tokenizer",))
 
 
 def of_rows(subject: Subject, data: Examples | Pairs) -> Iterator[Check]:
@@ -355,6 +357,17 @@ def _weights(source: Source) -> str:
 def _draft(subject: Subject) -> str:
     check_draft("mtp", subject.model[1])
     return "by the first multi-token-prediction depth"
+
+
+def _stop_tokens(subject: Subject, answers: Answers) -> str:
+    ids, size = answers.stop_ids(subject.tokenizer), subject.model[1].vocab_size
+    for token in ids:
+        if token >= size:
+            raise ValueError(
+                f"answers.stop_tokens has {token}, but the vocabulary of {subject.config.model} goes from 0 to "
+                f"{size - 1}. Give a token that it has."
+            )
+    return ", ".join(map(str, ids))
 
 
 def _tokenizer(subject: Subject) -> str:

@@ -46,6 +46,7 @@ class Rollouts:
         signals: Signals | None = None,
     ) -> None:
         self.engine, self.environment, self.answers = engine, environment, answers
+        self.sampling = replace(answers.sampling, stop_tokens=answers.stop_ids(tokenizer))
         self.budget, self.seed, self.timed = budget, seed, timed
         self.background, self.signals = background, signals
         self._lost = 0  # workers, as was told
@@ -82,7 +83,7 @@ class Rollouts:
 
     def evaluate(self, tasks: Sequence[Task], settings: Evaluation, *, step: int) -> list[Answered]:
         """Answers to held-out tasks, as the evaluation wants them."""
-        sampling = replace(self.answers.sampling, temperature=settings.temperature)
+        sampling = replace(self.sampling, temperature=settings.temperature)
         return self.drawn(
             [
                 self.group(task, place, settings.samples, step=step, kind=HELD_OUT, sampling=sampling)
@@ -103,7 +104,7 @@ class Rollouts:
         """The attempts at a task: `step`, `kind` and `number` decide what they draw."""
         prompt = encode_prompt(self.encoder, task, self.budget, self.answers)
         seed = seed_of(self.seed, step, kind, number)
-        return Group.of(task, number, prompt, replace(sampling or self.answers.sampling, seed=seed), samples)
+        return Group.of(task, number, prompt, replace(sampling or self.sampling, seed=seed), samples)
 
     def drawn(self, groups: Sequence[Group]) -> list[Answered]:
         """All answers of some groups, group by group."""

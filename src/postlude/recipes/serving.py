@@ -77,7 +77,8 @@ def engine_of(
     if isinstance(rollout, Sync):
         way = {"sync": rollout.sync, "seconds": rollout.sync_timeout, "check_every": rollout.check_every}
     if isinstance(rollout, Servers):
-        return ServedAnswers(partial(connect, rollout, tokenizer), engine=engine, directory=run, wait=not beside, **way)
+        connected = partial(connect, rollout, tokenizer, engine.config.vocab_size)
+        return ServedAnswers(connected, engine=engine, directory=run, wait=not beside, **way)
 
     untied = wants_untied(rollout)
 
@@ -86,7 +87,8 @@ def engine_of(
         model = describe_model(engine, tokenizer, home / MODEL, own_head=untied)
         own = own_length(engine.config, tokenizer)
         program = program_of(rollout, model, engine.compute_dtype, device, empty=True, budget=budget, own=own)
-        return start(rollout, program, tokenizer, machine or here(home, training_on=device))
+        where = machine or here(home, training_on=device)
+        return start(rollout, program, tokenizer, engine.config.vocab_size, where)
 
     return ServedAnswers(begin, engine=engine, directory=run, untied=untied, wait=not beside, **way)
 
@@ -103,25 +105,27 @@ def served(
 ) -> RankedEngine:
     """Servers of a model that stays as it is; `budget` as of `engine_of`."""
     if isinstance(rollout, Servers):
-        return ServedAnswers(partial(connect, rollout, tokenizer))
+        return ServedAnswers(partial(connect, rollout, tokenizer, read_model(model)[1].vocab_size))
 
     def begin() -> HTTPEngine:
-        own = own_length(read_model(model)[1], tokenizer)
+        config = read_model(model)[1]
+        own = own_length(config, tokenizer)
         program = program_of(rollout, model, dtype, device, empty=False, budget=budget, own=own)
         home = run.expanduser().absolute() / SERVERS
-        return start(rollout, program, tokenizer, machine or here(home, training_on="cpu"))
+        return start(rollout, program, tokenizer, config.vocab_size, machine or here(home, training_on="cpu"))
 
     return ServedAnswers(begin)
 
 
-def start(rollout: StartedServers, program: Program, tokenizer: Any, machine: Machine) -> HTTPEngine:
+def start(rollout: StartedServers, program: Program, tokenizer: Any, vocab_size: int, machine: Machine) -> HTTPEngine:
     """Servers of a program, when all are ready."""
     started = Started(program, rollout.count, machine, restarts=rollout.restarts)
-    return StartedEngine(started, tokenizer=tokenizer, api_key=program.key or None, **_asked(rollout))
+    key = program.key or None
+    return StartedEngine(started, tokenizer=tokenizer, vocab_size=vocab_size, api_key=key, **_asked(rollout))
 
 
-def connect(rollout: Servers, tokenizer: Any, retries: int | None = None) -> HTTPEngine:
-    """The servers of a config."""
+def connect(rollout: Servers, tokenizer: Any, vocab_size: int, *, trial: bool = False) -> HTTPEngine:
+    """The servers of a config. On `trial` nobody is waited for."""
     key = None
     if rollout.api_key is not None:
         key = os.environ.get(rollout.api_key)
@@ -135,12 +139,13 @@ def connect(rollout: Servers, tokenizer: Any, retries: int | None = None) -> HTT
         dialect=rollout.dialect,
         tokenizer=tokenizer,
         api_key=key,
-        **_asked(rollout) | ({} if retries is None else {"retries": retries}),
+        vocab_size=vocab_size,
+        **_asked(rollout) | ({"retries": 1, "patience": 0.0} if trial else {}),
     )
 
 
 def _asked(rollout: Connections) -> dict[str, Any]:
-    return {name: getattr(rollout, name) for name in ("timeout", "retries", "backoff", "concurrency")}
+    return {name: getattr(rollout, name) for name in ("timeout", "retries", "backoff", "concurrency", "patience")}
 
 
 def of_servers(
@@ -165,7 +170,7 @@ def of_servers(
                 _fits(found, subject, answers)
             devices = None if start.ray else devices_left(start.ranks if trained and start.device == "cuda" else 0)
             return check_program(rollout, answers, device=start.device, devices=devices, compared=compared)
-        with closing(connect(rollout, subject.tokenizer, retries=1)) as engine:
+        with closing(connect(rollout, subject.tokenizer, subject.model[1].vocab_size, trial=True)) as engine:
             servers = engine.meet()
             for server in servers:
                 if server.state == "out":

@@ -38,7 +38,8 @@ class Generator:
 
     `max_batch_tokens` bounds the key/value cache: running answers times the tokens of the longest, prompt included.
     `max_sequences` bounds how many run at once, `max_prefill_tokens` how many tokens of new prompts join a step (a
-    longer prompt joins alone). `eos_tokens` end an answer, and default to the tokenizer's.
+    longer prompt joins alone). `eos_tokens` end an answer, and default to the tokenizer's; `hf.reading.end_tokens`
+    gives all that a model's files name.
 
     With `draft="mtp"` the model's first multi-token-prediction depth guesses a token ahead, and a step that finds the
     guess right gives two tokens of an answer. The answers are the same, whatever the guesses. With `routing` answers

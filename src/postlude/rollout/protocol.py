@@ -31,7 +31,7 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """Of the first answer, for a server that takes one seed a request: 63 bits, mixed of the seed and its number."""
+        """Of the first answer, for a server that takes one seed a request: 63 bits, mixed of both numbers."""
         return stream_key(self.sampling.seed, self.first) % (1 << 63)
 
 

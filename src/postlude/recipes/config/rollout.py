@@ -30,9 +30,12 @@ class Connections(Settings):
     timeout: Positive = 600.0
     """Seconds after which an answer counts as not coming, and is asked for elsewhere."""
     retries: NonNegativeInt = 5
-    """Times in a row that a server may fail before it is given up. When all are, the run ends, and can go on later."""
+    """Times in a row that a server may fail before it is given up, until there are new weights or no other is left."""
     backoff: NonNegative = 0.5
     """Seconds that a server that failed is left alone for; they double each time, up to 30."""
+    patience: NonNegative = 600.0
+    """Seconds that the run waits for a server when none answers, as while one is started again; then it ends, and can
+    go on later. Servers that the run started are started again instead."""
 
 
 class Sync(Settings):

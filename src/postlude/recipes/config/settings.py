@@ -317,6 +317,9 @@ class Answers(Settings):
     """Choose among tokens at least this share as likely as the likeliest."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end an answer."""
+    stop_tokens: tuple[NonNegativeInt | Annotated[str, Field(min_length=1)], ...] = ()
+    """Tokens that end an answer besides the model's own end-of-sequence tokens: ids, or as the tokenizer writes them,
+    such as <end_of_turn>."""
     draft: Literal["mtp"] | None = None
     """Whether tokens are guessed ahead, by the model's first multi-token-prediction depth: the same answers, and sooner
     where it guesses well."""
@@ -332,6 +335,19 @@ class Answers(Settings):
             min_p=self.min_p,
             stop=self.stop,
         )
+
+    def stop_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        """The ids of `stop_tokens`. Raises a sentence that names one that the tokenizer does not have."""
+        if not any(isinstance(token, str) for token in self.stop_tokens):
+            return tuple(token for token in self.stop_tokens if isinstance(token, int))
+        vocabulary = tokenizer.get_vocab()
+        for token in self.stop_tokens:
+            if isinstance(token, str) and token not in vocabulary:
+                raise ValueError(
+                    f"answers.stop_tokens has {token!r}, which is no token of the tokenizer. Give one of its tokens or "
+                    "an id; a text of several tokens belongs in answers.stop."
+                )
+        return tuple(vocabulary[token] if isinstance(token, str) else token for token in self.stop_tokens)
 
 
 class Evaluation(Settings):

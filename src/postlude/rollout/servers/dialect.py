@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from postlude.rollout.protocol import Completion, FinishReason, Request
-from postlude.rollout.servers.errors import Garbled
+from postlude.rollout.servers.errors import Busy, Garbled
 
+ABORTED = frozenset({"abort", "cancelled"})
 FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -44,6 +45,8 @@ class Dialect(ABC):
     """Whether it tells what its weights hash to as it holds them."""
     receives: bool = False
     """Whether they can be sent straight into its memory, with no disk between."""
+    leaves_out_stops: bool = False
+    """Whether the tokens that ended an answer are not among its tokens, so that one may have none."""
 
     async def meet(self, ask: Ask) -> None:
         """Learn what must be known of a server that has just come up. Any answer shows that it is there."""
@@ -124,11 +127,15 @@ def completion(
     tokens: Any, logprobs: Any, reason: Any, text: Any = None, finish: Mapping[str, FinishReason] = FINISH
 ) -> Completion:
     """One answer of what a server said of it, or `Garbled`."""
+    if reason in ABORTED:  # by its pause, or its end: what there is of the answer is no sample
+        raise Busy(f"ended an answer for the reason {reason!r}")
     if reason not in finish:
         raise Garbled(f"ended an answer for the reason {reason!r}, not stop or length")
     try:
         ids, values = [int(token) for token in tokens], [float(value) for value in logprobs]
-    except (TypeError, ValueError) as error:
+        if ids != tokens:  # texts, or fractions
+            raise ValueError(str(tokens)[:80])
+    except (TypeError, ValueError, OverflowError) as error:
         raise Garbled(f"gave token ids or log-probs that are no numbers: {error}") from error
     if not all(map(math.isfinite, values)):
         raise Garbled("gave log-probs that are not finite")

@@ -44,8 +44,9 @@ class HTTPEngine:
     what it is. `model` is what the servers call the model; None takes the only one there is.
 
     `concurrency` answers at most are outstanding at a server. A request waits `timeout` seconds for its answer. What
-    becomes of servers that fail is told at `Fleet`; `retries` and `backoff` are its. When no server is left, whoever
-    waits for an answer gets a `ServerError` that names each with its reason.
+    becomes of servers that fail is told at `Fleet`; `retries`, `backoff` and `patience` are its. When no server is left
+    and `patience` seconds have passed, whoever waits for an answer gets a `ServerError` that names each with its
+    reason. Answers with tokens outside of a vocabulary of `vocab_size` are refused.
 
     `Completion.logprobs` are the server's and mean what they mean there; `sampled_logprobs` repeat them, since the
     protocols carry one number a token. vLLM and llama.cpp give those at temperature 1. For the sampling temperature, as
@@ -65,14 +66,16 @@ class HTTPEngine:
         retries: int = 5,
         backoff: float = 0.5,
         concurrency: int = 64,
+        patience: float = 0.0,
+        vocab_size: int | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """`tokenizer` writes the text of answers that come without. `extra` goes into requests to /v1/completions."""
         urls = [urls] if isinstance(urls, str) else list(urls)
-        if timeout <= 0 or retries < 0 or backoff < 0 or concurrency < 1:
+        if timeout <= 0 or retries < 0 or backoff < 0 or concurrency < 1 or patience < 0:
             raise ValueError(
-                f"timeout={timeout}, retries={retries}, backoff={backoff}, concurrency={concurrency}: give a positive "
-                "timeout and concurrency, and retries and backoff of at least 0."
+                f"timeout={timeout}, retries={retries}, backoff={backoff}, concurrency={concurrency}, "
+                f"patience={patience}: give a positive timeout and concurrency, and the others at least 0."
             )
         if dialect not in DIALECTS:
             raise ValueError(f"dialect is {dialect!r}, but the choices are {', '.join(map(repr, DIALECTS))}.")
@@ -85,10 +88,12 @@ class HTTPEngine:
 
         def server(url: str) -> Server:
             speaks = None if dialect == "auto" else spoken(dialect, tokenizer, extra)
-            return Server(url, speaks or partial(recognised, extra), model, headers=headers, timeout=timeout)
+            speaks_or_asks = speaks or partial(recognised, extra)
+            return Server(url, speaks_or_asks, model, headers=headers, timeout=timeout, vocab_size=vocab_size)
 
         self._server = server
-        self.fleet = Fleet([server(url) for url in urls], retries=retries, backoff=backoff, concurrency=concurrency)
+        servers = [server(url) for url in urls]
+        self.fleet = Fleet(servers, retries=retries, backoff=backoff, concurrency=concurrency, patience=patience)
         self.comparison = Comparison(self.fleet)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="postlude servers", daemon=True)

@@ -16,9 +16,21 @@ class Unreachable(Exception):
         """Seconds that the server asks to be left alone for."""
 
 
+class HungUp(Unreachable):
+    """We let go of the connection, since another request showed that the server is not to be asked."""
+
+
+class Busy(Unreachable):
+    """The server is well but does not answer this now, such as with status 429: it is asked again a little later."""
+
+
 class Garbled(Exception):
     """An answer that is none. The server is not what it was taken for, and is left out."""
 
 
 class Refused(Exception):
-    """The server read the request, and will not do it: another server of the kind would not either."""
+    """The server read the request, and will not do it. Another one may."""
+
+    def __init__(self, clause: str, status: int = 400) -> None:
+        super().__init__(clause)
+        self.status = status

@@ -24,6 +24,7 @@ class LlamaCpp(Dialect):
     """
 
     name = "llama.cpp"
+    leaves_out_stops = True
 
     async def longest(self, ask: Ask, model: str) -> int | None:
         """The room of one of its slots."""

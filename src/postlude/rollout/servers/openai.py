@@ -49,7 +49,7 @@ class OpenAI(Dialect):
             return _completion(only_choice(await ask("POST", PATH, body | self.extra)))
         except Refused as error:
             if "status 422" in str(error):  # fields it does not know
-                raise Refused(f'{error}; a server of text alone needs dialect="text"') from error
+                raise Refused(f'{error}; a server of text alone needs dialect="text"', error.status) from error
             raise
 
 
@@ -104,5 +104,8 @@ def _completion(choice: Mapping[str, Any]) -> Completion:
                 "gave text but no token ids, and text cannot be turned back into the tokens that were sampled; a "
                 "server that supports return_token_ids or return_tokens_as_token_ids is needed, such as vLLM"
             )
-        tokens = [token.removeprefix(TOKEN_PREFIX) for token in written]
+        try:
+            tokens = [int(token.removeprefix(TOKEN_PREFIX)) for token in written]
+        except ValueError as error:
+            raise Garbled(f"gave token ids that are no numbers: {error}") from error
     return completion(tokens, logprobs, choice.get("finish_reason"), choice.get("text"))

@@ -105,9 +105,10 @@ def read_completion(body: Any) -> Completion:
     """The answer that was written so; `Garbled` of anything else."""
     try:
         found = completion(body["tokens"], body["logprobs"], body["finish_reason"], body["text"])
+        sampled = completion(body["tokens"], body["sampled_logprobs"], body["finish_reason"]).logprobs
         return replace(
             found,
-            sampled_logprobs=[float(each) for each in body["sampled_logprobs"]],
+            sampled_logprobs=sampled,
             drafted=int(body["drafted"]),
             accepted=int(body["accepted"]),
             versions=tuple(Span(str(name), int(start), int(end)) for name, start, end in body["versions"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,13 @@ from typing import Any, Literal, TypeVar
 from postlude.hf.checksum import checksum
 from postlude.rollout.protocol import Completion, Request, Span
 from postlude.rollout.servers.dialect import Ask, Dialect
-from postlude.rollout.servers.errors import Garbled, Refused, Unreachable
+from postlude.rollout.servers.errors import Busy, Garbled, Refused, Unreachable
 from postlude.rollout.servers.wire import Reply, Wire
 
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-REFUSED = frozenset({400, 404, 413, 422})
+BUSY, MISSING = 429, 404
+PASSING = frozenset({408, 409, 425, 500, 502, 503, 504})
+REFUSED = frozenset({400, MISSING, 413, 422})
+POSITIVE = 1e-4  # how far above 0 rounding may bring a log-prob
 CHECKED_WITHIN = 10.0  # seconds for what a server that is well answers at once
 State = Literal["coming", "up", "waiting", "gone", "out"]
 Result = TypeVar("Result")
@@ -54,18 +57,29 @@ class Server:
         *,
         headers: Mapping[str, str],
         timeout: float,
+        vocab_size: int | None = None,
     ) -> None:
         self.wire = Wire(url, headers)
         self.url = self.wire.url
         self._dialect = dialect if isinstance(dialect, Dialect) else None
         self._recognise = None if isinstance(dialect, Dialect) else dialect
         self.model = model
-        self.timeout = timeout
+        self.timeout, self.vocab_size = timeout, vocab_size
         self.state: State = "coming"
         self.problem = ""
         """Why it is not up, as a clause that follows its address."""
         self.failures = 0
         """Times in a row that it failed."""
+        self.may_return = False
+        """Whether it is out for an answer, and so may be tried again where no other is left."""
+        self.busy = 0
+        """Times in a row that it said "not now"."""
+        self.busy_since: float | None = None
+        """When it first did, of these times."""
+        self.resting = False
+        """Whether it is left alone for a moment since it did."""
+        self.room = math.inf
+        """How many answers it takes at once, as far as it has shown by saying "not now"."""
         self.outstanding = 0
         """Answers that it has been asked for and has not given."""
         self.version: str | None = None
@@ -151,11 +165,31 @@ class Server:
         before = self.version
         try:
             found = await self.dialect.answer(self._ask, self.model, request)
-        except (AttributeError, KeyError, TypeError) as error:  # JSON, but of another shape
+        except (AttributeError, LookupError, TypeError, OverflowError) as error:  # JSON, but of another shape
             raise Garbled(f"gave an answer that cannot be read: {error!r}") from error
+        except Refused as error:
+            if error.status == MISSING:  # of what it is there for: it may be starting, or has another model
+                raise Unreachable(f"answers with {error}") from error
+            raise
+        self._check(found, request)
         if found.versions or before is None or before != self.version:  # where new ones came in between, nobody knows
             return found
         return replace(found, versions=(Span(before, 0, len(found.tokens)),))
+
+    def _check(self, found: Completion, request: Request) -> None:
+        """Refuse an answer that cannot be one to this request."""
+        most = request.sampling.max_new_tokens
+        if len(found.tokens) > most:
+            raise Garbled(f"gave {len(found.tokens)} tokens where at most {most} were asked for")
+        if not found.tokens and not self.dialect.leaves_out_stops:
+            raise Garbled("gave an answer without a token")
+        least, highest = min(found.tokens, default=0), max(found.tokens, default=0)
+        if least < 0 or (self.vocab_size is not None and highest >= self.vocab_size):
+            wrong, size = least if least < 0 else highest, self.vocab_size
+            known = "" if size is None else f": that goes from 0 to {size - 1}"
+            raise Garbled(f"gave token {wrong}, which is not in the vocabulary{known}")
+        if (logprob := max((*found.logprobs, *found.sampled_logprobs), default=0.0)) > POSITIVE:
+            raise Garbled(f"gave a log-prob of {logprob:g}, but none is above 0")
 
     async def told_version(self) -> str | None:
         """What it calls its weights."""
@@ -190,11 +224,14 @@ def _told(reply: Reply) -> Any:
     if 200 <= reply.status < 300:
         return reply.json()
     problem = f"status {reply.status}: {_message(reply)}"
+    after = reply.headers.get("retry-after", "")
+    seconds = float(after) if after.isdigit() else 0.0
+    if reply.status == BUSY:
+        raise Busy(f"answers with {problem}", seconds)
     if reply.status in PASSING:
-        after = reply.headers.get("retry-after", "")
-        raise Unreachable(f"answers with {problem}", float(after) if after.isdigit() else 0.0)
+        raise Unreachable(f"answers with {problem}", seconds)
     if reply.status in REFUSED:
-        raise Refused(problem)
+        raise Refused(problem, reply.status)
     raise Garbled(f"answers with {problem}")
 
 

@@ -176,7 +176,7 @@ class StartedEngine(HTTPEngine):
         except BaseException:
             started.close()
             raise
-        self.fleet.patience = NOTICED_WITHIN
+        self.fleet.notice = NOTICED_WITHIN
         started.watch(self)
 
     def close(self) -> None:

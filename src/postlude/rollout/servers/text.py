@@ -44,6 +44,7 @@ class Text(Dialect):
     """
 
     name = "text"
+    leaves_out_stops = True
 
     def __init__(self, tokenizer: Tokenizer, extra: Mapping[str, Any] | None = None) -> None:
         if tokenizer.eos_token_id is None:

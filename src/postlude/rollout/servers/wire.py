@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from postlude.rollout.servers.errors import Garbled, Unreachable
+from postlude.rollout.servers.errors import Garbled, HungUp, Unreachable
 
+LARGEST = 1 << 28  # bytes of a reply
+MOST_HEADERS = 256
 BROKEN = (OSError, asyncio.IncompleteReadError, EOFError)
 
 
@@ -29,7 +31,7 @@ class Reply:
         """The body, as JSON has it; None of an empty one."""
         try:
             return json.loads(self.body) if self.body.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Garbled(f"answered with something that is not JSON: {error}") from error
 
 
@@ -68,8 +70,9 @@ class Wire:
             async with limit:
                 return await self._exchange(sent)
         except TimeoutError:
-            given_up = self._waits[limit]
-            raise Unreachable("was given up" if given_up else f"gave no answer within {timeout:g} s") from None
+            if self._waits[limit]:
+                raise HungUp("was given up") from None
+            raise Unreachable(f"gave no answer within {timeout:g} s") from None
         finally:
             del self._waits[limit]
 
@@ -129,15 +132,17 @@ async def _one(connection: _Connection, sent: bytes) -> tuple[Reply, bool]:
         status = int(rest.split(" ")[0])
         headers: dict[str, str] = {}
         while line := await _line(reader):
+            if len(headers) == MOST_HEADERS:
+                raise ValueError(f"more than {MOST_HEADERS} headers")
             name, _, value = line.partition(":")
             headers[name.strip().lower()] = value.strip()
         kept = version != "HTTP/1.0" and headers.get("connection", "").lower() != "close"
         if "chunked" in headers.get("transfer-encoding", "").lower():
             body = await _chunks(reader)
         elif "content-length" in headers:
-            body = await reader.readexactly(int(headers["content-length"]))
+            body = await reader.readexactly(_bounded(int(headers["content-length"])))
         else:
-            body, kept = await reader.read(), False
+            body, kept = await _rest(reader), False
     except ValueError as error:  # a line that is none, a number that is none
         raise Garbled(f"answered with something that is not HTTP: {error}") from error
     return Reply(status, headers, body), kept
@@ -152,12 +157,29 @@ async def _line(reader: asyncio.StreamReader) -> str:
 
 async def _chunks(reader: asyncio.StreamReader) -> bytes:
     found = []
+    total = 0
     while size := int((await _line(reader)).split(";")[0], 16):
+        total = _bounded(total + size)
         found.append(await reader.readexactly(size))
         await _line(reader)
     while await _line(reader):
         pass  # what may follow the last chunk
     return b"".join(found)
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    """All until the connection ends."""
+    found, total = [], 0
+    while part := await reader.read(1 << 16):
+        total = _bounded(total + len(part))
+        found.append(part)
+    return b"".join(found)
+
+
+def _bounded(size: int) -> int:
+    if size > LARGEST:
+        raise Garbled(f"answered with more than {LARGEST} bytes")
+    return size
 
 
 def _reason(error: BaseException) -> str:
