@@ -319,7 +319,7 @@ class Answers(Settings):
     """Texts that end an answer."""
     stop_tokens: tuple[NonNegativeInt | Annotated[str, Field(min_length=1)], ...] = ()
     """Tokens that end an answer besides the model's own end-of-sequence tokens: ids, or as the tokenizer writes them,
-    such as <end_of_turn>."""
+    such as <end_of_turn>. A number is always an id."""
     draft: Literal["mtp"] | None = None
     """Whether tokens are guessed ahead, by the model's first multi-token-prediction depth: the same answers, and sooner
     where it guesses well."""
@@ -338,16 +338,18 @@ class Answers(Settings):
 
     def stop_ids(self, tokenizer: Any) -> tuple[int, ...]:
         """The ids of `stop_tokens`. Raises a sentence that names one that the tokenizer does not have."""
-        if not any(isinstance(token, str) for token in self.stop_tokens):
-            return tuple(token for token in self.stop_tokens if isinstance(token, int))
+        # Words of the command line are texts, also those of digits.
+        stated = [int(token) if str(token).isdecimal() else token for token in self.stop_tokens]
+        if not any(isinstance(token, str) for token in stated):
+            return tuple(token for token in stated if isinstance(token, int))
         vocabulary = tokenizer.get_vocab()
-        for token in self.stop_tokens:
+        for token in stated:
             if isinstance(token, str) and token not in vocabulary:
                 raise ValueError(
                     f"answers.stop_tokens has {token!r}, which is no token of the tokenizer. Give one of its tokens or "
                     "an id; a text of several tokens belongs in answers.stop."
                 )
-        return tuple(vocabulary[token] if isinstance(token, str) else token for token in self.stop_tokens)
+        return tuple(vocabulary[token] if isinstance(token, str) else token for token in stated)
 
 
 class Evaluation(Settings):
