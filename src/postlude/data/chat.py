@@ -186,7 +186,7 @@ class Encoder:
         mask = [0] * len(tokens)
         for place, piece in enumerate(pieces):
             spoken = place % 2 == 0
-            added = piece + self._end if spoken and piece[-1:] != self._end else piece
+            added = piece + self._end if spoken else piece
             tokens, mask = tokens + added, mask + [int(spoken)] * len(added)
         return [self._fitted(Encoded(tokens, mask), row)]
 
