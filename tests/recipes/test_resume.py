@@ -136,6 +136,15 @@ def test_a_start_that_fails_leaves_no_directory(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_checkpoint_that_is_not_there_leaves_no_directory(
+    tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["sft", "--run", str(run), rows, *SMALL, "--steps=1", "--resume-from=step-7"]) == 2
+    assert f"{run} has no checkpoint of step 7 to go back to; it has none." in capsys.readouterr().err
+    assert not (run / "config.yaml").exists()
+
+
 MINE = """
 from postlude.objectives import SFT
 

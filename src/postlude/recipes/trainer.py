@@ -168,6 +168,7 @@ class Trainer(ABC):
 
     def resume(self, beginning: Beginning) -> None:
         """Take the directory, and go on from a checkpoint. A run without one begins by measuring where it starts."""
+        first_rank_says(lambda: self._candidates(beginning.resume_from))  # one that is not there touches nothing
         self.run = open_run(self.settings.run, self.asked, may_change=MAY_CHANGE, sinks=self.settings.sinks)
         self.again = f"go on with: {beginning.command}" if beginning.command else "the same config goes on"
         checkpoint = self._restored(beginning.resume_from)
