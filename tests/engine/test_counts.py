@@ -199,6 +199,8 @@ def evaluated(group: Any, layout: str) -> dict[str, list[Tensor]]:
     found = engine.evaluate(batch(), processor, shifted=False)
     again = engine.evaluate(batch(), lambda inputs: {"x": inputs.microbatch.places})["x"]
     assert len(again) == len(LENGTHS)
+    (alone,) = engine.evaluate(Batch(sequences(6)), processor, shifted=False)["wide"]  # of two ranks, one has no token
+    assert alone[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ class Dealt:
             if found:
                 self._lay_out([each[name].detach() for each in found], own, members[mesh.dp.rank], shifted)
             # As bytes, which every backend sends. Of ranks that share a sequence, one has a token's, the others zeros.
-            width = own[:1].numel() // max(1, len(own[:1])) * dtype.itemsize
+            width = math.prod(trailing) * dtype.itemsize  # of a token, though this rank may have none
             together = _on_the_wire(own).view(-1).view(torch.uint8).view(len(own), width)
             if found and mesh.cp.group is not None:
                 dist.all_reduce(together, group=mesh.cp.group)
