@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude import Engine, Layout
 from tests.conftest import Ranks
-from tests.engine.training import ADAMW, BUDGET, batch, config, policy, same
+from tests.engine.training import BUDGET, DAMPED, batch, config, policy, same
 from tests.equality import assert_equal
 from tests.nccl.conftest import mesh
 
@@ -19,7 +19,7 @@ MOE = config("tiny-moe")
 
 
 def build(layout: str, seed: int = 0) -> Engine:
-    return Engine(MOE, mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=ADAMW, seed=seed)
+    return Engine(MOE, mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=DAMPED, seed=seed)
 
 
 def train(engine: Engine, seeds: range) -> list[float]:
