@@ -197,9 +197,9 @@ BAD = [
         mended=SFT,
     ),
     sft(
-        "a content of parts",
-        says=(r"message 0 \(user\) of line 2", "list of parts", "Join its texts"),
-        arrange=lambda: first_turn([{"type": "text", "text": "2+2?"}]),
+        "a content with an image",
+        says=(r"message 0 \(user\) of line 2", "models here read text alone", "leave the row out"),
+        arrange=lambda: first_turn([{"type": "text", "text": "2+2?"}, {"type": "image", "url": "sum.png"}]),
     ),
     sft(
         "nothing to learn",

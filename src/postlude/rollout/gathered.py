@@ -54,7 +54,7 @@ class SharedGenerator(Submitted):
 
     together = True
 
-    def __init__(self, model: LanguageModel, tokenizer: Decoder, **limits: Any) -> None:
+    def __init__(self, model: LanguageModel, tokenizer: Decoder | None, **limits: Any) -> None:
         self.model = model
         self.generator = Generator(model, tokenizer, **limits)
         self.lead: Lead[_Asked, list[list[Completion]]] = Lead(self._share)
@@ -121,11 +121,12 @@ def in_turn(shares: Sequence[Sequence[Part]], count: int) -> list[Part]:
 class GatheredGenerator(SharedGenerator):
     """A copy of an engine's model, brought up to date before it answers. It works in every layout of the engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Decoder, **limits: Any) -> None:
+    def __init__(self, engine: Engine, tokenizer: Decoder | None, **limits: Any) -> None:
         self.engine = engine
         with torch.device("meta"):
             model = LanguageModel(engine.config, dtype=engine.compute_dtype, blocks=engine.block_types)
-        limits.setdefault("eos_tokens", end_tokens(engine.generation, tokenizer.eos_token_id))
+        eos_token = tokenizer.eos_token_id if tokenizer is not None else None
+        limits.setdefault("eos_tokens", end_tokens(engine.generation, eos_token))
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)
         self.updated_at = -1
 
