@@ -54,10 +54,12 @@ def misbehave(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
 
 def write_to_pipes(data: bytes) -> None:
     """What code of a model's can do: answer in its judge's place."""
-    for number in range(3, 32):
+    for entry in Path(
+        "/proc/self/fd"
+    ).iterdir():  # their numbers depend on what the process that started this one has open
         with contextlib.suppress(OSError):
-            if stat.S_ISFIFO(os.fstat(number).st_mode):
-                os.write(number, data)
+            if int(entry.name) > 2 and stat.S_ISFIFO(entry.stat().st_mode):
+                os.write(int(entry.name), data)
 
 
 def half_an_answer(prompt: str, completion: str, example: Mapping[str, Any]) -> float:

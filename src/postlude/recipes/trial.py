@@ -70,6 +70,8 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
     )
     tally = Tally(Scale([microbatch]))
     value = tally.evaluate(objective, inputs)
+    if tally.refused is not None:
+        raise tally.refused
     if value.requires_grad:
         value.backward()
 
