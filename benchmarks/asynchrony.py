@@ -33,7 +33,7 @@ from workloads import SHAPES, Results
 from postlude.cli import main as postlude
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.run.directory import read_metrics
-from postlude.rollout.environments import Said
+from postlude.rollout.environments import AssistantTurn
 
 UNCOUNTED = 3  # steps at the beginning
 PHASES = ("rollout", "reward", "weights", "score", "train")
@@ -45,7 +45,7 @@ class Waiting:
     def __init__(self, example: Mapping[str, Any], median: float, tail: float) -> None:
         self.example, self.median, self.tail = example, median, tail
 
-    async def step(self, said: Said) -> float:
+    async def step(self, said: AssistantTurn) -> float:
         noise = random.Random(str((self.example["prompt"], list(said.tokens))))
         await asyncio.sleep(self.median * noise.lognormvariate(0.0, self.tail))
         return len(set(said.tokens)) / max(1, len(said.tokens))
@@ -71,9 +71,9 @@ def config(arguments: argparse.Namespace, directory: Path, staleness: int) -> di
         "rollout": {"kind": "generators", "device": arguments.device},
         "asynchrony": {"max_staleness": staleness},
         "steps": arguments.steps + UNCOUNTED,
-        "prompts": arguments.prompts,
-        "samples": 8,
-        "answers": {"max_new_tokens": arguments.tokens},
+        "prompts_per_step": arguments.prompts,
+        "samples_per_prompt": 8,
+        "sampling": {"max_new_tokens": arguments.tokens},
         "evaluation": {"every": 0},
         "optimizer": {"lr": 1e-6},
         "save_every": 0,

@@ -22,10 +22,10 @@ from torch import Tensor
 from workloads import MIXES
 
 from postlude import pack
-from postlude.ops.attention import PackedAttention, Scores, attend, fused_attention, varlen_attention
+from postlude.ops.attention import PackedAttention, Scores, attend, triton_packed_attention, varlen_attention
 from postlude.ops.packing import Packing
 
-KERNELS: dict[str, PackedAttention] = {"triton": fused_attention, "flash": varlen_attention, "attend": attend}
+KERNELS: dict[str, PackedAttention] = {"triton": triton_packed_attention, "flash": varlen_attention, "attend": attend}
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from workloads import SHAPES, Clock, Results, attempt, forget, peak_gib, profile
 
 from postlude import load_model
-from postlude.rollout.generator import Generator
-from postlude.rollout.sampling import Sampling
+from postlude.generate.generator import Generator
+from postlude.generate.sampling_params import SamplingParams
 
 PROMPT = 64  # tokens
 Case = tuple[str, list[list[int]], list[int]]
@@ -83,7 +83,7 @@ def postlude(config: Any, device: str, budget: int, most: int) -> Callable[..., 
 
     def run(asked: list[list[int]], lengths: list[int]) -> None:
         found = generator.generate(
-            asked, [Sampling(max_new_tokens=length, seed=place) for place, length in enumerate(lengths)]
+            asked, [SamplingParams(max_new_tokens=length, seed=place) for place, length in enumerate(lengths)]
         )
         assert [len(one.tokens) for (one,) in found] == lengths
 

@@ -21,12 +21,12 @@ import torch
 
 from postlude import LanguageModel, ModelConfig, Pattern, pack
 from postlude.engine.scale import Scale
-from postlude.hf.reading import read_model
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion
+from postlude.generate.sampling_params import SamplingParams
+from postlude.hf.read_model import read_model
 from postlude.model.blocks import AttentionConfig, MLPConfig
 from postlude.objectives import MTP, SFT
-from postlude.rollout.generator import Generator
-from postlude.rollout.protocol import Completion
-from postlude.rollout.sampling import Sampling
 
 PAGES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
 
@@ -83,7 +83,7 @@ def main() -> None:
     model = trained(arguments, text)
     for answers, temperature in itertools.product(arguments.answers, (0.0, 1.0)):
         prompts = [text[start : start + 32].tolist() for start in range(0, 997 * answers, 997)]
-        sampling = Sampling(max_new_tokens=arguments.tokens, temperature=temperature)
+        sampling = SamplingParams(max_new_tokens=arguments.tokens, temperature=temperature)
         seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
         found: dict[str, list[Completion]] = {}
         for turn in range(arguments.repeat + 1):  # the first warms up

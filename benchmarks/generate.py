@@ -31,9 +31,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from postlude import LanguageModel, export_hf, load_model
-from postlude.ops.products import plain_products
-from postlude.rollout.generator import Generator
-from postlude.rollout.sampling import Sampling
+from postlude.generate.generator import Generator
+from postlude.generate.sampling_params import SamplingParams
+from postlude.ops.cpu_matmul import blas_fp32_matmul
 
 
 def options() -> argparse.Namespace:
@@ -73,7 +73,7 @@ def main() -> None:
     answers = (4 + shares * (arguments.longest_answer - 4)).long().tolist()
 
     native = Generator(ours)
-    samplings = [Sampling(max_new_tokens=length, temperature=0.0) for length in answers]
+    samplings = [SamplingParams(max_new_tokens=length, temperature=0.0) for length in answers]
     clock = time.perf_counter
     seconds: dict[str, list[float]] = {}
 
@@ -92,7 +92,7 @@ def main() -> None:
             note(f"transformers, batch {batch}", start, turn)
             if torch.backends.mkldnn.is_acl_available():
                 start = clock()
-                with plain_products(torch.float32):
+                with blas_fp32_matmul(torch.float32):
                     generate(theirs, prompts, answers, batch)
                 note(f"transformers, batch {batch}, plain products", start, turn)
     tokens = sum(answers)

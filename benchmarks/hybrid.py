@@ -21,7 +21,7 @@ import torch
 from postlude import AdamW, Batch, Engine, ModelConfig, Pattern, ranks
 from postlude.model.blocks import AttentionConfig, BlockConfig, GatedDeltaConfig, MambaConfig, MLPConfig
 from postlude.objectives import SFT
-from postlude.optimizer import Schedule
+from postlude.optimizer import LRSchedule
 
 HIDDEN, VOCABULARY = 512, 256
 BLOCKS: dict[str, BlockConfig] = {
@@ -56,7 +56,7 @@ def learn(pattern: str, given: list[Batch], tokens: int) -> dict[str, Any]:
     config = ModelConfig(
         pattern=Pattern.parse(pattern), hidden_size=HIDDEN, vocab_size=VOCABULARY, blocks=BLOCKS, tied_head=True
     )
-    schedule = Schedule(shape="cosine", warmup=20, steps=len(given), floor=0.1)
+    schedule = LRSchedule(shape="cosine", warmup=20, steps=len(given), floor=0.1)
     engine = Engine(config, optimizer=AdamW(lr=1e-3, betas=(0.9, 0.95), schedule=schedule), budget=tokens)
     losses, began = [], time.perf_counter()
     for number, batch in enumerate(given):

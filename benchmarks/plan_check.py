@@ -32,16 +32,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from postlude import AdamW, Batch, Engine, LanguageModel, Layout
-from postlude.engine.dealing import deal
-from postlude.engine.scale import Ledger, Scale, Tally
+from postlude.engine.batch_sharding import shard_batch
+from postlude.engine.scale import MetricAccumulator, MetricIndex, Scale
 from postlude.objectives import SFT
-from postlude.ops.products import plain_products
-from postlude.pipeline.order import Action
-from postlude.plan.cost import Work
-from postlude.plan.forecast import simulate
-from postlude.plan.memory import estimate
+from postlude.ops.cpu_matmul import blas_fp32_matmul
+from postlude.pipeline.schedule import Action
+from postlude.plan.cost import ActionCost
+from postlude.plan.forecast import simulate_step
+from postlude.plan.memory import estimate_memory
 from postlude.trace.recorder import Recording
-from postlude.world.launcher import on_ranks
+from postlude.world.launcher import run_on_ranks
 
 MIB, GIB = 2**20, 2**30
 
@@ -155,9 +155,9 @@ class Bench:
         self.times: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
         self.rest: dict[str, list[float]] = defaultdict(list)
 
-    def deal(self) -> Any:
+    def shard_batch(self) -> Any:
         engine = self.engine
-        return deal(
+        return shard_batch(
             self.batch, engine.mesh, budget=engine.budget, vocab_size=engine.config.vocab_size, device=self.device
         )
 
@@ -183,7 +183,7 @@ class Bench:
     def alone(self) -> None:
         """Each of this rank's stages forward and backward, first and last of a step and in between; and the rest."""
         engine = self.engine
-        tally = Tally(Scale(self.dealt.own, self.dealt.counts, sharers=engine.mesh.cp.size), Ledger())
+        tally = MetricAccumulator(Scale(self.dealt.own, self.dealt.counts, sharers=engine.mesh.cp.size), MetricIndex())
         for index, stage in engine.stages.items():
             stage.train()
             engine.gathering[index].begin(train=True)
@@ -197,7 +197,7 @@ class Bench:
                 if stage.stage.last:
                     how["output_processor"] = lambda inputs, _: tally.evaluate(SFT(), inputs)
                 dist.barrier()
-                with plain_products(engine.compute_dtype):
+                with blas_fp32_matmul(engine.compute_dtype):
                     taken, left = self.timed(lambda s=stage, m=microbatch, e=entered, h=how: s(m, e, **h))
                     self.times["F", index, turn == 0].append(taken)
                     if last:
@@ -297,15 +297,15 @@ def check(case: Case, rounds: int) -> dict[str, Any]:
         for name in ("step", "optimizer", "deal", "transfer")
     }
 
-    def cost(action: Action) -> Work:
+    def cost(action: Action) -> ActionCost:
         at_end = action.microbatch == (0 if action.kind == "F" else case.microbatches - 1)
-        return Work(times[action.kind, action.stage, at_end])
+        return ActionCost(times[action.kind, action.stage, at_end])
 
-    foretold = simulate(
+    foretold = simulate_step(
         layout, cost, microbatches=case.microbatches, overlap=case.overlap,
         transfer_seconds=rest["transfer"], after=rest["optimizer"] + rest["deal"],
     )  # fmt: skip
-    memory = estimate(
+    memory = estimate_memory(
         bench.engine.config, layout, budget=case.tokens, compute_bytes=bench.engine.compute_dtype.itemsize, moments=2,
         recompute=case.recompute, device=case.device, microbatches=case.microbatches, overlap=case.overlap,
     )  # fmt: skip
@@ -337,7 +337,9 @@ def main() -> None:
     for case in H200 if options.device == "cuda" else CPU:
         if options.only not in case.name:
             continue
-        found = on_ranks(check, case, options.rounds, nproc=Layout.parse(case.layout).world_size, device=case.device)
+        found = run_on_ranks(
+            check, case, options.rounds, nproc=Layout.parse(case.layout).world_size, device=case.device
+        )
         results.append(found)
         exact = "exact" if found["in_flight"] == found["foretold_in_flight"] else "WRONG"
         print(

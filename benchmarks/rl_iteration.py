@@ -28,9 +28,9 @@ from transformers import PretrainedConfig, StoppingCriteria, StoppingCriteriaLis
 from workloads import SHAPES, Clock, Results, attempt, forget, log_normal, peak_gib
 
 from postlude import AdamW, Batch, Engine, ranks
+from postlude.generate.distributed import SyncedGenerator
+from postlude.generate.sampling_params import SamplingParams
 from postlude.objectives import PolicyGradient
-from postlude.rollout.gathered import GatheredGenerator
-from postlude.rollout.sampling import Sampling
 
 PHASES = ("rollout", "logprobs", "update")
 
@@ -69,11 +69,12 @@ class Side(Protocol):
 class Postlude:
     def __init__(self, config: PretrainedConfig, device: str, budget: int, rows: int) -> None:
         self.engine = Engine(config, device=device, budget=budget, optimizer=AdamW(lr=1e-6))
-        self.generator = GatheredGenerator(self.engine, None, max_sequences=512)
+        self.generator = SyncedGenerator(self.engine, None, max_sequences=512)
 
     def rollout(self, tasks: Tasks) -> None:
         samplings = [
-            Sampling(max_new_tokens=length, seed=seed, ignore_eos=True) for seed, length in enumerate(tasks.lengths)
+            SamplingParams(max_new_tokens=length, seed=seed, ignore_eos=True)
+            for seed, length in enumerate(tasks.lengths)
         ]
         answers = [each[0].tokens for each in self.generator.generate(tasks.prompts, samplings)]
         assert [len(each) for each in answers] == tasks.lengths

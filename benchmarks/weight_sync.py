@@ -28,8 +28,8 @@ from safetensors import safe_open
 from workloads import GIB, SHAPES, Clock, Results, attempt, forget, peak_gib
 
 from postlude import Engine, ranks
-from postlude.hf.renew import renew
-from postlude.rollout.gathered import GatheredGenerator
+from postlude.generate.distributed import SyncedGenerator
+from postlude.hf.reload import reload_weights
 from postlude.safetensors_file import STAGING_BYTES
 
 WAYS = ("stream", "native", "bytes", "disk", "read", "renew")
@@ -56,13 +56,13 @@ def write_bytes(path: Path, count: int) -> None:
 
 def ways(engine: Engine, directory: Path, device: str, bytes_moved: int) -> Iterator[Way]:
     """In this order: the last ones read what "disk" wrote."""
-    generator = GatheredGenerator(engine, None)
+    generator = SyncedGenerator(engine, None)
     yield "stream", "stream_weights, bucket by bucket", lambda: deque(engine.stream_weights(), maxlen=0)
     yield "native", "into the native generator", lambda: engine.copy_weights(generator.model)
     yield "bytes", "as many bytes written from host memory", lambda: write_bytes(directory / "bytes", bytes_moved)
     yield "disk", "safetensors written", lambda: engine.export_hf(directory, overwrite=True)
     yield "read", "safetensors read to the device", lambda: read(directory, device)
-    yield "renew", "safetensors read into a model", lambda: renew(generator.model, directory)
+    yield "renew", "safetensors read into a model", lambda: reload_weights(generator.model, directory)
 
 
 def measured(step: Callable[[], Any], bytes_moved: int, clock: Clock) -> dict[str, Any]:

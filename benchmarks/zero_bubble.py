@@ -24,10 +24,10 @@ from postlude import Batch, Engine, Layout, ModelConfig, Pattern, launch
 from postlude.model.blocks import BLOCKS, MLP, MLPConfig
 from postlude.model.context import ForwardContext
 from postlude.objectives import SFT
-from postlude.ops.linear import Later, list_for
-from postlude.pipeline.order import ZERO_BUBBLE, Overlap
-from postlude.plan.cost import Work
-from postlude.plan.forecast import simulate
+from postlude.ops.linear import DeferredWgrads, wgrad_queue
+from postlude.pipeline.schedule import ZERO_BUBBLE, Overlap
+from postlude.plan.cost import ActionCost
+from postlude.plan.forecast import simulate_step
 
 TOKENS = 16
 WAYS: dict[str, Overlap] = {"1F1B": False, "zero bubble": ZERO_BUBBLE}
@@ -40,12 +40,12 @@ class Sleepy(MLP):
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         weight = self.up_proj.weight
-        return super().work(_Sleep.apply(hidden, weight, self.seconds, list_for(weight)), context)
+        return super().work(_Sleep.apply(hidden, weight, self.seconds, wgrad_queue(weight)), context)
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, seconds: float, later: Later | None) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, seconds: float, later: DeferredWgrads | None) -> Tensor:
         ctx.given = weight, seconds, later
         time.sleep(seconds)
         return hidden.view_as(hidden)
@@ -83,10 +83,10 @@ def steps(pp: int, microbatches: int, seconds: float, repeats: int) -> dict[str,
 
 def foretold(pp: int, microbatches: int, seconds: float) -> dict[str, float]:
     """The same on the planner's clock."""
-    apart = {"F": Work(seconds), "B": Work(seconds), "W": Work(seconds)}
-    costs = {"1F1B": apart | {"B": Work(2 * seconds)}, "zero bubble": apart}
+    apart = {"F": ActionCost(seconds), "B": ActionCost(seconds), "W": ActionCost(seconds)}
+    costs = {"1F1B": apart | {"B": ActionCost(2 * seconds)}, "zero bubble": apart}
     return {
-        name: simulate(
+        name: simulate_step(
             Layout(pp=pp), lambda action, name=name: costs[name][action.kind], microbatches=microbatches, overlap=way
         ).seconds
         for name, way in WAYS.items()

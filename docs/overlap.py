@@ -13,8 +13,8 @@ from pathlib import Path
 from postlude import Layout, ModelConfig, Pattern
 from postlude.commands.trace import Traced, record_all
 from postlude.model.blocks import AttentionConfig, MoEConfig
-from postlude.trace.svg import Timeline, drawing
-from postlude.world.launcher import on_ranks
+from postlude.trace.svg import Timeline, render_svg
+from postlude.world.launcher import run_on_ranks
 
 TARGET = Path(__file__).parent / "images" / "overlap.svg"
 MODEL = ModelConfig(
@@ -30,7 +30,7 @@ PLAIN = Traced(MODEL, Layout.parse("dp_shard=2,ep=2"), overlap=False, microbatch
 
 
 if __name__ == "__main__":
-    both = on_ranks(record_all, [PLAIN, replace(PLAIN, overlap=True)], "cpu", nproc=2, device="cpu")
+    both = run_on_ranks(record_all, [PLAIN, replace(PLAIN, overlap=True)], "cpu", nproc=2, device="cpu")
     timelines = [Timeline(title, spans) for title, spans in zip(("plain", "overlapped"), both, strict=True)]
-    TARGET.write_text(drawing(timelines), encoding="utf-8")
+    TARGET.write_text(render_svg(timelines), encoding="utf-8")
     print(*(timeline.summary for timeline in timelines), sep="\n")

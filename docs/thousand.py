@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from postlude.hf.reading import read_model
+from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.plan.cost import CostModel
-from postlude.plan.forecast import Forecast
-from postlude.plan.machine import MACHINES, Machine
+from postlude.plan.forecast import StepForecast
+from postlude.plan.hardware import HARDWARE, Hardware
+from postlude.plan.parameter_count import total_parameters
 from postlude.plan.search import search
-from postlude.plan.sizes import parameters_in
 
 GPUS = 1024
 SPLITS = (256, 384, 512, 640, 768, 896)  # GPUs that train, of which the best is taken
@@ -31,7 +31,7 @@ LONGEST = 3 * ANSWER
 STALEST = 16  # the most steps ahead that are looked at, and how much slower than the fastest a smaller one may be:
 WORTH = 1.1
 STEP_TOKENS = (PROMPT + ANSWER) * GROUP * PROMPTS
-H200 = MACHINES["h200"]
+H200 = HARDWARE["h200"]
 READ_SHARE = 0.6  # of memory's speed, while answers are drawn
 DECODE_SHARE = 0.4  # of the peak of products
 LAYER_SECONDS = 3e-5  # a layer takes besides, however little there is to compute: launches and sums over a node
@@ -56,7 +56,7 @@ class Shape:
     efficiency: float
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> Hardware:
         """A GPU of which steps reach that share."""
         return replace(H200, efficiency=self.efficiency)
 
@@ -104,14 +104,14 @@ class Plan:
     """So many GPUs train, and the rest serve."""
 
     shape: Shape
-    train: Forecast
+    train: StepForecast
     training: int
     staleness: int = 1
 
     @property
     def parameters(self) -> int:
         """Of the model."""
-        return parameters_in(self.train.model.config)
+        return total_parameters(self.train.model.config)
 
     @property
     def weights(self) -> float:
@@ -179,7 +179,7 @@ class Plan:
         return 12.0 * self.parameters
 
 
-def balanced(shape: Shape, train: Forecast, training: int) -> Plan:
+def balanced(shape: Shape, train: StepForecast, training: int) -> Plan:
     """With answers drawn as few steps ahead as costs less than `WORTH`."""
     ahead = [Plan(shape, train, training, k) for k in range(1, STALEST + 1)]
     fastest = min(plan.period for plan in ahead)

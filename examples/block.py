@@ -10,7 +10,7 @@ from torch import Tensor
 from postlude import AdamW, Batch, Engine, Layout, ModelConfig, Pattern, ranks
 from postlude.model.blocks import BLOCKS, AttentionConfig, Block, BlockConfig, MLPConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import RowLinear, local, stored
+from postlude.model.parallel import RowLinear, local, sharded_parameter
 from postlude.model.pattern import SYMBOLS
 from postlude.objectives import SFT
 from postlude.ops.collectives import gather_from_sequence
@@ -24,7 +24,7 @@ class ConvolutionConfig(BlockConfig):
     def flops(self, hidden_size: int) -> float:  # per token; balances pipeline stages
         return 2 * hidden_size * (self.width + hidden_size)
 
-    def fits(self, layout: Layout, name: str) -> None:
+    def check_layout(self, layout: Layout, name: str) -> None:
         if layout.cp > 1:
             raise ValueError(f"{name} looks at neighbours, which cp={layout.cp} cuts apart. Use cp=1.")
 
@@ -35,7 +35,9 @@ class Convolution(Block):
 
     def __init__(self, config: ConvolutionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
-        self.taps = stored(config.width, model.hidden_size, axis=mesh.tp, dim=1)  # each rank has channels of its own
+        self.taps = sharded_parameter(
+            config.width, model.hidden_size, axis=mesh.tp, dim=1
+        )  # each rank has channels of its own
         self.out = RowLinear(model.hidden_size, model.hidden_size, tp=mesh.tp)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:  # [T / tp, H] -> [T / tp, H]

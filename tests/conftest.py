@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-torch.backends.mkldnn.enabled = False  # see ops/products.py: the models of tests are small
+torch.backends.mkldnn.enabled = False  # see ops/cpu_matmul.py: the models of tests are small
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a job that a script starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start inherit it

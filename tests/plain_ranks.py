@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from postlude.world.last_words import RankError
+from postlude.world.failure_report import RankError
 from postlude.world.launcher import ranks
 from tests.conftest import SERVER
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from postlude.world.agreement import Lead
+from postlude.world.agreement import Rank0Controller
 from tests.conftest import Ranks
 
 
@@ -16,26 +16,26 @@ def led(group: Any) -> list[Any]:
             raise ValueError(f"rank {dist.get_rank()} cannot do {order}")
         return order + dist.get_rank()
 
-    lead: Lead[int, int] = Lead(obey)
+    controller: Rank0Controller[int, int] = Rank0Controller(obey)
 
     def heard(work: Any) -> Any:
         try:
-            return lead.say(work)
+            return controller.on_rank0(work)
         except ValueError as error:
             return str(error)
 
     def fails() -> int:
-        lead.give(1)
+        controller.call_all(1)
         raise ValueError("the first rank has had enough")
 
     return [
-        heard(lambda: [lead.give(10), lead.give(20)]),
+        heard(lambda: [controller.call_all(10), controller.call_all(20)]),
         heard(lambda: "no orders"),
-        heard(lambda: lead.give(7)),
+        heard(lambda: controller.call_all(7)),
         heard(fails),
-        lead.share([[rank] * 2 for rank in range(dist.get_world_size())] if lead.leads else None),
-        lead.gather(dist.get_rank()),
-        heard(lambda: lead.give(0)),
+        controller.scatter([[rank] * 2 for rank in range(dist.get_world_size())] if controller.is_rank0 else None),
+        controller.gather(dist.get_rank()),
+        heard(lambda: controller.call_all(0)),
     ]
 
 
@@ -60,15 +60,15 @@ def test_one_rank_leads_itself(ranks: Ranks) -> None:
 def given_back(group: Any) -> tuple[int, bool, list[int]]:
     """Groups of ranks while a lead is there, whether this rank leads after it, and what all then still say."""
     before = len(dist.distributed_c10d._world.pg_map)
-    lead: Lead[int, int] = Lead(lambda order: order)
+    controller: Rank0Controller[int, int] = Rank0Controller(lambda order: order)
     while_there = len(dist.distributed_c10d._world.pg_map) - before
-    lead.say(lambda: lead.give(1))
+    controller.on_rank0(lambda: controller.call_all(1))
     for _ in range(2):
-        lead.close()
+        controller.close()
     assert len(dist.distributed_c10d._world.pg_map) == before
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dist.get_rank())
-    return while_there, lead.leads, everyone
+    return while_there, controller.is_rank0, everyone
 
 
 def test_who_led_gives_the_group_back(ranks: Ranks) -> None:

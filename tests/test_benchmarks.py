@@ -73,7 +73,7 @@ def test_what_is_compared_computes_the_same(load: Any, tmp_path: Path) -> None:
         engine = Engine(tmp_path, budget=most, device="cpu")
         for objective, loss in expected.items():
             for given in (packed, padded):
-                assert_equal(torch.tensor(engine.measure(given, objective).loss), torch.tensor(loss))
+                assert_equal(torch.tensor(engine.evaluate_loss(given, objective).loss), torch.tensor(loss))
 
 
 def test_growth_is_told_by_the_upper_half_of_an_axis(load: Any) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from postlude import export_hf, load_model, load_tokenizer, pack
 from postlude.cli import main
 from postlude.commands import info, serve, verify
-from postlude.hf.reading import read_config, read_model
+from postlude.hf.read_model import read_config, read_model
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
 from postlude.verify.compare import Report
@@ -141,7 +141,7 @@ def test_a_model_of_no_family_is_scored_and_trained_and_comes_back(tmp_path: Pat
     assert str(read_model("tiny-hybrid")[1].pattern) in told
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 4)
     settings = ["--model=tiny-hybrid", f"--data.path={tmp_path}/rows.jsonl", "--held_out.rows=0"]
-    assert main(["sft", f"--run={tmp_path}/run", "--steps=2", "--batch=2", "--optimizer.lr=1e-3", *settings]) == 0
+    assert main(["sft", f"--run={tmp_path}/run", "--steps=2", "--batch_size=2", "--optimizer.lr=1e-3", *settings]) == 0
     exported, checkpoint = (
         load_model(tmp_path / "run" / "model"),
         load_model(tmp_path / "run" / "checkpoints" / "step-000002"),
@@ -322,13 +322,13 @@ class TestVerify:
     @pytest.mark.slow
     def test_the_exit_code_tells(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         reports = []
-        started = verify.on_ranks
+        started = verify.run_on_ranks
 
-        def on_ranks(*arguments: Any, **options: Any) -> Any:  # once: the second time what was found the first
+        def run_on_ranks(*arguments: Any, **options: Any) -> Any:  # once: the second time what was found the first
             reports.extend([] if reports else started(*arguments, **options))
             return reports
 
-        monkeypatch.setattr(verify, "on_ranks", on_ranks)
+        monkeypatch.setattr(verify, "run_on_ranks", run_on_ranks)
         assert main(["verify", "tiny-dense", "--layout", "tp=2"]) == 0
         assert "all 1 equal within 1e-05" in capsys.readouterr().out
         assert main(["verify", "tiny-dense", "--layout", "tp=2", "--tolerance", "1e-12"]) == 1
@@ -339,7 +339,7 @@ class TestVerify:
     def test_no_rank_is_started_for_a_layout_that_cannot_be(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(verify, "on_ranks", lambda *args, **options: pytest.fail("ranks were started"))
+        monkeypatch.setattr(verify, "run_on_ranks", lambda *args, **options: pytest.fail("ranks were started"))
         assert main(["verify", "tiny-dense", "--layout", "tp=2", "--layout", "tp=3"]) == 2
         assert "8 heads" in capsys.readouterr().err
 
@@ -348,11 +348,11 @@ class TestVerify:
     ) -> None:
         starts = []
 
-        def on_ranks(function: Any, cases: list[Case], place: str, *, nproc: int, **options: Any) -> list[Report]:
+        def run_on_ranks(function: Any, cases: list[Case], place: str, *, nproc: int, **options: Any) -> list[Report]:
             starts.append(nproc)
             return [Report(case, 1e-7, 1e-7, 1e-7, {"model.norm.weight": 1e-7}) for case in cases]
 
-        monkeypatch.setattr(verify, "on_ranks", on_ranks)
+        monkeypatch.setattr(verify, "run_on_ranks", run_on_ranks)
         monkeypatch.setenv("COLUMNS", "80")
         assert main(["verify", "tiny-moe", "--grid", "--device", "cpu"]) == 0
         assert starts == sorted(set(starts))
@@ -385,7 +385,7 @@ def test_an_objective_that_returns_no_loss_is_a_sentence(tmp_path: Path, capsys:
     (tmp_path / "mine.py").write_text("def mine(inputs):\n    return 3\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 4)
     settings = [f"--objective={tmp_path}/mine.py:mine", f"--data.path={tmp_path}/rows.jsonl", "--held_out.rows=0"]
-    assert main(["sft", f"--run={tmp_path}/run", "--steps=1", "--batch=2", *settings]) == 2
+    assert main(["sft", f"--run={tmp_path}/run", "--steps=1", "--batch_size=2", *settings]) == 2
     told = capsys.readouterr().err.strip().splitlines()
     assert told[-1].startswith("postlude sft: ")
     assert "int" in told[-1]

@@ -10,33 +10,51 @@ import torch
 import torch.distributed as dist
 
 from postlude import Engine
-from postlude.world.devices import Place, Seen, agree, check_device, default_device, group_device, places
+from postlude.world.devices import (
+    DeviceAssignment,
+    VisibleDevices,
+    agree_on_device,
+    assign_devices,
+    check_device,
+    default_device,
+    group_device,
+)
 from postlude.world.launcher import launch, ranks
-from postlude.world.mesh import urgent
+from postlude.world.mesh import high_priority_options
 
 ALL = ("a", "b", "c", "d")
 
 
-def told(seen: list[Seen]) -> list[Place]:
+def told(seen: list[VisibleDevices]) -> list[DeviceAssignment]:
     """Each rank's place, as the ranks agree on it through a store."""
     store = dist.HashStore()
     with ThreadPoolExecutor(len(seen)) as threads:
-        return list(threads.map(lambda rank: agree(store, rank, len(seen), seen[rank]), range(len(seen))))
+        return list(threads.map(lambda rank: agree_on_device(store, rank, len(seen), seen[rank]), range(len(seen))))
 
 
 @pytest.mark.parametrize(
     ("seen", "gpus"),
     [
-        pytest.param([Seen("x", ALL, rank) for rank in range(4)], [0, 1, 2, 3], id="torchrun"),
-        pytest.param([Seen("x", ALL) for _ in range(4)], [0, 1, 2, 3], id="no LOCAL_RANK"),
-        pytest.param([Seen("x", (name,), rank) for rank, name in enumerate(ALL)], [0] * 4, id="each sees its own"),
-        pytest.param([Seen(host, (host + name,)) for host in "xy" for name in "ab"], [0] * 4, id="two machines"),
-        pytest.param([Seen(host, (host + "a", host + "b")) for host in "xxyy"], [0, 1, 0, 1], id="by place"),
-        pytest.param([Seen("x", ("a", "b"), 0), Seen("x", ("b", "a"), 1)], [0, 0], id="seen in another order"),
-        pytest.param([Seen("x", ALL, 2, fixed=True), Seen("x", ALL, 2)], [2, 0], id="the other one is taken"),
+        pytest.param([VisibleDevices("x", ALL, rank) for rank in range(4)], [0, 1, 2, 3], id="torchrun"),
+        pytest.param([VisibleDevices("x", ALL) for _ in range(4)], [0, 1, 2, 3], id="no LOCAL_RANK"),
+        pytest.param(
+            [VisibleDevices("x", (name,), rank) for rank, name in enumerate(ALL)], [0] * 4, id="each sees its own"
+        ),
+        pytest.param(
+            [VisibleDevices(host, (host + name,)) for host in "xy" for name in "ab"], [0] * 4, id="two machines"
+        ),
+        pytest.param([VisibleDevices(host, (host + "a", host + "b")) for host in "xxyy"], [0, 1, 0, 1], id="by place"),
+        pytest.param(
+            [VisibleDevices("x", ("a", "b"), 0), VisibleDevices("x", ("b", "a"), 1)], [0, 0], id="seen in another order"
+        ),
+        pytest.param(
+            [VisibleDevices("x", ALL, 2, fixed=True), VisibleDevices("x", ALL, 2)], [2, 0], id="the other one is taken"
+        ),
     ],
 )
-def test_ranks_that_need_not_share_a_gpu_do_not_and_speak_through_nccl(seen: list[Seen], gpus: list[int]) -> None:
+def test_ranks_that_need_not_share_a_gpu_do_not_and_speak_through_nccl(
+    seen: list[VisibleDevices], gpus: list[int]
+) -> None:
     found = told(seen)
     assert [place.gpu for place in found] == gpus
     assert [str(place.device) for place in found] == [f"cuda:{gpu}" for gpu in gpus]
@@ -44,7 +62,7 @@ def test_ranks_that_need_not_share_a_gpu_do_not_and_speak_through_nccl(seen: lis
 
 
 def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
-    found = told([Seen("x", ("a", "b"), rank) for rank in range(3)] + [Seen("y", ("c",), 0)])
+    found = told([VisibleDevices("x", ("a", "b"), rank) for rank in range(3)] + [VisibleDevices("y", ("c",), 0)])
     assert [str(place.device) for place in found] == ["cuda:0", "cuda:1", "cuda:0", "cuda:0"]
     assert {place.backend for place in found} == {"gloo"}
     assert {place.warning("gloo") for place in found} == {
@@ -54,14 +72,14 @@ def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
 
 
 def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl() -> None:
-    here = told([Seen("x", ("a",)), Seen("x", ("a",))])
+    here = told([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",))])
     assert [place.nccl_variables(rank) for rank, place in enumerate(here)] == [
         {"NCCL_HOSTID": f"postlude-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} for rank in (0, 1)
     ]
     assert here[0].warning("nccl").startswith("ranks 0, 1 of 2 share a GPU: NCCL treats each rank as a machine")
-    apart = told([Seen("x", ("a",)), Seen("x", ("a",)), Seen("y", ("b",))])
+    apart = told([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",)), VisibleDevices("y", ("b",))])
     assert apart[0].nccl_variables(0) == {"NCCL_HOSTID": "postlude-rank-0"}  # lo does not lead to another machine
-    alone = told([Seen("x", ("a",)), Seen("y", ("b",))])[0]
+    alone = told([VisibleDevices("x", ("a",)), VisibleDevices("y", ("b",))])[0]
     assert (alone.nccl_variables(0), alone.warning("nccl")) == ({}, "")
 
 
@@ -74,12 +92,12 @@ def test_nccl_on_the_cpu_is_refused() -> None:
 
 
 def test_a_rank_without_a_gpu_among_others_is_named_on_all_of_them() -> None:
-    found = told([Seen("x", ("a",)), Seen("y", ()), Seen("z", ("b",))])
+    found = told([VisibleDevices("x", ("a",)), VisibleDevices("y", ()), VisibleDevices("z", ("b",))])
     assert {place.refusal for place in found} == {
         "rank 1 of 3 sees no GPU, but rank 0 does; give every rank one, or start all of them on the CPU (device cpu)."
     }
-    assert places([Seen("x", ()), Seen("y", ())]) == [Place()] * 2
-    assert (Place().backend, Place().device) == ("gloo", torch.device("cpu"))
+    assert assign_devices([VisibleDevices("x", ()), VisibleDevices("y", ())]) == [DeviceAssignment()] * 2
+    assert (DeviceAssignment().backend, DeviceAssignment().device) == ("gloo", torch.device("cpu"))
 
 
 def test_a_device_that_is_not_there_is_a_sentence_before_any_rank_starts() -> None:
@@ -125,6 +143,6 @@ def test_rows_for_experts_need_not_wait_for_other_kernels_to_end() -> None:
     """A group that is asked for as the experts' has a stream that comes first."""
     with ranks():
         assert dist.get_backend() == "nccl"
-        group = dist.new_group([0], pg_options=urgent())
+        group = dist.new_group([0], pg_options=high_priority_options())
         dist.all_reduce(torch.ones(1, device="cuda"), group=group)
         assert group._get_backend(torch.device("cuda")).options.is_high_priority_stream

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from postlude.cli import _parse as parsed
-from postlude.hf.reading import read_model
+from postlude.hf.read_model import read_model
 from postlude.layout import Layout
-from postlude.recipes.commands import RECIPES
-from postlude.recipes.config.reading import load
+from postlude.recipes.config.load import load
+from postlude.recipes.registry import RECIPES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -71,7 +71,7 @@ def test_a_command_in_the_documentation_is_understood(
 )
 def test_a_refusal_in_the_page_on_parallelism_is_what_is_said(model: str, layout: str) -> None:
     with pytest.raises(ValueError, match="cannot") as refused:
-        read_model(model)[1].fits(Layout.parse(layout))
+        read_model(model)[1].check_layout(Layout.parse(layout))
     assert f"`{refused.value}`" in " ".join((ROOT / "docs" / "parallelism.md").read_text().split())
 
 

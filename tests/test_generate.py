@@ -15,18 +15,20 @@ from postlude import Engine, Layout, export_hf, load_model, load_tokenizer
 from postlude.cli import main
 from postlude.commands.chat import Conversation
 from postlude.data.chat import Encoder
-from postlude.rollout.gathered import GatheredGenerator
-from postlude.rollout.generator import Generator
-from postlude.rollout.protocol import Completion
-from postlude.rollout.sampling import Sampling
-from postlude.rollout.session import Session
+from postlude.generate.distributed import SyncedGenerator
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion
+from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.session import Session
 from tests.conftest import Ranks
 
 FEW = ["--max-new-tokens", "6", "--seed", "3", "--device", "cpu", "--dtype", "float32"]
-SAMPLING = Sampling(max_new_tokens=6, seed=3)
+SAMPLING = SamplingParams(max_new_tokens=6, seed=3)
 
 
-def here(prompts: Sequence[object], sampling: Sampling | Sequence[Sampling], n: int = 1) -> list[list[Completion]]:
+def here(
+    prompts: Sequence[object], sampling: SamplingParams | Sequence[SamplingParams], n: int = 1
+) -> list[list[Completion]]:
     tokenizer = load_tokenizer("tiny-dense")
     encoder = Encoder(tokenizer=tokenizer)
     tokens = [encoder.prompt(prompt) for prompt in prompts]  # type: ignore[arg-type]
@@ -52,7 +54,7 @@ def test_lines_of_json_are_the_generators_answers(capsys: pytest.CaptureFixture[
 
 def ends_in_training(group: object, directory: str) -> set[int]:
     """The tokens that end an answer of the generator in a trainer's rank."""
-    with closing(GatheredGenerator(Engine(directory, layout=Layout()), load_tokenizer(directory))) as native:
+    with closing(SyncedGenerator(Engine(directory, layout=Layout()), load_tokenizer(directory))) as native:
         return set(native.generator.eos_tokens)
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from postlude.complaint import complain
-from postlude.world.last_words import RankError
+from postlude.error_output import print_error
+from postlude.world.failure_report import RankError
 from postlude.world.launcher import launch, ranks
 from tests.plain_ranks import PATIENCE, PlainRanks
 
@@ -148,7 +148,7 @@ def test_the_rank_that_fails_first_speaks_for_its_machine(first: str, tmp_path: 
     for rank in sorted("01", key=lambda rank: rank != first):
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / rank / "error.json"))
-        complain(f"rank {rank}.")
+        print_error(f"rank {rank}.")
     assert capsys.readouterr().err == f"rank {first}.\n"
     assert len(list(tmp_path.glob("attempt_0/*/error.json"))) == 2
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postlude import Layout, Stage
-from postlude.hf.reading import adapt, read_config
+from postlude.hf.read_model import model_from_hf, read_config
 from postlude.world.mesh import Mesh
 
 AXES = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -91,7 +91,7 @@ def shared(group: Any, layout: str) -> list[str]:
     mesh = Mesh(Layout.parse(layout))
     groups = [(name, getattr(mesh, name).group) for name in ("cp", "tp", "ep")]
     groups += [("F or B", channel) for channel in mesh.channels.values()]
-    for shards in (mesh.shards, mesh.expert_shards):
+    for shards in (mesh.fsdp_mesh, mesh.expert_fsdp_mesh):
         groups += [("weights", each) for each in shards.get_all_groups()]
     return [
         f"{one} and {other}"
@@ -130,6 +130,6 @@ def test_weights_and_each_way_that_tokens_go_have_groups_of_their_own(ranks: Any
     ],
 )
 def test_a_model_names_the_nearest_layout_that_divides_it(model: str, layout: str, sentence: str) -> None:
-    _, config = adapt(read_config(model))
+    _, config = model_from_hf(read_config(model))
     with pytest.raises(ValueError, match=sentence):
-        config.fits(Layout.parse(layout))
+        config.check_layout(Layout.parse(layout))

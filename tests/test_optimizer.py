@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from postlude.optimizer import SGD, AdamW, Schedule
+from postlude.optimizer import SGD, AdamW, LRSchedule
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ from postlude.optimizer import SGD, AdamW, Schedule
         (AdamW, {"moments": "4bit"}, "how moments are kept is '4bit'"),
         (SGD, {"lr": -1.0}, "lr is -1"),
         (SGD, {"momentum": 1.0}, "momentum is 1"),
-        (Schedule, {"warmup": -1}, "warmup is -1"),
-        (Schedule, {"steps": 0}, "steps is 0"),
-        (Schedule, {"floor": 1.5}, "floor is 1.5"),
-        (Schedule, {"shape": "square"}, "shape of a schedule is 'square'"),
+        (LRSchedule, {"warmup": -1}, "warmup is -1"),
+        (LRSchedule, {"steps": 0}, "steps is 0"),
+        (LRSchedule, {"floor": 1.5}, "floor is 1.5"),
+        (LRSchedule, {"shape": "square"}, "shape of a schedule is 'square'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(kind: Any, settings: dict[str, Any], sentence: str) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from postlude import safetensors_file
-from postlude.safetensors_file import DTYPES, Entry, write
+from postlude.safetensors_file import DTYPES, TensorInfo, write
 
 SIZES = (1, 7, 64, 1 << 20)  # of a piece
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -51,8 +51,8 @@ def every_kind() -> dict[str, Tensor]:
     }
 
 
-def entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    return {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+def entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def by_the_library(tensors: Mapping[str, Tensor], path: Path) -> bytes:
@@ -148,7 +148,7 @@ def test_no_tensor_is_held_while_the_next_one_is_made(tmp_path: Path) -> None:
                 yield views.pop()
             held.append(alive() is not None)
 
-    wanted = {f"{number}.{each}": Entry(torch.float32, shape) for number in range(6) for each in range(2)}
+    wanted = {f"{number}.{each}": TensorInfo(torch.float32, shape) for number in range(6) for each in range(2)}
     write(tmp_path / "file", wanted, made(), staging_bytes=100)
     assert held == [False] * 6
 
@@ -190,7 +190,7 @@ def test_a_disk_that_says_so_last_is_heard(tmp_path: Path) -> None:
             return file
 
     with pytest.raises(OSError, match=r"file could not be written: No space left on device \(os error 28\)\.$"):
-        write(Full(tmp_path / "file"), {"a": Entry(torch.float32, (3,))}, [("a", torch.ones(3))])
+        write(Full(tmp_path / "file"), {"a": TensorInfo(torch.float32, (3,))}, [("a", torch.ones(3))])
 
 
 def test_a_tensor_that_fails_to_come_is_its_own_error(tmp_path: Path) -> None:
@@ -199,11 +199,11 @@ def test_a_tensor_that_fails_to_come_is_its_own_error(tmp_path: Path) -> None:
         yield
 
     with pytest.raises(OSError, match=r"^a rank is gone$"):
-        write(tmp_path / "file", {"a": Entry(torch.float32, (3,))}, broken())
+        write(tmp_path / "file", {"a": TensorInfo(torch.float32, (3,))}, broken())
 
 
 def test_other_tensors_than_were_said_are_refused(tmp_path: Path) -> None:
-    said = {"a": Entry(torch.float32, (3,)), "b": Entry(torch.float32, (3,))}
+    said = {"a": TensorInfo(torch.float32, (3,)), "b": TensorInfo(torch.float32, (3,))}
     right = torch.ones(3)
     for wrong, sentence in (
         ([("a", right)], "1 of the file's tensors did not come: b"),
@@ -215,7 +215,7 @@ def test_other_tensors_than_were_said_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=sentence):
             write(tmp_path / "file", said, wrong)
     with pytest.raises(ValueError, match=r"a is torch\.complex128, which safetensors has no word for"):
-        write(tmp_path / "file", {"a": Entry(torch.complex128, (3,))}, ())
+        write(tmp_path / "file", {"a": TensorInfo(torch.complex128, (3,))}, ())
 
 
 @pytest.mark.gpu
@@ -240,7 +240,9 @@ def test_memory_of_a_gpu_that_is_used_again_is_written_as_it_was(tmp_path: Path)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    write(tmp_path / "file", {str(n): Entry(torch.float32, shape) for n in range(40)}, made(), staging_bytes=1 << 20)
+    write(
+        tmp_path / "file", {str(n): TensorInfo(torch.float32, shape) for n in range(40)}, made(), staging_bytes=1 << 20
+    )
     assert torch.cuda.max_memory_allocated() - before <= 2 * 4 * shape[0]
     for name, found in load_file(tmp_path / "file").items():
         assert (found == float(name)).all(), name

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from postlude import export_hf, load_model, load_tokenizer, pack, unpack
-from postlude.rollout.generator import Generator
-from postlude.rollout.sampling import Sampling
-from postlude.rollout.servers.engine import HTTPEngine
+from postlude.generate.generator import Generator
+from postlude.generate.sampling_params import SamplingParams
+from postlude.serving.clients.client import GenerationClient
 from tests.equality import difference
-from tests.rollout.test_generator import teacher_forced
+from tests.generate.test_generator import teacher_forced
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_export_of_the_real_model_loads_in_transformers(ours, theirs, tmp_path: 
 def test_generated_answers_equal_transformers(tokenizer, ours, theirs) -> None:
     prompts = [*(tokenizer(text)["input_ids"] for text in TEXTS), asked(tokenizer, "Name three colours.")]
     generator = Generator(ours, tokenizer, max_sequences=2)
-    answered = generator.generate(prompts, Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True))
+    answered = generator.generate(prompts, SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True))
     for prompt, (completion,) in zip(prompts, answered, strict=True):
         ids = torch.tensor([prompt])
         expected = theirs.generate(
@@ -120,12 +120,12 @@ def test_answers_of_a_llama_cpp_server(tokenizer, ours, llama_cpp: str) -> None:
     """
     begun = [*asked(tokenizer, "Hello"), *tokenizer("Hello! How can")["input_ids"]]
     prompts = [*(tokenizer(text)["input_ids"] for text in (TEXTS[1], "1, 2, 3, 4, 5, 6, 7,")), begun]
-    greedy = Sampling(max_new_tokens=8, temperature=0.0)
+    greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
     expected = Generator(ours, tokenizer).generate(prompts, greedy)
-    with closing(HTTPEngine(llama_cpp, tokenizer=tokenizer)) as engine:
+    with closing(GenerationClient(llama_cpp, tokenizer=tokenizer)) as engine:
         answered = engine.generate(prompts, greedy)
         (server,) = engine.fleet.servers
-        assert (server.dialect.name, engine.longest(server)) == ("llama.cpp", 512)  # of 1,024 for two answers at once
+        assert (server.api.name, engine.longest(server)) == ("llama.cpp", 512)  # of 1,024 for two answers at once
     gaps = []
     for (one,), (other,) in zip(answered, expected, strict=True):
         assert (one.tokens, one.finish_reason, one.text) == (other.tokens, other.finish_reason, other.text)
@@ -139,7 +139,7 @@ def test_answers_of_a_llama_cpp_server(tokenizer, ours, llama_cpp: str) -> None:
 def test_logprobs_equal_a_forward_and_a_stop_string_ends_an_answer(tokenizer, ours) -> None:
     prompt = asked(tokenizer, "Name three colours of the rainbow.")
     generator = Generator(ours, tokenizer)
-    answered = generator.generate([prompt], Sampling(max_new_tokens=48, temperature=0.7, stop=(".",)), n=4)
+    answered = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.7, stop=(".",)), n=4)
     for completion, expected in zip(answered[0], teacher_forced(ours, [prompt], answered, 0.7), strict=True):
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
         assert completion.text is not None

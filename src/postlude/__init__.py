@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from postlude.data import Batch, Microbatch, pack, unpack
-    from postlude.engine import SGD, AdamW, Engine, Schedule
+    from postlude.engine import SGD, AdamW, Engine, LRSchedule
     from postlude.head import HeadConfig
     from postlude.hf.export import export_hf, export_model
     from postlude.hf.load import load_model, load_tokenizer
-    from postlude.hf.source import Recast
+    from postlude.hf.model_source import Recast
     from postlude.layout import Layout, Stage
     from postlude.model import LanguageModel, ModelConfig, OutputHead, OutputInputs, OutputProcessor, Pattern
     from postlude.objectives import Loss
     from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
     from postlude.ops.linear_objective import LinearObjective, linear_objective
-    from postlude.world.last_words import RankError
+    from postlude.world.failure_report import RankError
     from postlude.world.launcher import launch, ranks
     from postlude.world.mesh import Mesh
 
@@ -29,6 +29,7 @@ __all__ = [
     "Batch",
     "Engine",
     "HeadConfig",
+    "LRSchedule",
     "LanguageModel",
     "Layout",
     "LinearObjective",
@@ -42,7 +43,6 @@ __all__ = [
     "Pattern",
     "RankError",
     "Recast",
-    "Schedule",
     "Stage",
     "TokenStats",
     "export_hf",
@@ -59,12 +59,12 @@ __all__ = [
 
 _HOMES = {
     "postlude.data": ("Batch", "Microbatch", "pack", "unpack"),
-    "postlude.engine": ("SGD", "AdamW", "Engine", "Schedule"),
+    "postlude.engine": ("SGD", "AdamW", "Engine", "LRSchedule"),
     "postlude.head": ("HeadConfig",),
     "postlude.hf.export": ("export_hf", "export_model"),
     "postlude.hf.load": ("load_model", "load_tokenizer"),
-    "postlude.hf.source": ("Recast",),
-    "postlude.world.last_words": ("RankError",),
+    "postlude.hf.model_source": ("Recast",),
+    "postlude.world.failure_report": ("RankError",),
     "postlude.world.launcher": ("launch", "ranks"),
     "postlude.layout": ("Layout", "Stage"),
     "postlude.world.mesh": ("Mesh",),

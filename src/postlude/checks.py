@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
-MISTAKES = (ValueError, TypeError, OSError, ImportError, ArithmeticError)
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, ArithmeticError)
 """What is raised of what a user wrote or has, in a sentence. Anything else is a fault of ours, and shown as one."""
 
 
-def sentence(error: BaseException | str) -> str:
+def error_message(error: BaseException | str) -> str:
     """What is said of a mistake. What the system says of a file has an error's number, and no end."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename} cannot be used: {error.strerror[:1].lower()}{error.strerror[1:]}."
     return str(error)
 
 
-def check_place(name: str, path: Path, option: str) -> Path:
+def check_writable(name: str, path: Path, option: str) -> Path:
     """Refuse a directory, given as `option`, that could not be made or written to. Returns it whole."""
     place = path.expanduser().absolute()
-    there = nearest(place)
+    there = nearest_existing(place)
     if not there.is_dir():
         raise NotADirectoryError(f"{name} is {path}, but {there} is a file. Give {option} another directory.")
     if not os.access(there, os.W_OK | os.X_OK):
@@ -32,20 +32,20 @@ def check_place(name: str, path: Path, option: str) -> Path:
     return place
 
 
-def nearest(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """The path itself, or the closest of those above it that is there."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
-def one_of(name: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Refuse a value that is not among the choices."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}, but the choices are {', '.join(map(repr, choices))}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Within:
-    """Bounds of a finite number, beside its type: `lr: Annotated[float, Within(least=0)]`.
+class Bounds:
+    """Bounds of a finite number, beside its type: `lr: Annotated[float, Bounds(least=0)]`.
 
     `check` holds a value's fields to them, and the schema of a config shows them.
     """
@@ -73,12 +73,12 @@ class Within:
         return handler(core) | {name: bound for name, bound in bounds if bound is not None}
 
 
-Positive: TypeAlias = Annotated[float, Within(above=0)]
-NonNegative: TypeAlias = Annotated[float, Within(least=0)]
-Share: TypeAlias = Annotated[float, Within(least=0, below=1)]
+Positive: TypeAlias = Annotated[float, Bounds(above=0)]
+NonNegative: TypeAlias = Annotated[float, Bounds(least=0)]
+Fraction: TypeAlias = Annotated[float, Bounds(least=0, below=1)]
 
 
-def check(value: Any) -> None:
+def check_bounds(value: Any) -> None:
     """Hold the fields of a dataclass to the bounds that stand beside their types."""
     for name, hint in _hints(type(value)).items():  # type: ignore[arg-type]
         _check(name, hint, getattr(value, name))
@@ -89,7 +89,7 @@ def _check(name: str, hint: Any, value: Any) -> None:
         return
     if get_origin(hint) is Annotated:
         for bound in hint.__metadata__:
-            if isinstance(bound, Within):
+            if isinstance(bound, Bounds):
                 bound.check(name, value)
     elif get_origin(hint) is tuple:
         for place, (part, each) in enumerate(zip(get_args(hint), value, strict=False)):

@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
-from postlude.checks import MISTAKES, sentence
-from postlude.complaint import complain
+from postlude.checks import USER_ERRORS, error_message
+from postlude.error_output import print_error
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.layout import Layout
-from postlude.plan.machine import MACHINES
-from postlude.recipes.commands import RECIPES, Recipe
-from postlude.recipes.run.beginning import again
-from postlude.recipes.run.ending import DONE, FAILED, MISTAKE, RunFailed
+from postlude.plan.hardware import HARDWARE
+from postlude.recipes.registry import RECIPES, Recipe
+from postlude.recipes.run.outcome import DONE, FAILED, MISTAKE, RunFailed
+from postlude.recipes.run.start_mode import resume_command
 from postlude.verify.choices import OBJECTIVES, OVERLAPS, RECOMPUTE, TOLERANCES
 from postlude.version import __version__
 
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _interrupts_kept():
             run = cast(Command, importlib.import_module(f"postlude.commands.{options.module}").run)
             return run(options) or DONE
-    except MISTAKES as error:
+    except USER_ERRORS as error:
         return _told(options, error, MISTAKE)
     except RunFailed as error:
         return _told(options, error, FAILED)
     except KeyboardInterrupt:
         return _told(options, "SIGINT ended it.", 128 + signal.SIGINT)
     except RuntimeError as error:
-        from postlude.world.last_words import RankError  # torch, which has been imported where a rank failed
+        from postlude.world.failure_report import RankError  # torch, which has been imported where a rank failed
 
         if isinstance(error, RankError):
             return _told(options, error, MISTAKE if error.mistake else FAILED)
@@ -79,7 +79,7 @@ def _interrupts_kept() -> Iterator[None]:
 
 
 def _told(options: argparse.Namespace, words: Exception | str, code: int) -> int:
-    complain(f"postlude {options.command}: {sentence(words)}")
+    print_error(f"postlude {options.command}: {error_message(words)}")
     return code
 
 
@@ -89,12 +89,12 @@ class _Parser(argparse.ArgumentParser):
     recipe: Recipe | None = None
 
     def error(self, message: str) -> NoReturn:
-        complain(f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See `{self.prog} --help`.")
+        print_error(f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See `{self.prog} --help`.")
         self.exit(MISTAKE)
 
     def format_help(self) -> str:
         if self.recipe is not None:
-            from postlude.recipes.config.reading import describe
+            from postlude.recipes.config.load import describe
 
             self.description = "Fields are set in CONFIG.yaml and by --field value, which beats it:\n\n"
             self.description += describe(self.recipe.config)
@@ -111,7 +111,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{words[0]!r} is not a command; {there}")
     options, unknown = parser.parse_known_args(words)
     options.overrides, options.config = unknown, file and Path(file)
-    options.again = again(arguments if arguments is not None else sys.argv[1:])
+    options.resume_command = resume_command(arguments if arguments is not None else sys.argv[1:])
     if unknown and options.command not in RECIPES:
         known = [f"--{name}" for name in vars(options)]
         near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1)
@@ -381,7 +381,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         "--gpu",
         default="h100",
         metavar="NAME",
-        help=f"{', '.join(MACHINES)}, or a .json of numbers (default: h100)",
+        help=f"{', '.join(HARDWARE)}, or a .json of numbers (default: h100)",
     )
     command.add_argument("--search", action="store_true", help="propose the best layouts of --gpus that fit")
     command.set_defaults(module="plan", parser=command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, get_args
 
-from postlude.checks import Within, check, one_of
+from postlude.checks import Bounds, check_bounds, check_choice
 
 HeadBackend: TypeAlias = Literal["auto", "torch", "triton"]
 
@@ -16,10 +16,10 @@ class HeadConfig:
 
     backend: HeadBackend = "auto"
     """Who computes log-probs: "torch" anywhere, "triton" on a GPU; "auto" takes triton where it can run."""
-    memory_budget: Annotated[int, Within(least=1)] | None = None
+    memory_budget: Annotated[int, Bounds(least=1)] | None = None
     """Bytes for the logits that exist at one time and a gradient that is summed over them: the head works in chunks
     that fit. None takes enough for full speed."""
 
     def __post_init__(self) -> None:
-        one_of("the backend of the head", self.backend, get_args(HeadBackend))
-        check(self)
+        check_choice("the backend of the head", self.backend, get_args(HeadBackend))
+        check_bounds(self)

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, TypeAlias
 
-from postlude.checks import Within
+from postlude.checks import Bounds
 
-Degree: TypeAlias = Annotated[int, Within(least=1)]
+Degree: TypeAlias = Annotated[int, Bounds(least=1)]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Layout:
         return f"Layout({degrees})"
 
 
-def nearest(degree: int, fitting: Iterable[int]) -> str:
+def nearest_degrees(degree: int, fitting: Iterable[int]) -> str:
     """Of the degrees that fit, those next to one that does not, as they are offered: "2 or 4"."""
     known = sorted(set(fitting))
     below, above = [each for each in known if each < degree][-1:], [each for each in known if each > degree][:1]

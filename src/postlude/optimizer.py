@@ -9,42 +9,42 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
-from postlude.checks import NonNegative, Positive, Share, Within, check, one_of
+from postlude.checks import Bounds, Fraction, NonNegative, Positive, check_bounds, check_choice
 
-Shape = Literal["constant", "linear", "cosine"]
-Moments = Literal["fp32", "8bit"]
-Weights = Literal["fp32", "split", "rounded"]
+DecayShape = Literal["constant", "linear", "cosine"]
+MomentStorage = Literal["fp32", "8bit"]
+WeightStorage = Literal["fp32", "split", "rounded"]
 """How weights are stored: in fp32; in bf16, with the sixteen bits that fp32 has beyond in the optimizer's state; or in
 bf16 alone, each step rounded up or down at random so that it is right on average."""
 SCALE_BYTES = 4 / 64  # of a number in eight bits: its share of the scale that a block has
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class LRSchedule:
     """The learning rate's factor over steps: up from zero over `warmup` steps, then `shape` down to `floor`.
 
     `steps` is the number of optimizer steps at whose end the floor is reached; it stays there. A constant shape needs
     none, and a recipe takes those of the whole run where none are given.
     """
 
-    shape: Shape = "constant"
+    shape: DecayShape = "constant"
     """How the learning rate goes down."""
-    warmup: Annotated[int, Within(least=0)] = 0
+    warmup: Annotated[int, Bounds(least=0)] = 0
     """Steps in which it goes up."""
-    steps: Annotated[int, Within(least=1)] | None = None
+    steps: Annotated[int, Bounds(least=1)] | None = None
     """The optimizer step at which it reaches the floor; none takes the last of the run."""
-    floor: Annotated[float, Within(least=0, most=1)] = 0.0
+    floor: Annotated[float, Bounds(least=0, most=1)] = 0.0
     """What it goes down to, as a share of lr."""
 
     def __post_init__(self) -> None:
-        one_of("the shape of a schedule", self.shape, get_args(Shape))
-        check(self)
+        check_choice("the shape of a schedule", self.shape, get_args(DecayShape))
+        check_bounds(self)
         if self.shape != "constant" and self.steps is not None and self.steps <= self.warmup:
             raise ValueError(
                 f"a {self.shape} schedule with warmup={self.warmup} needs more `steps` than that, but has {self.steps}."
             )
 
-    def over(self, steps: int) -> Schedule:
+    def with_steps(self, steps: int) -> LRSchedule:
         """The schedule of a run of so many optimizer steps: by its own `steps`, or by these."""
         if self.shape == "constant" or self.steps is not None:
             return self
@@ -69,7 +69,7 @@ class AdamW:
 
     lr: NonNegative = 1e-6
     """The learning rate."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """How long the two moments remember."""
     eps: Positive = 1e-8
     """Added to the denominator."""
@@ -77,18 +77,18 @@ class AdamW:
     """Pull of matrices towards zero."""
     max_grad_norm: Positive | None = 1.0
     """The most the gradient's norm may be; none leaves it."""
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: LRSchedule = field(default_factory=LRSchedule)
     """The learning rate over steps."""
-    moments: Moments = "fp32"
+    moments: MomentStorage = "fp32"
     """How the moments of matrices are kept: in fp32, or in eight bits, in blocks of 64 with a scale each."""
     offload: bool = False
     """Whether the state of matrices is kept in host memory, and brought to the device piece by piece for a step."""
 
     def __post_init__(self) -> None:
-        one_of("how moments are kept", self.moments, get_args(Moments))
-        check(self)
+        check_choice("how moments are kept", self.moments, get_args(MomentStorage))
+        check_bounds(self)
 
-    def numbers(self, weights: Weights = "fp32") -> float:
+    def fp32_per_parameter(self, weights: WeightStorage = "fp32") -> float:
         """What it keeps on the device for a parameter, in numbers of fp32, but for the few that vectors have."""
         if self.offload:
             return 0.0
@@ -102,19 +102,19 @@ class SGD:
 
     lr: NonNegative = 1e-3
     """The learning rate."""
-    momentum: Share = 0.0
+    momentum: Fraction = 0.0
     """How long the direction is remembered."""
     weight_decay: NonNegative = 0.0
     """Pull of matrices towards zero."""
     max_grad_norm: Positive | None = 1.0
     """The most the gradient's norm may be; none leaves it."""
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: LRSchedule = field(default_factory=LRSchedule)
     """The learning rate over steps."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_bounds(self)
 
-    def numbers(self, weights: Weights = "fp32") -> float:
+    def fp32_per_parameter(self, weights: WeightStorage = "fp32") -> float:
         """What it keeps on the device for a parameter, in numbers of fp32."""
         return float(self.momentum > 0)
 

@@ -2,9 +2,9 @@
 
     8 bytes: the header's length | the header: JSON, padded with spaces to a multiple of 8 | the tensors' bytes
 
-The header comes first, so what the tensors will be is said first (`Entry`). They then come in any order, and each is
-written to its place and let go of: from a CPU straight out of its memory; from a GPU through two small pinned buffers,
-one filled while the other is written.
+The header comes first, so what the tensors will be is said first (`TensorInfo`). They then come in any order, and
+each is written to its place and let go of: from a CPU straight out of its memory; from a GPU through two small
+pinned buffers, one filled while the other is written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STAGING_BYTES = 1 << 25  # of each of the two buffers
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorInfo:
     """What a tensor of the file will be."""
 
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Head:
+class Header:
     """How a file begins, and where its tensors are."""
 
     data: bytes
@@ -71,7 +71,7 @@ class Head:
     """Bytes of all tensors."""
 
 
-def head_of(entries: Mapping[str, Entry]) -> Head:
+def build_header(entries: Mapping[str, TensorInfo]) -> Header:
     """Where everything goes. The order of the entries does not matter."""
     for name, entry in entries.items():
         if entry.dtype not in DTYPES:
@@ -86,10 +86,10 @@ def head_of(entries: Mapping[str, Entry]) -> Head:
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [starts[name], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return Head(len(text).to_bytes(8, "little") + text, starts, end)
+    return Header(len(text).to_bytes(8, "little") + text, starts, end)
 
 
-def raw(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's bytes, row by row, on its device: [bytes]. A view of its memory wherever they stand there so."""
     rows = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return rows.as_strided((rows.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
@@ -98,7 +98,7 @@ def raw(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def write(
     path: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TensorInfo],
     tensors: Iterable[tuple[str, Tensor]],
     *,
     staging_bytes: int = STAGING_BYTES,
@@ -108,7 +108,7 @@ def write(
     Of the tensors no more is held than the one that came last. What the system refuses is an OSError with a sentence;
     the file is then there in part, so who calls this writes aside and moves what is complete.
     """
-    head = head_of(entries)
+    head = build_header(entries)
     with _open(path) as put:
         put(memoryview(head.data), 0)
         for position, piece in _on_host(_pieces(entries, head, tensors, staging_bytes), staging_bytes):
@@ -117,7 +117,7 @@ def write(
 
 
 def _pieces(
-    entries: Mapping[str, Entry], head: Head, tensors: Iterable[tuple[str, Tensor]], most: int
+    entries: Mapping[str, TensorInfo], head: Header, tensors: Iterable[tuple[str, Tensor]], most: int
 ) -> Iterator[tuple[int, Tensor]]:
     """The tensors' bytes in pieces of at most `most`, and where in the file each goes."""
     missing = set(entries)
@@ -127,7 +127,7 @@ def _pieces(
         missing.remove(name)
         said = entries[name]
         if tensor.dtype != said.dtype or tensor.shape != said.shape:
-            found = Entry(tensor.dtype, tuple(tensor.shape))
+            found = TensorInfo(tensor.dtype, tuple(tensor.shape))
             raise ValueError(f"{name} was to be {said}, but it is {found}.")
         yield from _cut(tensor, len(head.data) + head.starts[name], most)
         del tensor  # here as below: while the next one is made, nothing is held of this one
@@ -136,7 +136,7 @@ def _pieces(
 
 
 def _cut(tensor: Tensor, position: int, most: int) -> Iterator[tuple[int, Tensor]]:
-    data = raw(tensor)
+    data = as_bytes(tensor)
     total = data.numel()
     for start in range(0, total, most):
         yield position + start, data if total <= most else data[start : start + most]

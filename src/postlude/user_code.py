@@ -38,7 +38,7 @@ def load_callable(where: str, *, kind: str = "function") -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def describe(error: BaseException, file: Path | None = None) -> str:
+def describe_error(error: BaseException, file: Path | None = None) -> str:
     """An exception in a line: what, and where it was raised, or where in `file` if the way there went through it."""
     places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     text = " ".join(str(error).split())
@@ -68,7 +68,7 @@ def _run(path: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, Exception | SystemExit):
-            raise UserCodeError(f"{path} cannot be run: {describe(error, Path(spec.origin or path))}") from error
+            raise UserCodeError(f"{path} cannot be run: {describe_error(error, Path(spec.origin or path))}") from error
         raise
     return module
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from postlude.data import pack
-from postlude.data.chat import Encoded, Encoder, TooLong, preference_batch, sft_batch
+from postlude.data.chat import EncodedSequence, Encoder, TooLongError, preference_batch, sft_batch
 from postlude.hf.builtin import END
 from postlude.hf.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 
@@ -68,13 +68,13 @@ def encoder(template: str | None = CHAT_TEMPLATE, **settings: Any) -> Encoder:
     return Encoder(tokenizer=tokenizer(template), **settings)
 
 
-def talked(one: Encoder, messages: Any, row: str = "the conversation", **settings: Any) -> Encoded:
+def talked(one: Encoder, messages: Any, row: str = "the conversation", **settings: Any) -> EncodedSequence:
     """A conversation that is one sequence."""
     (encoded,) = one.conversation(messages, row, **settings)
     return encoded
 
 
-def learned(encoded: Encoded) -> str:
+def learned(encoded: EncodedSequence) -> str:
     kept = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
     return str(byte_tokenizer().decode(kept))
 
@@ -195,8 +195,8 @@ def test_options_reach_the_template() -> None:
 
 
 def test_a_plain_pair_is_its_parts_and_an_end() -> None:
-    encoded = encoder().answer("2 + 2 =", " 4")
-    assert encoded == Encoded([*b"2 + 2 = 4", END], [0] * 7 + [1] * 3)
+    encoded = encoder().completion("2 + 2 =", " 4")
+    assert encoded == EncodedSequence([*b"2 + 2 = 4", END], [0] * 7 + [1] * 3)
     assert encoder().prompt("2 + 2 =") == encoded.tokens[:7]
 
 
@@ -215,9 +215,9 @@ def with_bos(template: str = CHAT_TEMPLATE) -> Any:
 def test_what_a_text_already_begins_and_ends_with_is_not_written_twice(prompt: str, answer: str) -> None:
     made = with_bos()
     one, bos = Encoder(tokenizer=made), made.bos_token_id
-    assert one.answer(prompt, answer) == Encoded([bos, *b"qa", END], [0, 0, 1, 1])
+    assert one.answer(prompt, answer) == EncodedSequence([bos, *b"qa", END], [0, 0, 1, 1])
     assert one.prompt(prompt) == [bos, *b"q"]
-    assert one.answer("", f"<s>{answer}") == one.answer("", answer) == Encoded([bos, *b"a", END], [0, 1, 1])
+    assert one.answer("", f"<s>{answer}") == one.answer("", answer) == EncodedSequence([bos, *b"a", END], [0, 1, 1])
 
 
 @pytest.mark.parametrize("marks", [True, False])
@@ -261,16 +261,16 @@ def test_batches_carry_the_columns_that_objectives_read() -> None:
 
 
 def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
-    with pytest.raises(TooLong, match=r"line 3 of x\.jsonl has 10 tokens, but max_length is 9\. "):
+    with pytest.raises(TooLongError, match=r"line 3 of x\.jsonl has 10 tokens, but max_length is 9\. "):
         encoder(max_length=9).answer("2 + 2 =", " 4", "line 3 of x.jsonl")
-    with pytest.raises(TooLong, match=r"row 7 has 9 tokens"):
+    with pytest.raises(TooLongError, match=r"row 7 has 9 tokens"):
         encoder(max_length=5).prompt("2 + 2 = 4", "row 7")
     cut = encoder(max_length=9, truncate=True)
-    assert cut.answer("2 + 2 =", " 4") == Encoded([*b"2 + 2 = 4"], [0] * 7 + [1] * 2)
+    assert cut.answer("2 + 2 =", " 4") == EncodedSequence([*b"2 + 2 = 4"], [0] * 7 + [1] * 2)
     assert cut.prompt("12345678901234") == [*b"678901234"]
-    with pytest.raises(TooLong, match="what row 7 has to learn lies past token 9, where it is cut"):
+    with pytest.raises(TooLongError, match="what row 7 has to learn lies past token 9, where it is cut"):
         cut.answer("2 + 2 + 2 =", " 6", "row 7")
-    with pytest.raises(TooLong, match=r"row 7 \(rejected\) has 5 tokens"):
+    with pytest.raises(TooLongError, match=r"row 7 \(rejected\) has 5 tokens"):
         encoder(max_length=4).preference("a", "b", "bcd", "row 7")
 
 
@@ -363,10 +363,10 @@ def test_what_a_template_or_a_tokenizer_raises_names_the_row(template: str) -> N
     for call, sentence in (
         (lambda: one.prompt([SYSTEM, USER], "row 1"), template_fails),
         (lambda: one.conversation([SYSTEM, *TALK], "row 1"), template_fails),
-        (lambda: one.all("conversation", [(TALK,), ([SYSTEM, *TALK],), (TALK,)], names), template_fails),
+        (lambda: one.encode_rows("conversation", [(TALK,), ([SYSTEM, *TALK],), (TALK,)], names), template_fails),
         (lambda: one.conversation([USER, broken], "row 1"), tokenizer_fails),
-        (lambda: one.all("conversation", [(TALK,), ([USER, broken],), (TALK,)], names), tokenizer_fails),
-        (lambda: one.all("answer", [("q", "a"), ("q", broken["content"])], names[:2]), tokenizer_fails),
+        (lambda: one.encode_rows("conversation", [(TALK,), ([USER, broken],), (TALK,)], names), tokenizer_fails),
+        (lambda: one.encode_rows("completion", [("q", "a"), ("q", broken["content"])], names[:2]), tokenizer_fails),
     ):
         with pytest.raises(ValueError, match=sentence):
             call()
@@ -406,7 +406,9 @@ def test_tools_are_written_by_the_template(template: Any, tools: Any) -> None:
     assert text(one.answer([USER], "Hi", tools=tools).tokens).startswith("[look]<|im_start|>user")
     pair = one.preference([USER], "Hi", "Bye", tools=tools)
     assert all(text(side.tokens).startswith("[look]<|im_start|>user") for side in pair)
-    assert one.all("conversation", [(TALK, tools), (TALK, None)], ["a", "b"])[0] == one.conversation(TALK, tools=tools)
+    assert one.encode_rows("conversation", [(TALK, tools), (TALK, None)], ["a", "b"])[0] == one.conversation(
+        TALK, tools=tools
+    )
     assert one.conversation(TALK, tools=[]) == encoder().conversation(TALK)
 
 
@@ -416,20 +418,24 @@ def test_rows_encoded_together_equal_each_alone(template: str | None, turns: Any
     one = encoder(template, turns=turns, max_length=50)
     talks = [(TALK[:2],), (TALK,), ([HELLO, MORE, BYE],), (TALK[:2],)]
     pairs = [([USER], "Hello.", "Go away"), ("a", "b", "c"), (None, [USER, HELLO], [USER, BYE])]
-    for form, rows in (("conversation", talks), ("answer", [each[:2] for each in pairs[:2]]), ("preference", pairs)):
+    for form, rows in (
+        ("conversation", talks),
+        ("completion", [each[:2] for each in pairs[:2]]),
+        ("preference", pairs),
+    ):
         names = [f"row {number}" for number in range(len(rows))]
-        together = one.all(form, rows, names)  # type: ignore[arg-type]
+        together = one.encode_rows(form, rows, names)  # type: ignore[arg-type]
         for made, row, name in zip(together, rows, names, strict=True):
-            if isinstance(made, TooLong):
+            if isinstance(made, TooLongError):
                 assert made.row == name
-                with pytest.raises(TooLong, match=f"{name} has {made.length} tokens"):
+                with pytest.raises(TooLongError, match=f"{name} has {made.length} tokens"):
                     getattr(one, form)(*row, name)
             else:
                 alone = getattr(one, form)(*row, name)
-                assert made == ([alone] if form == "answer" else alone)
-    assert isinstance(one.all("conversation", talks, "abcd")[1], TooLong)
+                assert made == ([alone] if form == "completion" else alone)
+    assert isinstance(one.encode_rows("conversation", talks, "abcd")[1], TooLongError)
     with pytest.raises(ValueError, match="the content of message 0"):
-        one.all("conversation", [([SILENT, HELLO],)], ["row 0"])
+        one.encode_rows("conversation", [([SILENT, HELLO],)], ["row 0"])
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from postlude.data import IGNORE, Microbatch, cut, pack, scatter, unpack
+from postlude.data import IGNORE, Microbatch, pack, scatter, shard_context, unpack
 from postlude.ops.attention import Scores, attend
 from postlude.world.mesh import Axis
 from tests.conftest import Ranks
@@ -42,11 +42,11 @@ def together(lengths) -> Microbatch:
 
 def everywhere(microbatch: Microbatch, size: int, multiple_of: int = 1) -> list[Microbatch]:
     """What each of `size` ranks holds of it."""
-    return [cut(microbatch, Axis(size, rank), multiple_of=multiple_of) for rank in range(size)]
+    return [shard_context(microbatch, Axis(size, rank), multiple_of=multiple_of) for rank in range(size)]
 
 
 def fields(microbatch: Microbatch) -> dict[str, torch.Tensor]:
-    named = {name: getattr(microbatch, name) for name in ("tokens", "positions", "targets", "places")}
+    named = {name: getattr(microbatch, name) for name in ("tokens", "positions", "targets", "batch_indices")}
     return named | dict(microbatch.columns)
 
 
@@ -55,12 +55,12 @@ def fields(microbatch: Microbatch) -> dict[str, torch.Tensor]:
 def test_every_real_token_is_on_one_rank_with_all_that_belongs_to_it(lengths, size, multiple_of):
     for whole in packed(lengths):
         parts = everywhere(whole, size, multiple_of)
-        real = [part.places >= 0 for part in parts]
-        order = torch.cat([part.places[mask] for part, mask in zip(parts, real, strict=True)]).argsort()
+        real = [part.batch_indices >= 0 for part in parts]
+        order = torch.cat([part.batch_indices[mask] for part, mask in zip(parts, real, strict=True)]).argsort()
         for name, values in fields(whole).items():
             held = torch.cat([fields(part)[name][mask] for part, mask in zip(parts, real, strict=True)])
             assert held.dtype == values.dtype
-            assert torch.equal(held[order], values[whole.places.argsort()]), name
+            assert torch.equal(held[order], values[whole.batch_indices.argsort()]), name
 
 
 @settings(max_examples=60)
@@ -87,7 +87,7 @@ def test_ranks_are_even_and_padding_is_no_more_than_it_must_be(lengths, size, mu
 def test_padding_is_told_apart_and_holds_nothing(lengths, size, multiple_of):
     for whole in packed(lengths):
         for part in everywhere(whole, size, multiple_of):
-            padding = part.places < 0
+            padding = part.batch_indices < 0
             assert part.padding == int(padding.sum())
             assert part.real is None if part.padding == 0 else torch.equal(part.real, ~padding)
             assert not part.tokens[padding].any()
@@ -119,9 +119,9 @@ def test_scattered_parts_equal_the_unpacked_whole(lengths, size, multiple_of, sh
     for whole, rows in zip(microbatches, values, strict=True):
         scatter(whole, rows, whole_into, shifted=shifted)
         by_place = torch.full((whole.batch_tokens + 1, *trailing), float("nan"))  # padding's is the last
-        by_place[whole.places] = rows
+        by_place[whole.batch_indices] = rows
         for part in everywhere(whole, size, multiple_of):
-            scatter(part, by_place[part.places], cut_into, shifted=shifted)
+            scatter(part, by_place[part.batch_indices], cut_into, shifted=shifted)
     assert torch.equal(whole_into, expected)
     assert torch.equal(cut_into, expected)
 
@@ -146,7 +146,7 @@ def test_attention_in_parts_equals_attention_to_the_whole(softcap, lengths, size
     expected = attend(*inputs, whole.packing, whole.packing, scores)
 
     parts = everywhere(whole, size, multiple_of)
-    local = [[torch.cat([each, torch.randn_like(each[:1])])[part.places] for each in inputs] for part in parts]
+    local = [[torch.cat([each, torch.randn_like(each[:1])])[part.batch_indices] for each in inputs] for part in parts]
     _, keys, values = (torch.cat(gathered) for gathered in zip(*local, strict=True))
     actual = torch.zeros_like(expected)
     for part, (query, _, _) in zip(parts, local, strict=True):
@@ -187,14 +187,14 @@ def summed_over_ranks(group: dist.ProcessGroup, values: torch.Tensor, multiple_o
     """One rank's sums, its lengths, and the gradients of its values at their places. Padding holds NaN."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = together(SUMMED)
-    part = cut(whole, Axis(size, rank, group), multiple_of=multiple_of)
-    own = torch.cat([values, torch.full_like(values[:1], float("nan"))])[part.places].requires_grad_()
+    part = shard_context(whole, Axis(size, rank, group), multiple_of=multiple_of)
+    own = torch.cat([values, torch.full_like(values[:1], float("nan"))])[part.batch_indices].requires_grad_()
     sums = part.sequence_sum(own)
     (gradient,) = torch.autograd.grad(sequence_loss(sums) * (rank + 1), own)  # each rank's loss is another
     by_token = torch.zeros(whole.batch_tokens, dtype=values.dtype)
     scatter(part, gradient, by_token, shifted=False)
-    assert not gradient[part.places < 0].any()
-    return sums.detach(), part.sequence_sum(part.places >= 0), by_token
+    assert not gradient[part.batch_indices < 0].any()
+    return sums.detach(), part.sequence_sum(part.batch_indices >= 0), by_token
 
 
 @pytest.mark.parametrize("multiple_of", [1, 3])
@@ -203,7 +203,7 @@ def test_sums_over_shared_sequences_equal_those_of_whole_ones(ranks: Ranks, size
     whole = together(SUMMED)
     by_place = torch.randn(sum(SUMMED), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     values = by_place.requires_grad_()
-    expected = whole.sequence_sum(values[whole.places])
+    expected = whole.sequence_sum(values[whole.batch_indices])
     total = sum(sequence_loss(expected) * (rank + 1) for rank in range(size))
     (gradient,) = torch.autograd.grad(total, values)
     answers = ranks(size, summed_over_ranks, values.detach(), multiple_of)
@@ -214,8 +214,8 @@ def test_sums_over_shared_sequences_equal_those_of_whole_ones(ranks: Ranks, size
 
 
 def test_padding_does_not_count_in_a_sum() -> None:
-    part = cut(together([3, 2]), Axis(), multiple_of=4)
-    values = torch.where(part.places < 0, float("nan"), 1.0).requires_grad_()
+    part = shard_context(together([3, 2]), Axis(), multiple_of=4)
+    values = torch.where(part.batch_indices < 0, float("nan"), 1.0).requires_grad_()
     sums = part.sequence_sum(values)
     assert sums.tolist() == [3, 2]
     sums.sum().backward()
@@ -224,14 +224,14 @@ def test_padding_does_not_count_in_a_sum() -> None:
 
 def test_what_needs_no_cut_is_returned_as_it_is() -> None:
     whole, empty = together([6, 2]), packed([6])[1]
-    assert cut(whole, Axis(), multiple_of=4) is whole
-    assert cut(empty, Axis(2, 1), multiple_of=4) is empty
-    assert cut(whole, Axis(), multiple_of=5).packing.lengths == (6, 4)
-    assert cut(whole, Axis(), multiple_of=5).context is None
+    assert shard_context(whole, Axis(), multiple_of=4) is whole
+    assert shard_context(empty, Axis(2, 1), multiple_of=4) is empty
+    assert shard_context(whole, Axis(), multiple_of=5).packing.lengths == (6, 4)
+    assert shard_context(whole, Axis(), multiple_of=5).context is None
 
 
 def test_to_moves_a_cut_microbatch_whole() -> None:
-    moved = cut(together([6, 2]), Axis(2, 1)).to("meta")
+    moved = shard_context(together([6, 2]), Axis(2, 1)).to("meta")
     context = moved.context
     tensors = [*fields(moved).values(), moved.cu_seqlens, context.key_rows]
     tensors += [context.queries.cu_seqlens, context.keys.cu_seqlens]
@@ -246,18 +246,18 @@ def test_gradients_reach_the_columns_owner_through_a_cut() -> None:
 
 
 def one_cut() -> Microbatch:
-    return cut(together([3, 2]), Axis(2, 0))
+    return shard_context(together([3, 2]), Axis(2, 0))
 
 
 @pytest.mark.parametrize(
     ("attempt", "sentence"),
     [
         (
-            lambda: cut(together([3]), Axis(), multiple_of=0),
+            lambda: shard_context(together([3]), Axis(), multiple_of=0),
             "multiple_of is 0, but the least is 1. Give a positive multiple_of.",
         ),
         (
-            lambda: cut(one_cut(), Axis(2, 0)),
+            lambda: shard_context(one_cut(), Axis(2, 0)),
             "microbatch 0 is padded or cut already, but only a whole one can be cut. Cut it once, as pack made it.",
         ),
         (

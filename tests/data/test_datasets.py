@@ -27,7 +27,7 @@ def test_jsonl_gives_its_rows_and_names_their_lines(tmp_path: Path) -> None:
     text = "\N{ZERO WIDTH NO-BREAK SPACE}" + lines(ROWS[:2]) + "\n  \n" + lines(ROWS[2:]).rstrip("\n")
     rows = read_rows(write(tmp_path / "train.jsonl", text), require=["prompt", "answer"])
     assert list(rows) == ROWS
-    assert [rows.where(i) for i in (0, 2)] == ["line 1 of train.jsonl", "line 5 of train.jsonl"]
+    assert [rows.location(i) for i in (0, 2)] == ["line 1 of train.jsonl", "line 5 of train.jsonl"]
     assert rows.columns == ("prompt", "answer")
 
 
@@ -39,7 +39,7 @@ def test_parquet_equals_jsonl(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(nested), tmp_path / "train.parquet", row_group_size=2)
     rows = read_rows(tmp_path / "train.parquet")
     assert list(rows) == list(read_rows(write(tmp_path / "train.jsonl", lines(nested))))
-    assert rows.where(3) == "row 3 of train.parquet"
+    assert rows.location(3) == "row 3 of train.parquet"
     write(tmp_path / "torn.parquet", (tmp_path / "train.parquet").read_bytes()[:100])
     with pytest.raises(ValueError, match=r"torn\.parquet cannot be read as parquet: "):
         read_rows(tmp_path / "torn.parquet")
@@ -113,7 +113,7 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
     write(tmp_path / "README.md", "not rows")
     rows = read_rows(tmp_path)
     assert list(rows) == ROWS
-    assert rows.where(2) == "line 1 of b.jsonl"
+    assert rows.location(2) == "line 1 of b.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import pytest
 
 from postlude.data import encoding
 from postlude.data.chat import Encoder
-from postlude.data.encoding import Chunk, encode
-from postlude.data.kept import KeptRows
+from postlude.data.encoded_dataset import EncodedDataset
+from postlude.data.encoding import EncodedChunk, encode
 from postlude.hf.tokenizer import CHAT_TEMPLATE, byte_tokenizer
-from postlude.recipes.encodings import Encodings
-from postlude.recipes.examples import Examples, Pairs
+from postlude.recipes.data.encoded_rows import EncodedRows
+from postlude.recipes.data.rows import Examples, Pairs
 
 
 def talk(number: int) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def whole(chunks: Iterator[Chunk]) -> tuple[list[int], list[int], list[int], list[tuple[int, str, int]]]:
+def whole(chunks: Iterator[EncodedChunk]) -> tuple[list[int], list[int], list[int], list[tuple[int, str, int]]]:
     found = list(chunks)
     columns = [
         np.concatenate([getattr(each, name) for each in found]).tolist() for name in ("tokens", "mask", "lengths")
@@ -52,7 +52,7 @@ def test_the_number_of_processes_changes_nothing() -> None:
     assert alone[3]  # some do not fit
     assert len(alone[2]) + len(alone[3]) == len(TALKS)
     assert whole(encode(encoder, "conversation", TALKS, NAMES, processes=3)) == alone
-    each = [encoder.all("conversation", [row], [name])[0] for row, name in zip(TALKS, NAMES, strict=True)]
+    each = [encoder.encode_rows("conversation", [row], [name])[0] for row, name in zip(TALKS, NAMES, strict=True)]
     assert alone[0] == [token for made in each if isinstance(made, list) for one in made for token in one.tokens]
 
 
@@ -98,7 +98,7 @@ def dataset(path: Path, count: int = 10) -> Path:
     return path
 
 
-def rows_of(kept: Encodings[Any]) -> list[Any]:
+def rows_of(kept: EncodedRows[Any]) -> list[Any]:
     return [kept[index] for index in range(len(kept))]
 
 
@@ -112,7 +112,7 @@ def test_what_was_kept_equals_what_is_encoded_anew(tmp_path: Path, monkeypatch: 
     pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     two = Pairs(path=pairs).read(byte_tokenizer(), 100, tmp_path / "two")
     two.store()
-    monkeypatch.setattr("postlude.recipes.encodings.encode", lambda *_, **__: pytest.fail("it was kept"))
+    monkeypatch.setattr("postlude.recipes.data.encoded_rows.encode", lambda *_, **__: pytest.fail("it was kept"))
     again = data.read(byte_tokenizer(), 100, tmp_path / "cache")
     assert rows_of(again) == rows_of(fresh)
     assert (str(again), again.largest) == (str(fresh), fresh.largest)
@@ -178,7 +178,7 @@ def test_what_is_damaged_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "made anew" in caplog.text
     assert rows_of(again) == rows_of(fresh)
     again.store()
-    assert KeptRows.load(tmp_path / "cache", again.digest) is not None
+    assert EncodedDataset.load(tmp_path / "cache", again.digest) is not None
 
 
 def test_only_the_newest_rows_are_kept(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
     assert knows.decode(with_tools.tokens) == "[look]" + knows.decode(without.tokens)
     assert rows_of(Examples(path=path, tools="other").read(knows, 400)) == [without, without]
     pair = {"prompt": talk(1)[:1], "chosen": "a", "rejected": "b", "tools": tools}
-    (sides,) = rows_of(Pairs(path=rows_in(tmp_path / "b.jsonl", [pair])).read(knows, 400))
-    assert all(knows.decode(side.tokens).startswith("[look]") for side in sides)
+    (sequences_per_row,) = rows_of(Pairs(path=rows_in(tmp_path / "b.jsonl", [pair])).read(knows, 400))
+    assert all(knows.decode(side.tokens).startswith("[look]") for side in sequences_per_row)
     with pytest.raises(ValueError, match=r"line 1 of a\.jsonl has tools, which the tokenizer's chat template does not"):
         Examples(path=path).read(byte_tokenizer(), 400)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from postlude.data import Microbatch, cut, pack
+from postlude.data import Microbatch, pack, shard_context
 from postlude.ops.packing import Packing
 from postlude.world.mesh import Axis
 
@@ -127,7 +127,14 @@ def test_a_missing_column_is_named_beside_those_there_are(microbatch, columns, a
 
 def test_to_moves_every_tensor_and_keeps_the_rest(microbatch):
     moved = microbatch.to("meta")
-    tensors = [moved.tokens, moved.targets, moved.positions, moved.places, moved.cu_seqlens, *moved.columns.values()]
+    tensors = [
+        moved.tokens,
+        moved.targets,
+        moved.positions,
+        moved.batch_indices,
+        moved.cu_seqlens,
+        *moved.columns.values(),
+    ]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.packing == microbatch.packing
     for name in ("sequences", "index", "count", "batch_tokens", "batch_targets"):
@@ -151,7 +158,7 @@ def test_to_moves_every_tensor_and_keeps_the_rest(microbatch):
             "targets is torch.int64 of shape (5, 1), but the packing holds 5 tokens. Give torch.int64 of shape (5,).",
         ),
         (
-            {"places": torch.zeros(4, dtype=torch.int64)},
+            {"batch_indices": torch.zeros(4, dtype=torch.int64)},
             "places is torch.int64 of shape (4,), but the packing holds 5 tokens. Give torch.int64 of shape (5,).",
         ),
         (
@@ -175,11 +182,11 @@ def test_what_the_host_knows_of_columns_goes_along_to_a_device_and_not_into_a_cu
     weights = [[0.0, 1.0, 0.0, 1e-60], [1.0, 0.5, 0.0, 0.0, 2.0], [3.0]]
     ids = [torch.arange(2 * len(each)).view(-1, 2) - 1 for each in weights]
     (microbatch,) = pack([[1] * len(each) for each in weights], budget=16, columns={"weights": weights, "ids": ids})
-    assert microbatch.facts == {}
+    assert microbatch.column_stats == {}
     there = microbatch.to("cpu")
     assert there.target_count == 7  # every token but the first of a sequence is predicted
-    assert there.facts["weights"].weighed == 3  # 1e-60 is none in fp32
-    assert (there.facts["weights"].least, there.facts["weights"].most) == (0.0, 2.0)
-    assert (there.facts["ids"].least, there.facts["ids"].most) == (1, 8)
-    assert cut(there, Axis(), multiple_of=8).facts == {}
-    assert pack([[1]], budget=2, columns={"weights": [[1.0]]})[0].to("cpu").facts["weights"].weighed == 0
+    assert there.column_stats["weights"].weighed == 3  # 1e-60 is none in fp32
+    assert (there.column_stats["weights"].least, there.column_stats["weights"].most) == (0.0, 2.0)
+    assert (there.column_stats["ids"].least, there.column_stats["ids"].most) == (1, 8)
+    assert shard_context(there, Axis(), multiple_of=8).column_stats == {}
+    assert pack([[1]], budget=2, columns={"weights": [[1.0]]})[0].to("cpu").column_stats["weights"].weighed == 0

@@ -48,8 +48,8 @@ def test_places_are_those_in_the_sequences_laid_end_to_end(batch):
     sequences, budget, multiple_of = batch
     microbatches = pack(sequences, budget=budget, multiple_of=multiple_of)
     laid = torch.cat(sequences)
-    assert all(torch.equal(laid[microbatch.places], microbatch.tokens) for microbatch in microbatches)
-    assert torch.cat([microbatch.places for microbatch in microbatches]).sort().values.tolist() == list(
+    assert all(torch.equal(laid[microbatch.batch_indices], microbatch.tokens) for microbatch in microbatches)
+    assert torch.cat([microbatch.batch_indices for microbatch in microbatches]).sort().values.tolist() == list(
         range(len(laid))
     )
     assert all(microbatch.padding == 0 and microbatch.real is None for microbatch in microbatches)

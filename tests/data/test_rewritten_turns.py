@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from postlude.data.chat import Encoded, Encoder, TooLong
-from postlude.recipes.examples import Course, Examples
+from postlude.data.chat import EncodedSequence, Encoder, TooLongError
+from postlude.recipes.data.rows import Examples, RowBatches
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<U>", "<A>", "<eos>", "<|user|>", "<|assistant|>", "<|end|>"]
 QWEN3 = (  # thoughts are written after the last question alone, and an empty one in the last turn
@@ -65,7 +65,7 @@ def tokenizer(template: str) -> Any:
     return fast
 
 
-def shown(one: Encoder, encoded: Encoded) -> str:
+def shown(one: Encoder, encoded: EncodedSequence) -> str:
     """The text of a sequence, with what is learned in «»."""
     text, tokens = "", []
     for place, (token, mask) in enumerate(zip(encoded.tokens, encoded.mask, strict=True)):
@@ -225,18 +225,18 @@ def test_an_answer_of_several_rewritten_turns_cannot_be_one_of_a_pair() -> None:
     one = Encoder(tokenizer=tokenizer(QWEN3))
     with pytest.raises(ValueError, match=r"the answer of row 3 \(chosen\) has 2 turns, and the chat template writes"):
         one.preference(TALK[:1], TALK[1:], "2", "row 3")
-    assert len(one.all("answer", [(TALK[:1], TALK[1:])], ["row 3"])[0]) == 2
+    assert len(one.encode_rows("completion", [(TALK[:1], TALK[1:])], ["row 3"])[0]) == 2
 
 
 def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(tmp_path: Path) -> None:
     fast = tokenizer(QWEN3)
     lengths = [len(each) for each in Encoder(tokenizer=fast).conversation(TALK)]
     one = Encoder(tokenizer=fast, max_length=lengths[0])
-    with pytest.raises(TooLong, match=rf"row 3 \(up to message 3\) has {lengths[1]} tokens"):
+    with pytest.raises(TooLongError, match=rf"row 3 \(up to message 3\) has {lengths[1]} tokens"):
         one.conversation(TALK, "row 3")
-    fits, too_long = one.all("conversation", [(TALK,)], ["row 3"])[0]
-    assert isinstance(fits, Encoded)
-    assert isinstance(too_long, TooLong)
+    fits, too_long = one.encode_rows("conversation", [(TALK,)], ["row 3"])[0]
+    assert isinstance(fits, EncodedSequence)
+    assert isinstance(too_long, TooLongError)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (TALK, TALK[:2], TALK)))
     whole = Examples(path=path).read(fast, 1000)
@@ -251,7 +251,7 @@ def test_no_turn_of_a_conversation_that_is_held_out_is_trained_on(tmp_path: Path
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in talks))
     rows = Examples(path=path).read(tokenizer(QWEN3), 1000)
-    course = Course(rows, batch=1, held_out=2, seed=0)
+    course = RowBatches(rows, batch=1, held_out=2, seed=0)
     trained = [course.take()[0] for _ in range(course.steps(1))]
     assert sorted(each.tokens for each in trained) == sorted(rows[index].tokens for index in range(4))
     assert [each.tokens for each in course.held_out] == [rows[5].tokens, rows[7].tokens]

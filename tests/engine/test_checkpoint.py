@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from postlude import Layout
 from postlude import ranks as started
 from postlude.engine import SGD, AdamW, Engine, checkpoint
-from postlude.parts import StagedFile
+from postlude.sharded_tensors import StagedFile
 from tests.engine.training import batch, build, config, optimizer_state, policy, same, told, train, unlearnable, weights
 from tests.equality import assert_equal
 

@@ -145,7 +145,7 @@ def refused_before(group: Any, layout: str) -> list[str]:
     sentences = []
     for objective, given, _ in BEFORE.values():
         sentences.append(told(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
-        assert told(lambda objective=objective, given=given: engine.measure(given, objective)) == sentences[-1]
+        assert told(lambda objective=objective, given=given: engine.evaluate_loss(given, objective)) == sentences[-1]
     for each in (engine, fresh):
         each.forward_backward(batch(), SFT())
     fresh.forward_backward(batch(), SFT())
@@ -158,7 +158,7 @@ def refused_after(group: Any, layout: str) -> list[str]:
     engine, fresh = engine_in(layout), engine_in(layout)
     sentences = []
     for objective, given, _ in AFTER.values():
-        assert told(lambda objective=objective, given=given: engine.measure(given, objective)) != "nothing"
+        assert told(lambda objective=objective, given=given: engine.evaluate_loss(given, objective)) != "nothing"
         sentences.append(told(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
         assert "the gradients of this step were lost" in told(engine.optimizer_step)
         engine.zero_grad()
@@ -191,15 +191,17 @@ def evaluated(group: Any, layout: str) -> dict[str, list[Tensor]]:
     engine = engine_in(layout)
 
     def processor(inputs: OutputInputs) -> dict[str, Tensor]:
-        places = inputs.microbatch.places
+        places = inputs.microbatch.batch_indices
         found = {f"{dtype}": (places % 7 - 3).to(dtype) for dtype in DTYPES}
         found["wide"] = torch.stack((places, -places), -1).to(torch.int16)
         return found | {f"a name of its own for layer {index}": places for index in range(200)}
 
-    found = engine.evaluate(batch(), processor, shifted=False)
-    again = engine.evaluate(batch(), lambda inputs: {"x": inputs.microbatch.places})["x"]
+    found = engine.evaluate_tokens(batch(), processor, shifted=False)
+    again = engine.evaluate_tokens(batch(), lambda inputs: {"x": inputs.microbatch.batch_indices})["x"]
     assert len(again) == len(LENGTHS)
-    (alone,) = engine.evaluate(Batch(sequences(6)), processor, shifted=False)["wide"]  # of two ranks, one has no token
+    (alone,) = engine.evaluate_tokens(Batch(sequences(6)), processor, shifted=False)[
+        "wide"
+    ]  # of two ranks, one has no token
     assert alone[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
     return found
 

@@ -16,7 +16,7 @@ from postlude import LanguageModel, Layout
 from postlude.data import Batch
 from postlude.engine import AdamW, Engine
 from postlude.model import OutputInputs
-from postlude.model.parallel import held, region
+from postlude.model.parallel import local_shard, region
 from postlude.objectives import Loss, Objective, PolicyGradient, ValueLoss
 from postlude.objectives.advantages import gae
 from tests.engine.training import DAMPED, Plain, batch, build, config, policy, same, told, train, weights
@@ -51,7 +51,7 @@ def whole_critic(engine: Engine) -> Tensor:
     """Its weight, put together from every rank's part."""
     everyone: list[Any] = [None] * dist.get_world_size()
     critic = engine.parameters.get("value_head.weight")
-    dist.all_gather_object(everyone, None if critic is None else (region(critic), held(critic)))
+    dist.all_gather_object(everyone, None if critic is None else (region(critic), local_shard(critic)))
     found = torch.zeros(engine.config.hidden_size)
     for place, part in filter(None, everyone):
         found[place] = part

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from postlude import Engine, Layout, Recast, load_model
-from postlude.hf.reading import read_whole
+from postlude.hf.read_model import read_model_with_mtp
 from postlude.objectives import MTP, SFT
 from postlude.verify.cases import Case
 from postlude.verify.compare import Report, compare
@@ -26,7 +26,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def in_layout(group: Any, directory: Path, layout: str) -> tuple[Report | None, dict[str, Tensor]]:
+def run_in_layout(group: Any, directory: Path, layout: str) -> tuple[Report | None, dict[str, Tensor]]:
     engine = build(layout, directory, mtp=True)
     streamed = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
     case = Case(directory, Layout.parse(layout), "sft")
@@ -46,7 +46,7 @@ def in_layout(group: Any, directory: Path, layout: str) -> tuple[Report | None, 
 )
 def test_depths_of_files_in_a_layout_are_those_of_one_rank(ranks: Any, name: str, layout: str, tmp_path: Path) -> None:
     published = publish(name, tmp_path, depths=1 if name == "qwen3_next" else 2)
-    (report, streamed), (_, also) = ranks(2, in_layout, published.directory, layout)
+    (report, streamed), (_, also) = ranks(2, run_in_layout, published.directory, layout)
     assert report.passes(1e-5), report.worst
     assert any(gradient.startswith(("mtp.", "model.layers.3.")) for gradient in report.gradients)
     expected = load_file(published.directory / FILE)
@@ -67,7 +67,7 @@ def go_on(group: Any, directory: Path, checkpoint: Path) -> None:
     again = build("", checkpoint, mtp=True)
     assert same(saved, dict(again.stream_weights(dtype=torch.float32)))
     again.load(checkpoint)
-    pattern = read_whole(directory)[1].pattern
+    pattern = read_model_with_mtp(directory)[1].pattern
     other = build("", Recast(directory, f"{''.join(pattern.layers)}/{''.join(pattern.mtp[0])}"), mtp=True)
     other.load(checkpoint, recast=True)
     assert not other.fresh

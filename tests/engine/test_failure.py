@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude import Batch, Engine, Layout, Loss, OutputInputs, launch
-from postlude.engine.building import Builder
+from postlude.engine.stage_builder import StageBuilder
 from postlude.objectives import SFT
 from postlude.optimizer import SGD
 from tests.engine.training import batch, build, config, policy, same, told, train, weights
@@ -51,12 +51,12 @@ def fails_backward(inputs: OutputInputs) -> Loss:
 
 
 FAILURES: dict[str, Callable[[Engine], Any]] = {
-    "measure": lambda engine: engine.measure(batch(7), fails_forward),
-    "logprobs": lambda engine: engine.evaluate(batch(7), lambda inputs: fault()),
-    "shape": lambda engine: engine.evaluate(batch(7), lambda inputs: {"x": inputs.hidden @ inputs.hidden}),
+    "measure": lambda engine: engine.evaluate_loss(batch(7), fails_forward),
+    "logprobs": lambda engine: engine.evaluate_tokens(batch(7), lambda inputs: fault()),
+    "shape": lambda engine: engine.evaluate_tokens(batch(7), lambda inputs: {"x": inputs.hidden @ inputs.hidden}),
     "forward": lambda engine: engine.forward_backward(batch(7), fails_forward),
     "backward": lambda engine: engine.forward_backward(batch(7), fails_backward),
-    "reference": lambda engine: engine.reference().engine.measure(batch(7), fails_forward),
+    "reference": lambda engine: engine.reference().engine.evaluate_loss(batch(7), fails_forward),
 }
 
 
@@ -110,7 +110,7 @@ def reference_that_fails(group: dist.ProcessGroup) -> None:
     train(engine, [1, 2])
     now = engine.logprobs(batch(4)).logprob
     with pytest.raises(LookupError), reference.in_place():
-        engine.measure(batch(7), fails_forward)
+        engine.evaluate_loss(batch(7), fails_forward)
     *_, last = reference.kept
     spare = reference.kept.pop(last)
     assert told(lambda: reference.logprobs(batch(4))).startswith("KeyError")
@@ -129,7 +129,7 @@ def refused(group: dist.ProcessGroup, layout: str, failure: str) -> list[str]:
     assert FAULT in told(lambda: FAILURES[failure](engine))
     calls: list[Callable[[], Any]] = [
         lambda: engine.forward_backward(batch(1), policy),
-        lambda: engine.measure(batch(1), policy),
+        lambda: engine.evaluate_loss(batch(1), policy),
         lambda: engine.logprobs(batch(1)),
         lambda: list(engine.stream_weights()),
         lambda: engine.save("/nowhere"),
@@ -154,9 +154,9 @@ def test_one_of_several_ranks_refuses_to_go_on(ranks, layout: str, failure: str,
 def beyond_mending(group: dist.ProcessGroup) -> str:
     engine = build("", config("tiny-dense"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Builder, "_without_tensors", lambda *_: torch.zeros(-1))
-        assert told(lambda: engine.measure(batch(7), fails_forward)) == FAULT
-    return told(lambda: engine.measure(batch(7), policy))
+        patch.setattr(StageBuilder, "_without_tensors", lambda *_: torch.zeros(-1))
+        assert told(lambda: engine.evaluate_loss(batch(7), fails_forward)) == FAULT
+    return told(lambda: engine.evaluate_loss(batch(7), policy))
 
 
 def test_an_engine_that_cannot_be_made_anew_says_so(ranks) -> None:
@@ -177,7 +177,7 @@ def fail_in_between(device: str) -> list[Tensor]:
         found.append(torch.cat(engine.logprobs(batch(4)).logprob))
         engine.forward_backward(batch(2), policy)
         if fails:
-            assert told(lambda: engine.measure(batch(7), fails_forward)) == FAULT  # noqa: B023
+            assert told(lambda: engine.evaluate_loss(batch(7), fails_forward)) == FAULT  # noqa: B023
         engine.optimizer_step()
         found.append(torch.cat(engine.logprobs(batch(4)).logprob))
     return [found[0], found[1], found[3]]
@@ -212,7 +212,7 @@ def test_half_a_step_is_mended_by_a_checkpoint(ranks, tmp_path) -> None:
 def go_on(layout: str) -> None:
     """The last stage fails, and goes on as if nothing had been."""
     engine = Engine("tiny-dense", layout=Layout.parse(layout), budget=16)
-    told(lambda: engine.measure(Batch([[1, 2, 3, 4, 5, 6, 7, 8]] * 4), lambda inputs: fault()))
+    told(lambda: engine.evaluate_loss(Batch([[1, 2, 3, 4, 5, 6, 7, 8]] * 4), lambda inputs: fault()))
     engine.optimizer_step()
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from postlude.engine import gradients
-from postlude.engine.gradients import clip, sum_counted, total_norm
+from postlude.engine.gradients import all_reduce_counters, clip, total_norm
 from postlude.layout import Layout
 from tests.conftest import Ranks
 from tests.meshes import mesh
@@ -67,7 +67,7 @@ def counted(group: dist.ProcessGroup) -> tuple[list[list[float]], list[int]]:
     found = [torch.full((3,), 1.0 + rank), torch.full((2, 2), 10.0 * rank)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda one, **options: (sums.append(one.numel()), all_reduce(one, **options)))
-        sum_counted(found, mesh(Layout(dp_shard=2)))
+        all_reduce_counters(found, mesh(Layout(dp_shard=2)))
     return [each.flatten().tolist() for each in found], sums
 
 

@@ -19,9 +19,9 @@ from postlude.engine.optimizers import build as optimizer_of
 from postlude.hf.builtin import tiny_hybrid
 from postlude.model import LanguageModel
 from postlude.model.blocks import BLOCKS, MLP
-from postlude.model.parallel import held, region
+from postlude.model.parallel import local_shard, region
 from postlude.objectives import SFT
-from postlude.plan.memory import estimate
+from postlude.plan.memory import estimate_memory
 from tests.engine.training import ADAMW, batch, build, config, optimizer_state, policy, same, told, train, weights
 from tests.hf.families import CONFIGS
 from tests.model.small import small_config
@@ -141,7 +141,7 @@ def given_gradients(group: Any, kind: str, layout: str, directory: str, source: 
         for name, parameter in engine.parameters.items():
             drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step + len(name)))
             assert parameter.grad is not None
-            held(parameter.grad).copy_(drawn[region(parameter)])
+            local_shard(parameter.grad).copy_(drawn[region(parameter)])
         engine.optimizer_step()
         if step == 1:
             engine.save(directory)
@@ -206,8 +206,13 @@ def held_bytes(group: Any) -> list[tuple[int, int, int, int]]:
         for parameter in engine.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         engine.optimizer_step()
-        (foretold,) = estimate(
-            engine.config, Layout(), budget=32, compute_bytes=2, moments=optimizer.numbers(stored), weights=stored
+        (foretold,) = estimate_memory(
+            engine.config,
+            Layout(),
+            budget=32,
+            compute_bytes=2,
+            moments=optimizer.fp32_per_parameter(stored),
+            weights=stored,
         )
         assert (foretold.gathered == 0) == (stored != "fp32")
         kept = [each for state in engine.optimizer.state.values() for each in state.values()]
@@ -385,5 +390,5 @@ def test_split_weights_stay_whole_in_streams_exports_and_another_optimizer(
         assert same({name: files[name] for name in before}, before)
         assert torch.equal(files["lm_head.weight"], before["model.embed_tokens.weight"])
         assert "moved by AdamW alone" in found["refusal"]
-        assert found["kept"] == (ADAMW, "AdamWMover")
+        assert found["kept"] == (ADAMW, "ShardedAdamW")
         assert found["steps"][0] == found["steps"][1]

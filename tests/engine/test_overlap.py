@@ -12,7 +12,7 @@ from torch import Tensor
 from postlude import AdamW, Batch, Engine, Layout, ModelConfig
 from postlude import ranks as started
 from postlude.model.blocks import MoEConfig
-from postlude.model.parallel import held
+from postlude.model.parallel import local_shard
 from postlude.objectives import MTP, SFT
 from postlude.trace.recorder import Recording
 from tests.meshes import mesh
@@ -42,7 +42,7 @@ def batch(step: int) -> Batch:
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
     return {
-        name: held(parameter.grad).clone()
+        name: local_shard(parameter.grad).clone()
         for name, parameter in engine.parameters.items()
         if parameter.grad is not None
     }
@@ -63,7 +63,7 @@ def both(
             result = engine.forward_backward(batch(step % 5), MTP(objective=SFT()) if ahead else SFT())
             first = first or gradients(engine)
             said.append((result.loss, result.metrics, engine.optimizer_step().grad_norm))
-        found.append((said, first, {name: held(each).clone() for name, each in engine.parameters.items()}))
+        found.append((said, first, {name: local_shard(each).clone() for name, each in engine.parameters.items()}))
     return found
 
 

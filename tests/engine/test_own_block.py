@@ -15,10 +15,10 @@ from examples.block import CONFIG, TABLE
 from torch import Tensor
 
 from postlude import LanguageModel, Layout
+from postlude.generate.distributed import SyncedGenerator
 from postlude.model.blocks import Block, BlockConfig
 from postlude.model.context import ForwardContext
 from postlude.model.pattern import SYMBOLS, Pattern
-from postlude.rollout.gathered import GatheredGenerator
 from postlude.verify.cases import Case
 from tests.engine.training import LENGTHS, batch, build, policy, same, told, train, weights
 from tests.meshes import verify
@@ -48,7 +48,7 @@ def living(group: Any, directory: str) -> tuple[Any, ...]:
         [name for name in before if torch.equal(before[name], trained[name])],
         same(weights(again), trained) and same(whole.state_dict(), trained),
         told(lambda: engine.export_hf(f"{directory}/export")),
-        told(lambda: GatheredGenerator(engine, None)),  # type: ignore[arg-type]
+        told(lambda: SyncedGenerator(engine, None)),  # type: ignore[arg-type]
         told(lambda: build("cp=2", CONFIG, blocks=TABLE)),
         told(lambda: build("tp=2", CONFIG)),
     )
@@ -94,7 +94,7 @@ class Counting(Block):
     def counted(self) -> tuple[Tensor, ...]:
         return (self.tokens,)
 
-    def after_step(self) -> None:
+    def after_optimizer_step(self) -> None:
         self.totals += torch.stack((self.tokens[0], torch.ones(())))
 
 

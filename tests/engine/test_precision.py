@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude import LanguageModel, Layout, OutputInputs
-from postlude.data import cut
-from postlude.engine.sharding import Gathering, shard
+from postlude.data import shard_context
+from postlude.engine.fsdp import ParameterSharding, shard_stage
 from postlude.model.blocks import MoEConfig
-from postlude.model.parallel import HeadVectors, held, local, region
+from postlude.model.parallel import PerHeadVectors, local, local_shard, region
 from tests.engine.training import build, same
 from tests.equality import assert_equal
 from tests.meshes import mesh
@@ -29,7 +29,7 @@ RECURRENT = small_config("[M-]G")
 
 
 @contextmanager
-def learning(gathering: Gathering) -> Iterator[None]:
+def learning(gathering: ParameterSharding) -> Iterator[None]:
     """As an engine does around the only microbatch of a step."""
     gathering.begin(train=True)
     gathering.before_last_backward()
@@ -43,7 +43,7 @@ def draw(model: LanguageModel) -> None:
     assert model.value_head is not None
     weight = model.value_head.weight
     drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-    held(weight).copy_(drawn[region(weight)])
+    local_shard(weight).copy_(drawn[region(weight)])
 
 
 def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     place = mesh(Layout.parse(layout))
     with torch.device("meta"):
         model = LanguageModel(CONFIG, mesh=place, value_head=True, recompute=recompute)
-    gathering = shard(model, place, torch.bfloat16)
+    gathering = shard_stage(model, place, torch.bfloat16)
     model.to_empty(device="cpu")
     model.reset()
     draw(model)
@@ -74,15 +74,19 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
         found["hidden dtype"] = inputs.hidden.dtype
         return inputs.head.values(inputs.hidden).square().sum()
 
-    microbatch = cut(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
+    microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
     with learning(gathering):
         model(microbatch, output_processor=values).backward()
     for name in PROMISED:
         parameter = model.get_parameter(name)
         gradient = torch.zeros(parameter.shape)
         assert parameter.grad is not None
-        gradient[region(parameter)] = held(parameter.grad)
-        found[name] |= {"stored": held(parameter).dtype, "gradient": gradient, "kept": held(parameter.grad).dtype}
+        gradient[region(parameter)] = local_shard(parameter.grad)
+        found[name] |= {
+            "stored": local_shard(parameter).dtype,
+            "gradient": gradient,
+            "kept": local_shard(parameter.grad).dtype,
+        }
     return found
 
 
@@ -159,12 +163,12 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     place = mesh(Layout.parse(layout))
     with torch.device("meta"):
         model = LanguageModel(RECURRENT, mesh=place, recompute=recompute)
-    gathering = shard(model, place, torch.bfloat16)
+    gathering = shard_stage(model, place, torch.bfloat16)
     model.to_empty(device="cpu")
     model.reset()
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, HeadVectors):
+        if isinstance(module, PerHeadVectors):
 
             def after(module: Any, given: Any, output: dict[str, Tensor], name: str = name) -> None:
                 for own, vector in output.items():
@@ -173,13 +177,13 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
                         vector.register_hook(lambda gradient, mine=mine: mine.update(upstream=gradient))
 
             module.register_forward_hook(after)
-    microbatch = cut(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
+    microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
     with learning(gathering):
         model(microbatch, targets=True).sum().backward()
     for name, mine in found.items():
         parameter = model.get_parameter(name)
         assert parameter.grad is not None
-        mine |= {"stored": held(parameter), "gradient": held(parameter.grad), "region": region(parameter)}
+        mine |= {"stored": local_shard(parameter), "gradient": local_shard(parameter.grad), "region": region(parameter)}
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from postlude import SGD, AdamW, Batch, Engine, Recast, export_hf, export_model, load_model
-from postlude.hf.reading import read_model
+from postlude.hf.read_model import read_model
 from postlude.model.blocks import MoEConfig
 from postlude.objectives import MTP, SFT
 from tests.engine.training import build, optimizer_state, same, told, weights

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.data import Batch, Microbatch, cut, pack
-from postlude.engine.scale import Ledger, Scale, Tally
+from postlude.data import Batch, Microbatch, pack, shard_context
+from postlude.engine.scale import MetricAccumulator, MetricIndex, Scale
 from postlude.layout import Layout
 from postlude.objectives import Loss, Metric, largest, mean, smallest, total
 from tests.equality import assert_equal
@@ -100,7 +100,7 @@ def test_what_is_not_a_number_at_zero_weight_reaches_neither_loss_nor_gradient_n
     parts = microbatches(12)
     clean, spoilt = torch.zeros(()), torch.zeros(())
     scale, gradients = Scale(parts), []
-    tallies = Tally(scale), Tally(scale)
+    tallies = MetricAccumulator(scale), MetricAccumulator(scale)
     for part in parts:
         for fill, tally in ((0.0, tallies[0]), (bad, tallies[1])):
             values = part.column("value").where(part.column("mask") != 0, fill).requires_grad_()
@@ -139,7 +139,7 @@ def test_values_of_another_shape_are_refused_in_a_sentence(values: tuple[int, ..
     with pytest.raises(ValueError, match=r"over .* have shape") as loss:
         Scale([part]).loss(Loss(torch.ones(values), over=over), part)
     with pytest.raises(ValueError, match=r"over .* have shape") as metric:
-        Tally(Scale([part])).add("x", mean(torch.ones(values), over), part)
+        MetricAccumulator(Scale([part])).add("x", mean(torch.ones(values), over), part)
     assert sentence in str(loss.value)
     assert sentence in str(metric.value)
 
@@ -174,7 +174,7 @@ def check_metrics(found: dict[str, float]) -> None:
 @pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
 def test_metrics_are_reduced_as_declared_over_microbatches(budget: int, multiple_of: int) -> None:
     parts = microbatches(budget, multiple_of)
-    tally = Tally(Scale(parts))
+    tally = MetricAccumulator(Scale(parts))
     for part in parts:
         for name, (metric, _) in metrics(part).items():
             tally.add(name, metric, part)
@@ -185,9 +185,9 @@ def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]
     """The loss over sequences, given one by one and as a sum, and every metric."""
     here = mesh(Layout.parse(layout))
     whole = microbatches(12, here.dp.size)
-    own = [cut(part, here.cp) for part in whole[here.dp.rank :: here.dp.size]]
+    own = [shard_context(part, here.cp) for part in whole[here.dp.rank :: here.dp.size]]
     scale = Scale(whole, sharers=here.cp.size)
-    tally, summed = Tally(scale), Tally(scale)
+    tally, summed = MetricAccumulator(scale), MetricAccumulator(scale)
     for part in own:
         values = part.sequence_sum(part.column("value"))
         tally.add_loss(scale.loss(Loss(values, over="sequences"), part))
@@ -209,7 +209,7 @@ def test_losses_and_metrics_are_those_of_the_batch_over_ranks(ranks: Any, layout
 
 def silent(group: Any) -> dict[str, float]:
     parts = microbatches()
-    tally = Tally(Scale(parts))
+    tally = MetricAccumulator(Scale(parts))
     if group.rank() == 1:
         tally.add("value", total(parts[0].column("value")), parts[0])
         tally.add_loss(torch.tensor(2.0))
@@ -224,13 +224,13 @@ def test_a_rank_that_has_no_output_hears_the_numbers_of_those_that_have(ranks: A
 
 def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
     """Each rank has a metric that the other has not, and in the last step a new one. With how often names were told."""
-    parts, ledger, told = microbatches(), Ledger(), []
+    parts, metric_index, told = microbatches(), MetricIndex(), []
     gather = dist.all_gather_object
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_object", lambda *a, **k: (told.append(1), gather(*a, **k)))
         found = []
         for step in range(4):
-            tally = Tally(Scale(parts), ledger)
+            tally = MetricAccumulator(Scale(parts), metric_index)
             names = [f"of rank {group.rank()}", "of both", *["late"] * (step == 3 and group.rank() == 1)]
             for name in names:
                 tally.add(name, largest(torch.tensor([1.0 + group.rank()] * len(parts[0]))), parts[0])
@@ -250,7 +250,7 @@ def test_names_are_told_once_and_again_when_there_is_a_new_one(ranks: Any) -> No
 def test_no_metric_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """All numbers come to the host together: on a GPU each way to look at one is a synchronisation."""
     parts = microbatches(12)
-    tally, looks = Tally(Scale(parts)), []
+    tally, looks = MetricAccumulator(Scale(parts)), []
     for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
         look = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda self, look=look: (looks.append(1), look(self))[1])
@@ -264,9 +264,9 @@ def test_no_metric_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def many_metrics(group: Any) -> list[dict[str, float]]:
-    parts, ledger, found = microbatches(), Ledger(), []
+    parts, metric_index, found = microbatches(), MetricIndex(), []
     for count in (2, 300, 300, 2):
-        tally = Tally(Scale(parts), ledger)
+        tally = MetricAccumulator(Scale(parts), metric_index)
         for index in range(count):
             tally.add(f"a metric with a long name, number {index}", total(torch.full((), float(index))), parts[0])
         found.append(tally.reduce(group.rank() == 1))
@@ -280,15 +280,15 @@ def test_more_metrics_than_usual_are_reduced_all_the_same(ranks: Any) -> None:
 
 
 def test_a_ledger_forgets_what_it_has_no_room_for() -> None:
-    ledger = Ledger()
+    metric_index = MetricIndex()
     for start in (0, 200):
-        ledger.learn([(str(index), "sum") for index in range(start, start + 200)])
-    assert list(ledger.lines) == [(str(index), "sum") for index in range(200, 400)]
+        metric_index.learn([(str(index), "sum") for index in range(start, start + 200)])
+    assert list(metric_index.lines) == [(str(index), "sum") for index in range(200, 400)]
 
 
 def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refused() -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [0.0]})
-    tally = Tally(Scale([part]))
+    tally = MetricAccumulator(Scale([part]))
     for name, kind in REDUCTIONS.items():
         tally.add(name, kind(torch.ones(3), over="mask"), part)
     found = tally.reduce(True)
@@ -300,7 +300,7 @@ def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refu
 
 def test_weights_that_cancel_still_count() -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"sign": [[0.0, 1.0, -1.0]]})
-    tally = Tally(Scale([part]))
+    tally = MetricAccumulator(Scale([part]))
     values = torch.tensor([5.0, 3.0, 9.0])  # of positions 0 and 1, with weights 1 and -1
     for name, kind in REDUCTIONS.items():
         tally.add(name, kind(values, over="sign"), part)
@@ -311,7 +311,7 @@ def test_weights_that_cancel_still_count() -> None:
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_extreme_that_is_not_a_number_is_not_passed_over(place: int) -> None:
     parts = pack([[1, 2], [1, 2, 3]], budget=3)
-    tally = Tally(Scale(parts))
+    tally = MetricAccumulator(Scale(parts))
     for index, part in enumerate(parts):
         for name in ("max", "min"):
             tally.add(name, REDUCTIONS[name](torch.full((len(part),), float("nan") if index == place else 1.0)), part)

@@ -16,8 +16,8 @@ from postlude import LanguageModel, Layout
 from postlude.data import pack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
-from postlude.hf.reading import adapt
-from postlude.model.parallel import held
+from postlude.hf.read_model import model_from_hf
+from postlude.model.parallel import local_shard
 from postlude.verify.cases import Case
 from tests.engine.training import BUDGET, DAMPED, batch, build, config, optimizer_state, policy, same, train, weights
 from tests.equality import assert_equal
@@ -30,8 +30,8 @@ def few(experts: int) -> Any:
 
 def sizes(engine: Engine) -> set[int]:
     """How many elements this rank holds of each expert matrix."""
-    experts = [part.module for stage in engine.stages.values() for part in stage.apart() if part.experts]
-    return {held(parameter).numel() for module in experts for parameter in module.parameters()}
+    experts = [part.module for stage in engine.stages.values() for part in stage.sharded_separately() if part.experts]
+    return {local_shard(parameter).numel() for module in experts for parameter in module.parameters()}
 
 
 def moved(group: Any, layout: str, other: str, experts: int, directory: str) -> tuple[set[int], Any, Any, bool]:
@@ -98,7 +98,7 @@ FEW = (20, 17, 6)
 def alone(group: Any, model: str, overlap: bool) -> dict[str, torch.Tensor]:
     """The gradients of two batches, in bf16."""
     engine = build("", config(model, num_hidden_layers=1), compute_dtype=torch.bfloat16, overlap=overlap)
-    stored = {name: (parameter, held(parameter).clone()) for name, parameter in engine.parameters.items()}
+    stored = {name: (parameter, local_shard(parameter).clone()) for name, parameter in engine.parameters.items()}
     for seed in (1, 2):
         engine.forward_backward(batch(seed, FEW), policy)
         engine.logprobs(batch(3, FEW))
@@ -117,7 +117,7 @@ def alone(group: Any, model: str, overlap: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_one_rank_alone_adds_gradients_up_in_fp32(ranks: Any, model: str, overlap: bool) -> None:
     """What a model in bf16 gives for each microbatch, cast and added: to the bit, but for norms, which are not cast."""
-    whole = LanguageModel(adapt(config(model, num_hidden_layers=1))[1], dtype=torch.bfloat16)
+    whole = LanguageModel(model_from_hf(config(model, num_hidden_layers=1))[1], dtype=torch.bfloat16)
     expected = {name: torch.zeros(parameter.shape) for name, parameter in whole.named_parameters()}
     for seed in (1, 2):
         given = batch(seed, FEW)

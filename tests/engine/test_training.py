@@ -16,9 +16,9 @@ from transformers import PretrainedConfig
 
 from postlude import Layout
 from postlude.data import Batch, pack, unpack
-from postlude.engine import AdamW, Engine, Schedule
+from postlude.engine import AdamW, Engine, LRSchedule
 from postlude.hf.load import load_model
-from postlude.hf.reading import adapt
+from postlude.hf.read_model import model_from_hf
 from postlude.model import ModelConfig, OutputInputs
 from postlude.model.blocks import MoE, MoEConfig
 from postlude.objectives import Loss
@@ -122,13 +122,13 @@ def test_decay_is_of_matrices_alone(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("schedule", "factors"),
     [
-        (Schedule(), {0: 1.0, 1000: 1.0}),
-        (Schedule(warmup=4), {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0}),
-        (Schedule(shape="linear", warmup=2, steps=12, floor=0.2), {0: 0.5, 1: 1.0, 2: 1.0, 7: 0.6, 12: 0.2, 50: 0.2}),
-        (Schedule(shape="cosine", steps=10), {0: 1.0, 5: 0.5, 10: 0.0, 11: 0.0}),
+        (LRSchedule(), {0: 1.0, 1000: 1.0}),
+        (LRSchedule(warmup=4), {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 99: 1.0}),
+        (LRSchedule(shape="linear", warmup=2, steps=12, floor=0.2), {0: 0.5, 1: 1.0, 2: 1.0, 7: 0.6, 12: 0.2, 50: 0.2}),
+        (LRSchedule(shape="cosine", steps=10), {0: 1.0, 5: 0.5, 10: 0.0, 11: 0.0}),
     ],
 )
-def test_a_schedule_goes_up_and_comes_down(schedule: Schedule, factors: dict[int, float]) -> None:
+def test_a_schedule_goes_up_and_comes_down(schedule: LRSchedule, factors: dict[int, float]) -> None:
     assert {step: schedule.factor(step) for step in factors} == pytest.approx(factors)
 
 
@@ -192,7 +192,7 @@ def test_training_with_evaluation_in_between_equals_training_alone(ranks: Any, l
 
 def measured(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
     engine = build(layout, hf)
-    found = engine.measure(batch(1), policy)
+    found = engine.evaluate_loss(batch(1), policy)
     untouched = all(parameter.grad is None for parameter in engine.parameters.values())
     return found, engine.forward_backward(batch(1), policy), untouched
 
@@ -329,7 +329,7 @@ def read(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, list[Tensor
     logprobs, ids = engine.topk(given, 4)
     cool = engine.logprobs(given, entropy=True, temperature=0.7)
     assert cool.entropy is not None
-    found = engine.evaluate(given, own_values, shifted=False)
+    found = engine.evaluate_tokens(given, own_values, shifted=False)
     return {"logprobs": logprobs, "ids": ids, "cool": cool.logprob, "entropy": cool.entropy, **found}
 
 
@@ -389,7 +389,7 @@ def test_recomputing_changes_neither_loss_nor_gradients(ranks: Any, layout: str,
 
 
 def biased(hf: PretrainedConfig) -> ModelConfig:
-    _, model = adapt(hf)
+    _, model = model_from_hf(hf)
     block = model.blocks["E"]
     assert isinstance(block, MoEConfig)
     changed = dataclasses.replace(block, selection_bias=True, selection_bias_rate=0.01, balance_coefficient=0.0)
@@ -476,6 +476,6 @@ def test_a_selection_bias_moves_by_its_own_rate_alone(ranks: Any, tmp_path: Path
 
 def test_a_selection_bias_rate_needs_a_router_with_a_bias() -> None:
     with pytest.raises(ValueError, match=r"selection_bias_rate is 0.01, but no router of \[\*E\]\{2\} has"):
-        adapt(MOE)[1].with_selection_bias_rate(0.01)
+        model_from_hf(MOE)[1].with_selection_bias_rate(0.01)
     with pytest.raises(ValueError, match="selection_bias_rate is -1, but it must be a number of at least 0"):
-        adapt(BIASED)[1].with_selection_bias_rate(-1.0)
+        model_from_hf(BIASED)[1].with_selection_bias_rate(-1.0)

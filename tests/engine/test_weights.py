@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from postlude import Layout, export_hf
-from postlude.engine.streaming import Interruptible, plan_buckets, plan_pieces
+from postlude.engine.streaming import InterruptibleStream, plan_buckets, plan_tensors
 from postlude.hf.export import hf_tensors
 from postlude.hf.load import check_weights, load_model, load_tokenizer
-from postlude.hf.reading import adapt
+from postlude.hf.read_model import model_from_hf
 from postlude.verify.choices import GRID
 from tests.engine.training import batch, build, config, policy, same, told, train, weights
 from tests.equality import assert_equal, difference
@@ -124,8 +124,8 @@ def test_streamed_weights_are_transformers_own_to_the_bit(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [1, 1000, 10_000, 1 << 30])
 def test_a_bucket_is_never_larger_than_asked_unless_one_tensor_is(name: str, dtype: torch.dtype, limit: int) -> None:
-    family, model = adapt(SOURCES[name])
-    pieces = plan_pieces(model, family)
+    family, model = model_from_hf(SOURCES[name])
+    pieces = plan_tensors(model, family)
     buckets = plan_buckets(pieces, limit, dtype)
     assert [piece for bucket in buckets for piece in bucket] == pieces
     for bucket in buckets:
@@ -152,10 +152,10 @@ def test_gradients_are_zero_before_there_are_any(ranks: Any) -> None:
 def stop_early(group: Any, taken: int) -> int:
     """How many tensors a rank gets of a stream that the first rank leaves after a few."""
     engine = build("tp=2", TIED)
-    pieces = plan_pieces(engine.config, engine.family)
+    pieces = plan_tensors(engine.config, engine.family)
     buckets = plan_buckets(pieces, 300_000, torch.float32)
     assert len(buckets) > 3
-    stream = Interruptible(buckets, engine.tensors, engine.mesh, torch.float32, shared=engine.shared)
+    stream = InterruptibleStream(buckets, engine.tensors, engine.mesh, torch.float32, shared=engine.shared)
     got = len(list(itertools.islice(stream, taken if dist.get_rank() == 0 else None)))
     stream.end()
     dist.barrier()  # nobody is left in the stream
@@ -164,7 +164,7 @@ def stop_early(group: Any, taken: int) -> int:
 
 @pytest.mark.parametrize("taken", [0, 1, 5, 1000])
 def test_a_stream_that_the_first_rank_leaves_ends_everywhere(ranks: Any, taken: int) -> None:
-    count = len(plan_pieces(adapt(TIED)[1], adapt(TIED)[0]))
+    count = len(plan_tensors(model_from_hf(TIED)[1], model_from_hf(TIED)[0]))
     first, other = ranks(2, stop_early, taken)
     assert first == min(taken, count)
     assert first <= other < count if taken < 1000 else other == count
@@ -206,7 +206,7 @@ def test_a_checkpoint_is_a_model_with_its_config_and_tokenizer(ranks: Any, tmp_p
     (expected, again), *_ = ranks(2, save_as_a_model, layout, str(directory))
     assert again
     model = load_model(directory)
-    family, expected = adapt(MOE)[0], dict(sorted(expected.items()))
+    family, expected = model_from_hf(MOE)[0], dict(sorted(expected.items()))
     assert same(dict(sorted(hf_tensors(model, family))), expected)
     assert load_tokenizer(directory).decode([72, 105]) == "Hi"
     assert check_weights(directory) == len(expected)

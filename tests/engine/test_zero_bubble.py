@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from postlude import AdamW, Batch, Engine, Layout, ModelConfig
-from postlude.model.parallel import held
+from postlude.model.parallel import local_shard
 from postlude.objectives import MTP, SFT
-from postlude.pipeline.order import Overlap, zero_bubble
+from postlude.pipeline.schedule import Overlap, zero_bubble
 from postlude.trace.recorder import Recording
 from tests.engine.test_overlap import assert_one, config, gradients
 from tests.meshes import mesh
@@ -35,7 +35,7 @@ def both(group: Any, layout: str, source: ModelConfig, options: dict[str, Any]) 
             first = first or gradients(engine)
             said.append((result.loss, result.metrics, engine.optimizer_step().grad_norm))
             said.append(torch.cat(engine.logprobs(batch).logprob).tolist())
-        found.append((said, first, {name: held(each).clone() for name, each in engine.parameters.items()}))
+        found.append((said, first, {name: local_shard(each).clone() for name, each in engine.parameters.items()}))
     return found
 
 

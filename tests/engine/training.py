@@ -12,18 +12,18 @@ from transformers import PretrainedConfig
 
 from postlude import Layout
 from postlude.data import Batch, pack
-from postlude.engine import AdamW, Engine, Schedule
+from postlude.engine import AdamW, Engine, LRSchedule
 from postlude.engine.scale import Scale
 from postlude.hf.export import hf_tensors
-from postlude.hf.reading import adapt, read_config
-from postlude.hf.source import Source
+from postlude.hf.model_source import Source
+from postlude.hf.read_model import model_from_hf, read_config
 from postlude.model import LanguageModel, OutputInputs
 from postlude.objectives import Loss, Objective, mean
 from tests.meshes import mesh
 
 BUDGET = 32
 LENGTHS = (20, 17, 3, 25, 6, 11, 9, 14, 2, 12)  # four microbatches, whatever the layout
-SCHEDULE = Schedule(shape="cosine", warmup=2, steps=20, floor=0.1)
+SCHEDULE = LRSchedule(shape="cosine", warmup=2, steps=20, floor=0.1)
 ADAMW = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0, schedule=SCHEDULE)
 # A step divides a gradient by its own size. With an eps as large as most gradients here, the rounding of small ones,
 # which is another on every CPU, stays as small in the step.
@@ -64,7 +64,7 @@ def policy(inputs: OutputInputs) -> Loss:
 def unlearnable(inputs: OutputInputs) -> Loss:
     """One token of the whole batch has an infinite gradient."""
     logprob = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
-    spoilt = (inputs.microbatch.places == 7) * torch.tensor(1e38) * 1e38
+    spoilt = (inputs.microbatch.batch_indices == 7) * torch.tensor(1e38) * 1e38
     return Loss(logprob * torch.where(spoilt > 0, spoilt, 1.0))
 
 
@@ -98,7 +98,7 @@ class Plain:
     """What the engine is compared with: a whole model, each microbatch in turn, torch's own optimizer and clipping."""
 
     def __init__(self, hf: PretrainedConfig, optimizer: AdamW = ADAMW, seed: int = 0, value_head: bool = False) -> None:
-        self.family, model = adapt(hf)
+        self.family, model = model_from_hf(hf)
         self.model = LanguageModel(model, value_head=value_head)
         self.model.reset(seed)
         self.config = optimizer

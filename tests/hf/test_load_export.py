@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, LlamaConfig
 
 from postlude import LanguageModel, Stage, export_hf, export_model, load_model, load_tokenizer, pack
-from postlude.hf.card import ModelCard
 from postlude.hf.load import check_weights
-from postlude.hf.reading import read_config, read_generation
-from postlude.hf.renew import renew
+from postlude.hf.model_card import ModelCard
+from postlude.hf.read_model import read_config, read_generation
+from postlude.hf.reload import reload_weights
 from tests.hf.families import CONFIGS, saved
 
 
@@ -54,7 +54,7 @@ def test_a_tied_model_whose_files_hold_another_head_is_refused(tmp_path: Path) -
     assert torch.equal(load_model(tmp_path).embedding.weight, embedding)
     head = embedding + 1.0
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
-    for refusing in (load_model, check_weights, functools.partial(renew, load_model("tiny-dense"))):
+    for refusing in (load_model, check_weights, functools.partial(reload_weights, load_model("tiny-dense"))):
         with pytest.raises(ValueError, match=r'lm_head.weight in the files is not .*set "tie_word_embeddings": false'):
             refusing(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from postlude import load_model, pack, unpack
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import their_tensors
-from postlude.hf.tensors import as_stored
+from postlude.hf.family import map_to_hf
+from postlude.hf.tensor_sources import as_stored
 from tests.equality import TOLERANCE, assert_equal
 from tests.hf.families import CONFIGS, FORWARD_ALONE, saved
 
@@ -56,7 +56,7 @@ def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_
 
     own = dict(ours.named_parameters())
     family = FAMILIES[theirs.config.model_type]
-    wanted = their_tensors(family, ours.config, ((name, parameter.shape) for name, parameter in own.items()))
+    wanted = map_to_hf(family, ours.config, ((name, parameter.shape) for name, parameter in own.items()))
     learned = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     expected_gradients = as_stored(learned, family, wanted)
     for tensor in wanted.values():

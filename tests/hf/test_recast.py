@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 
 from postlude import LanguageModel, ModelConfig, Pattern, Recast, export_hf, export_model, load_model, load_tokenizer
 from postlude.hf.load import check_weights
-from postlude.hf.own import OwnConfig
-from postlude.hf.reading import read_generation, read_model, read_moves
+from postlude.hf.postlude_format import PostludeConfig
+from postlude.hf.read_model import read_generation, read_model, read_recast_plan
 from postlude.model.blocks import (
     BLOCKS,
     BlockConfig,
@@ -82,7 +82,7 @@ def test_another_grouping_holds_the_same_tensors_by_their_places(llama: Path, pa
     assert same(by_place(regrouped), by_place(transformer))
     microbatch = small_microbatch()
     assert torch.equal(regrouped(microbatch), transformer(microbatch))
-    moved = read_moves(Recast(llama, pattern))
+    moved = read_recast_plan(Recast(llama, pattern))
     assert (moved.fresh, moved.dropped) == ((), ())
     assert all(now == before for now, before in moved.kept.items()) == names_stay
 
@@ -167,7 +167,7 @@ class TestReplaced:
         self, llama: Path, pattern: str, blocks: dict, fresh: tuple, dropped: tuple
     ) -> None:
         source = Recast(llama, pattern, blocks)
-        moved = read_moves(source)
+        moved = read_recast_plan(source)
         assert (moved.fresh_parts, moved.dropped_parts) == (fresh, dropped)
         one, same_seed, other = (load_model(source, seed=seed).state_dict() for seed in (1, 1, 2))
         before = load_model(llama).state_dict()
@@ -187,38 +187,38 @@ class TestReplaced:
 
     def test_a_window_changes_no_tensor(self, llama: Path) -> None:
         source = Recast(llama, "[S-][*-]", {"S": WINDOW})
-        moved = read_moves(source)
+        moved = read_recast_plan(source)
         assert (moved.fresh, moved.dropped) == ((), ())
         assert same(load_model(source).state_dict(), load_model(llama).state_dict())
 
     def test_depths_are_added_and_dropped(self, llama: Path, tmp_path: Path) -> None:
         source = Recast(llama, "[*-]{2}/[*-]")
-        moved = read_moves(source)
+        moved = read_recast_plan(source)
         assert (moved.fresh_parts, moved.dropped_parts) == (("mtp.0",), ())
         ahead = load_model(source)
         assert {name for name in ahead.state_dict() if name.startswith("mtp.")} == set(moved.fresh)
         assert torch.equal(ahead(small_microbatch()), load_model(llama)(small_microbatch()))
         own = export_model(ahead, tmp_path / "own")
 
-        more = read_moves(Recast(own, "*-[*-]/*-/*-"))
+        more = read_recast_plan(Recast(own, "*-[*-]/*-/*-"))
         assert (more.fresh_parts, more.dropped_parts) == (("mtp.1",), ())
         assert more.kept["mtp.0.layers.1.mlp.norm.weight"] == "mtp.0.layers.0.mlp.norm.weight"
         two = load_model(Recast(own, "*-[*-]/*-/*-"))
         assert torch.equal(two.state_dict()["mtp.0.proj.weight"], ahead.state_dict()["mtp.0.proj.weight"])
 
-        other = read_moves(Recast(own, "[*-]{2}/[*E]", {"E": MOE}))
+        other = read_recast_plan(Recast(own, "[*-]{2}/[*E]", {"E": MOE}))
         assert (other.fresh_parts, other.dropped_parts) == (("mtp.0.layers.0.moe",), ("mtp.0.layers.0.mlp",))
 
-        none = read_moves(Recast(own, "[*-]{2}"))
+        none = read_recast_plan(Recast(own, "[*-]{2}"))
         assert (none.fresh_parts, none.dropped_parts) == ((), ("mtp.0",))
         assert none.after.family == "llama"
         assert same(load_model(Recast(own, "[*-]{2}")).state_dict(), load_model(llama).state_dict())
 
     def test_repeated_depths_are_one(self) -> None:
         config = small_config("[*-]{2}/[*-]/[*-]", mtp_repeated=True)
-        moved = read_moves(Recast(config, "*-*-/*-"))
+        moved = read_recast_plan(Recast(config, "*-*-/*-"))
         assert (moved.fresh, moved.dropped) == ((), ())
-        assert read_moves(Recast(config, "[*-]{2}")).dropped_parts == ("mtp.0",)
+        assert read_recast_plan(Recast(config, "[*-]{2}")).dropped_parts == ("mtp.0",)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ class TestDirectory:
         ],
     )
     def test_a_description_that_is_none_is_a_sentence(self, tmp_path: Path, change: dict, sentence: str) -> None:
-        described = OwnConfig(read_model(Recast(LLAMA, "*-*-"))[1], torch.float32, BLOCKS).to_json()
+        described = PostludeConfig(read_model(Recast(LLAMA, "*-*-"))[1], torch.float32, BLOCKS).to_json()
         changed = {**described, **change, "config": {**described["config"], **change.get("config", {})}}
         (tmp_path / "postlude.json").write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=f"postlude.json describes no model: .*{sentence}"):
@@ -345,7 +345,7 @@ class TestDirectory:
 def test_every_block_has_usual_sizes_for_a_model_of_any_width(width: int) -> None:
     """Beside a transformer's blocks, and beside none but a state-space model's."""
     for others in ([MLPConfig(intermediate_size=3 * width, norm="post")], [MambaConfig.like(width, ())]):
-        configs = {symbol: block.Config.like(width, others) for symbol, block in BLOCKS.items()}
+        configs = {symbol: block.Config.default_for(width, others) for symbol, block in BLOCKS.items()}
         assert {config.norm for config in configs.values()} == {others[0].norm}
         pattern = Pattern.parse("".join(f"[{symbol}-]" for symbol in BLOCKS if symbol not in TERMINAL) + "E")
         with torch.device("meta"):

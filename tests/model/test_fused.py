@@ -16,8 +16,9 @@ from torch import Tensor
 
 from postlude import LanguageModel
 from postlude.model.blocks import AttentionConfig
-from postlude.model.schedule_plan import in_turn
-from postlude.ops import gating, linear, norm, rotary
+from postlude.model.schedule_plan import interleave
+from postlude.ops import activation as gating
+from postlude.ops import linear, norm, rotary
 from tests.equality import assert_equal
 from tests.model.small import small_config, small_microbatch
 
@@ -98,12 +99,12 @@ def losses_and_gradients(recompute: Any = "none", *, plan: bool = False, total: 
     model = LanguageModel(CONFIG, recompute=recompute)
     for parameter in model.parameters() if total else ():
         parameter.grad = torch.zeros_like(parameter)
-        parameter.gradient_total = parameter.grad
+        parameter.main_grad = parameter.grad
     microbatch = small_microbatch(5, 1, 8, 3)
     if plan:
         made = model.build_schedule_plan(microbatch, targets=True)
-        losses = in_turn(made.forward_moves())[0]
-        in_turn(made.backward_moves(losses.sum()))
+        losses = interleave(made.forward_steps())[0]
+        interleave(made.backward_steps(losses.sum()))
     else:
         losses = model(microbatch, targets=True)
         losses.sum().backward()

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from postlude import LanguageModel, Layout, ModelConfig, pack
+from postlude.generate.generator import Generator
+from postlude.generate.sampling_params import SamplingParams
 from postlude.model.blocks import GatedDeltaConfig
-from postlude.rollout.generator import Generator
-from postlude.rollout.sampling import Sampling
 from postlude.verify.cases import Case
 from tests.equality import assert_equal
+from tests.generate.test_generator import prompts, teacher_forced, tokens
 from tests.meshes import verify
 from tests.model.small import assert_packed_equals_alone, sequences, small_config
-from tests.rollout.test_generator import prompts, teacher_forced, tokens
 
 LENGTHS = (9, 1, 14, 2, 3, 30)
 KINDS = {
@@ -87,7 +87,7 @@ def test_recomputing_in_a_layout_gives_the_same(ranks: Any, recompute: Any) -> N
 def test_a_layout_that_cannot_share_the_heads_is_refused(layout: str, best: int) -> None:
     parsed = Layout.parse(layout)
     with pytest.raises(ValueError, match=f"tp={parsed.tp}, cp={parsed.cp} cannot share: .*Use tp · cp = {best}"):
-        config("shared", "G").fits(parsed)
+        config("shared", "G").check_layout(parsed)
 
 
 def test_a_model_made_in_bf16_keeps_its_decays_in_fp32() -> None:
@@ -105,7 +105,7 @@ def test_answers_agree_with_a_forward_of_the_whole(kind: str) -> None:
     """Several answers a prompt, so that states are copied; in little room, so that answers leave and come back."""
     model = LanguageModel(config(kind))
     asked = prompts(model.config.vocab_size)
-    sampling = Sampling(max_new_tokens=20, seed=5)
+    sampling = SamplingParams(max_new_tokens=20, seed=5)
     roomy = Generator(model).generate(asked, sampling, n=3)
     for completion, logprobs in zip(
         (one for group in roomy for one in group), teacher_forced(model, asked, roomy), strict=True

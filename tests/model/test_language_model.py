@@ -203,7 +203,7 @@ def test_an_output_gate_that_is_open_or_half_open() -> None:
 def test_a_stage_between_others_has_layers() -> None:
     config = small_config("[*-]||[*-]|[*-]")
     with pytest.raises(PatternError, match=r"stage 2 of pp·vpp = 4 has no layer, and so nothing to run. Move a cut"):
-        config.fits(Layout(pp=2, vpp=2))
+        config.check_layout(Layout(pp=2, vpp=2))
     ends = small_config("|[*-]|[*-]|")
-    ends.fits(Layout(pp=2, vpp=2))
+    ends.check_layout(Layout(pp=2, vpp=2))
     assert all(list(LanguageModel(ends, stage=Stage(index, 4)).parameters()) for index in range(4))

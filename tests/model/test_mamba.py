@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from postlude import LanguageModel, Layout, ModelConfig, load_model, pack
+from postlude.generate.generator import Generator
+from postlude.generate.sampling_params import SamplingParams
 from postlude.model.blocks import MambaConfig
-from postlude.rollout.generator import Generator
-from postlude.rollout.sampling import Sampling
 from postlude.verify.cases import Case
 from tests.equality import assert_equal
+from tests.generate.test_generator import teacher_forced
 from tests.meshes import mesh, verify
 from tests.model.small import assert_packed_equals_alone, sequences, small_config
-from tests.rollout.test_generator import teacher_forced
 
 LENGTHS = (9, 1, 14, 2, 3, 30)
 SIZES: dict[str, Any] = {"heads": 8, "head_dim": 3, "state_size": 4, "chunk": 5, "time_step_start": (0.2, 1.0)}
@@ -86,7 +86,7 @@ def test_recomputing_in_a_layout_gives_the_same(ranks: Any, recompute: Any) -> N
 def test_a_layout_that_cannot_share_the_heads_is_refused(layout: str, offered: str) -> None:
     parsed = Layout.parse(layout)
     with pytest.raises(ValueError, match=f"mamba has 8 heads in 4 groups.*Use {offered}.") as error:
-        config("groups", "M").fits(parsed)
+        config("groups", "M").check_layout(parsed)
     assert f"tp={parsed.tp}, cp={parsed.cp} cannot share" in str(error.value)
 
 
@@ -112,7 +112,7 @@ def model(request: Any) -> LanguageModel:
 @pytest.mark.slow
 def test_token_by_token_equals_the_whole(model: LanguageModel, limits: dict[str, int]) -> None:
     asked = [each.tolist() for each in sequences(7, 1, 13, 2)]
-    sampling = [Sampling(max_new_tokens=5 + 4 * place, seed=5) for place in range(4)]
+    sampling = [SamplingParams(max_new_tokens=5 + 4 * place, seed=5) for place in range(4)]
     answered = Generator(model, **limits).generate(asked, sampling, n=3)
     assert len({tuple(one.tokens) for group in answered for one in group}) == 12
     expected = teacher_forced(model, asked, answered)
@@ -124,7 +124,7 @@ def generated(group: Any, source: ModelConfig, layout: Layout) -> list[list[int]
     """Greedy answers, three at a time: with two ranks there is padding beside them."""
     model = load_model(source, mesh=mesh(layout))
     asked = [each.tolist() for each in sequences(7, 1, 13, 2, 5)]
-    completions = Generator(model, max_sequences=3).generate(asked, Sampling(max_new_tokens=9, temperature=0.0))
+    completions = Generator(model, max_sequences=3).generate(asked, SamplingParams(max_new_tokens=9, temperature=0.0))
     return [one.tokens for (one,) in completions]
 
 

@@ -23,7 +23,7 @@ HIDDEN = 16
 
 def block(**settings) -> MoE:
     config = MoEConfig(experts=8, top_k=2, intermediate_size=12, **settings)
-    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe", Mesh.alone())
+    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe", Mesh.single_rank())
     moe.norm = nn.Identity()  # theirs have the norm outside
     return moe
 
@@ -95,7 +95,7 @@ def test_sigmoid_scores_groups_bias_and_shared_experts_equal_deepseek_v3(normali
         router_fp32=True,
         shared_intermediate_size=24,
     )
-    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe", Mesh.alone())
+    moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe", Mesh.single_rank())
     moe.norm = nn.Identity()
     copy_experts(moe, theirs)
     copy_shared(moe, theirs.shared_experts)
@@ -217,16 +217,16 @@ def test_selection_bias_moves_towards_even_load_and_changes_no_weight() -> None:
     (first,) = moe.count(moe.choose(scores), ForwardContext(microbatch))
     assert torch.equal(moe.load, first.float())
     before = moe.selection_bias.clone()
-    moe.after_step()
+    moe.after_optimizer_step()
     assert torch.equal(moe.selection_bias - before, 0.002 * torch.sign(first.float().mean() - first))
     for _ in range(400):
-        for counted in moe.counted():
+        for counted in moe.count_buffers():
             counted.zero_()
         moe.count(moe.choose(scores), ForwardContext(microbatch))
-        moe.after_step()
+        moe.after_optimizer_step()
     last = torch.bincount(moe.choose(scores).flatten(), minlength=8).float()
     assert last.std() < 0.25 * first.float().std()
-    assert not list(block().counted())
+    assert not list(block().count_buffers())
 
 
 @pytest.mark.parametrize(

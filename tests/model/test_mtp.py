@@ -127,7 +127,7 @@ def test_losses_counts_and_gradients_equal_a_naive_model(depths: int, tied: bool
 
 
 def _at(microbatch: Microbatch, depth: int) -> Microbatch:
-    return microbatch.ahead[depth - 1] if depth else microbatch
+    return microbatch.mtp_microbatches[depth - 1] if depth else microbatch
 
 
 def test_tokens_targets_and_columns_are_shifted_within_their_sequences() -> None:
@@ -135,12 +135,12 @@ def test_tokens_targets_and_columns_are_shifted_within_their_sequences() -> None
     (microbatch,) = pack(
         batch, budget=64, columns={"mask": [torch.arange(1.0, 5), torch.ones(1), torch.arange(5.0, 8)]}, depths=2
     )
-    first, second = microbatch.ahead
+    first, second = microbatch.mtp_microbatches
     a, c = batch[0].tolist(), batch[2].tolist()
     assert first.tokens.tolist() == [a[1], a[2], a[3], 0, 0, c[1], c[2], 0]
     assert first.targets.tolist() == [a[2], a[3], IGNORE, IGNORE, IGNORE, c[2], IGNORE, IGNORE]
     assert first.columns["mask"].tolist() == [3, 4, 0, 0, 0, 7, 0, 0]
-    assert (first.places >= 0).tolist() == [True, True, True, False, False, True, True, False]
+    assert (first.batch_indices >= 0).tolist() == [True, True, True, False, False, True, True, False]
     assert second.tokens.tolist() == [a[2], a[3], 0, 0, 0, c[2], 0, 0]
     assert second.targets.tolist() == [a[3]] + [IGNORE] * 7
     assert (first.target_count, second.target_count, first.padding, second.padding) == (3, 1, 3, 5)

@@ -217,7 +217,7 @@ def test_an_empty_microbatch_weighs_nothing() -> None:
     full = small_microbatch()
     empty = Microbatch(
         tokens=full.tokens[:0],
-        places=full.places[:0],
+        batch_indices=full.batch_indices[:0],
         packing=type(full.packing).from_lengths(()),
         positions=full.positions[:0],
         targets=full.targets[:0],

@@ -89,10 +89,10 @@ def test_own_choice_replayed_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     own = own_choices(moe, microbatch(), monkeypatch)
     expected = learned(moe, microbatch())
     assert_same(learned(moe, microbatch(own.short())), expected)
-    (changed, given) = moe.blocks[1].measured()["routing/changed"]
+    (changed, given) = moe.blocks[1].metrics()["routing/changed"]
     assert (changed, given) == (0, TOKENS * 2)
     assert_same(learned(moe, microbatch(torch.full_like(own, -1))), expected)
-    assert moe.blocks[1].measured()["routing/changed"] == (0, 0)
+    assert moe.blocks[1].metrics()["routing/changed"] == (0, 0)
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -121,7 +121,7 @@ def test_recomputed_it_is_the_same_and_counted_once(recompute: Any) -> None:
     plain, again = model(), model(recompute=recompute)
     assert_same(learned(again, microbatch(routing)), learned(plain, microbatch(routing)))
     for one, other in zip(plain.blocks, again.blocks, strict=True):
-        assert one.measured() == other.measured()
+        assert one.metrics() == other.metrics()
 
 
 def test_depths_choose_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_depths_choose_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = MTP(objective=SFT())
     own = own_choices(ahead, microbatch(depths=1), monkeypatch)
     assert_same(learned(ahead, microbatch(own, depths=1), objective), learned(ahead, microbatch(depths=1), objective))
-    assert [bool(block.measured()) for block in ahead.blocks] == [False, True, False, False]
+    assert [bool(block.metrics()) for block in ahead.blocks] == [False, True, False, False]
 
 
 def test_the_share_that_changed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +141,11 @@ def test_the_share_that_changed_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
         routing[token, 0, 0] = next(each for each in range(5) if each not in routing[token, 0])
     routing[9:] = -1
     learned(moe, microbatch(routing))
-    assert moe.blocks[1].measured()["routing/changed"] == (2, 18)
-    assert moe.blocks[1].measured() == {}
+    assert moe.blocks[1].metrics()["routing/changed"] == (2, 18)
+    assert moe.blocks[1].metrics() == {}
     with torch.no_grad():
         moe.eval()(microbatch(routing))
-    assert moe.blocks[1].measured() == {}
+    assert moe.blocks[1].metrics() == {}
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from postlude import LanguageModel, Microbatch, OutputInputs, pack
-from postlude.model import Asks
+from postlude.model import MTPOptions
 from postlude.model.blocks import BLOCKS, MoE, MoEConfig
 from postlude.model.context import ForwardContext
-from postlude.model.schedule_plan import Crossing, in_turn
+from postlude.model.schedule_plan import AsyncExchange, interleave
 from postlude.model.steps import Step, exchange
-from postlude.ops.linear import Later, linear, make_gradients, putting_off
+from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad, linear
 from postlude.trace.recorder import Recorder
 from tests.model.small import sequences, small_config
 
@@ -31,9 +31,9 @@ def batch(depths: int = 0) -> list[Microbatch]:
 
 @dataclass(frozen=True)
 class Processor:
-    """Asks for depths, where there are some, and says so beforehand or not."""
+    """MTPOptions for depths, where there are some, and says so beforehand or not."""
 
-    asks: Asks | None = field(default_factory=Asks)
+    mtp_options: MTPOptions | None = field(default_factory=MTPOptions)
     stop_trunk: bool = False
     stop_head: bool = False
 
@@ -73,9 +73,9 @@ def planned(model: LanguageModel, microbatches: list[Microbatch], processor: Pro
     backwards: list[Any] = []
     for microbatch in microbatches:
         plan = model.build_schedule_plan(microbatch, output_processor=processor, output_processor_context=0.1)
-        results.append(in_turn(plan.forward_moves(), *backwards)[0])
-        backwards = [plan.backward_moves(results[-1]["loss"])]
-    in_turn(*backwards)
+        results.append(interleave(plan.forward_steps(), *backwards)[0])
+        backwards = [plan.backward_steps(results[-1]["loss"])]
+    interleave(*backwards)
     return results
 
 
@@ -86,12 +86,12 @@ def put_off(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
     results = [plan.forward() for plan in plans]
     told: list[list[Any]] = [[], []]
     for plan, result in zip(plans, results, strict=True):
-        in_turn(plan.backward_moves(result["loss"], complete=told[0].append, weights=False))
+        interleave(plan.backward_steps(result["loss"], complete=told[0].append, weights=False))
     products = [name for name, each in model.named_parameters() if "attention" in name and each.ndim == 2]
     assert products
     assert all(gradients(model)[name] is None for name in products)
     for plan in plans:
-        plan.make_weights(told[1].append)
+        plan.flush_wgrads(told[1].append)
     assert told[0] == told[1]
     assert told[0][-1] is model
     assert all(not plan.later for plan in plans)
@@ -131,7 +131,7 @@ def test_weights_that_come_after_all_else_get_the_same(pattern: str, recompute: 
 
 
 @pytest.mark.parametrize("recompute", ["none", *(pytest.param(each, marks=pytest.mark.thorough) for each in AGAIN)])
-@pytest.mark.parametrize("asked", [Processor(), Processor(asks=None)], ids=["said", "not said"])
+@pytest.mark.parametrize("asked", [Processor(), Processor(mtp_options=None)], ids=["said", "not said"])
 def test_one_depth_used_again_has_one_gradient(asked: Processor, recompute: Any) -> None:
     config = small_config("[*-]/[*-][*E]/[*-][*E]/[*-][*E]", mtp_repeated=True)
     one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
@@ -158,8 +158,8 @@ def test_a_layer_used_again_is_done_once_and_after_all_its_uses() -> None:
     "asked",
     [
         Processor(),
-        pytest.param(Processor(asks=None), marks=pytest.mark.thorough),
-        Processor(Asks(stop_trunk=True), stop_trunk=True),
+        pytest.param(Processor(mtp_options=None), marks=pytest.mark.thorough),
+        Processor(MTPOptions(stop_trunk=True), stop_trunk=True),
         pytest.param(Processor(stop_head=True), marks=pytest.mark.thorough),
     ],
     ids=["said", "not said", "stop_trunk", "stop_head"],
@@ -172,20 +172,22 @@ def test_depths_are_what_they_are_at_once(asked: Processor, recompute: Any) -> N
 
 def exchanges(model: LanguageModel, processor: Any) -> list[str]:
     plan = model.build_schedule_plan(batch(2)[0], output_processor=processor, output_processor_context=0.1)
-    return [part.name for part in plan.parts if isinstance(part, Crossing)]
+    return [part.name for part in plan.parts if isinstance(part, AsyncExchange)]
 
 
 def test_exchanges_of_depths_are_those_of_a_plan_if_the_processor_says_that_it_asks() -> None:
     model = LanguageModel(small_config("[*E]/[*E]"), blocks={**BLOCKS, "E": FarMoE})
     own = ["layers.0 moe.dispatch", "layers.0 moe.combine"]
     assert exchanges(model, processor) == [*own, "mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"]
-    assert exchanges(model, Processor(asks=None)) == own
+    assert exchanges(model, Processor(mtp_options=None)) == own
     again = LanguageModel(small_config("[*E]/[*E]/[*E]", mtp_repeated=True), blocks={**BLOCKS, "E": FarMoE})
     assert exchanges(again, processor) == [*own, *["mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"] * 2]
 
 
 def test_a_processor_that_asks_otherwise_than_it_says_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"asks for depths with stop_trunk=True, but its `asks` says stop_trunk=False"):
+    with pytest.raises(
+        ValueError, match=r"asks for depths with stop_trunk=True, but its `mtp_options` says stop_trunk=False"
+    ):
         planned(LanguageModel(small_config("[*-]/[*-]")), batch(1), Processor(stop_trunk=True))
 
 
@@ -230,7 +232,7 @@ class Heard(Recorder):
     microbatch: int = 0
 
     @contextlib.contextmanager
-    def during(self, kind: str, name: str) -> Iterator[None]:
+    def span(self, kind: str, name: str) -> Iterator[None]:
         self.log.append((self.microbatch, kind, name))
         yield
 
@@ -296,7 +298,7 @@ def test_every_exchange_is_under_way_while_the_other_computes(pattern: str, repe
     ]
     results = [plans[0].forward()]
     log.clear()
-    results.append(in_turn(plans[1].forward_moves(), plans[0].backward_moves(results[0]["loss"]))[0])
+    results.append(interleave(plans[1].forward_steps(), plans[0].backward_steps(results[0]["loss"]))[0])
     found, log = log.copy(), []
     plans[1].backward(results[1]["loss"])
     assert_alike(one, other, at_once(one, [first, second]), results)
@@ -365,19 +367,19 @@ def test_a_gradient_that_was_put_off_is_the_same_to_the_bit(dtype: torch.dtype, 
     tensors = [leaf(13, 7), leaf(5, 7), *([leaf(5)] if bias else [])]
     upstream = torch.randn(13, 5, generator=generator).to(dtype)
     expected = torch.autograd.grad(linear(*tensors), tensors, upstream)
-    later: Later = []
-    with putting_off(later):
+    later: DeferredWgrads = []
+    with defer_wgrad(later):
         product = linear(*tensors)
     product.backward(upstream)
     assert tensors[1].grad is None
     assert len(later) == 1
-    make_gradients(later)
+    flush_wgrad(later)
     for tensor, gradient in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.grad, gradient)
 
 
 def test_a_frozen_weight_has_nothing_to_put_off() -> None:
-    later: Later = []
-    with putting_off(later):
+    later: DeferredWgrads = []
+    with defer_wgrad(later):
         linear(torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)).sum().backward()
     assert not later

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from postlude import AdamW, Engine, Layout, Loss, OutputInputs
-from postlude.world.last_words import RankError
+from postlude.world.failure_report import RankError
 from postlude.world.launcher import launch
 from tests.engine.training import batch, config
 

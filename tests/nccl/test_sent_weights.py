@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from postlude.rollout.servers.channel import send
-from postlude.rollout.servers.nccl import FLOAT32, SUM, UINT8, Config, NCCLOffer, UniqueId, check, library
+from postlude.serving.weights.channel import send
+from postlude.serving.weights.nccl import FLOAT32, SUM, UINT8, Config, NCCLRendezvous, UniqueId, check, library
 from tests.conftest import SERVER
 
 SIZES = (1, 1 << 20, 3_000_001)
@@ -43,7 +43,7 @@ def test_bytes_arrive_in_another_process(monkeypatch) -> None:
     for name, value in {**ALONE_ON_A_HOST, "NCCL_HOSTID": "sender"}.items():
         monkeypatch.setenv(name, value)
     device = torch.device("cuda", 0)
-    offer = NCCLOffer(2, device)
+    offer = NCCLRendezvous(2, device)
     ours, theirs = SERVER.Pipe()
     process = SERVER.Process(target=receive, args=(offer.info["nccl_unique_id_b64"], theirs), daemon=True)
     process.start()

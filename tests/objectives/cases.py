@@ -100,7 +100,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "DPO": {},
         "beta": {"beta": 0.5},
         "label smoothing": {"label_smoothing": 0.2},
-        "IPO": {"form": "ipo"},
+        "IPO": {"loss_type": "ipo"},
         "length normalised": {"length_normalised": True},
         "SimPO": {"reference": False, "length_normalised": True, "beta": 2.0, "margin": 0.5},
         "margin": {"margin": 0.5},

@@ -79,7 +79,7 @@ def preference(
     model: LanguageModel,
     batch: Batch,
     *,
-    form: str = "sigmoid",
+    loss_type: str = "sigmoid",
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     length_normalised: bool = False,
@@ -96,7 +96,7 @@ def preference(
     losses = []
     for chosen in range(0, len(answers), 2):
         difference = gains[chosen] - gains[chosen + 1]
-        if form == "ipo":
+        if loss_type == "ipo":
             loss = (difference - 1 / (2 * beta)) ** 2
         else:
             right = torch.sigmoid(beta * difference - margin)
@@ -198,7 +198,7 @@ def policy_with_metrics(  # noqa: PLR0912
                 "clipped_high": float(advantage > 0 and r > 1 + clip_high),
                 "clipped_dual": float(dual_clip is not None and advantage < 0 and r > dual_clip),
                 "rollout_kl": math.exp(gap) - 1 - gap,
-                "rollout_gap_max": abs(gap),
+                "rollout_logprob_diff_max": abs(gap),
                 "correction": share,
                 "corrected": float(abs(share - math.exp(gap)) > 1e-6),
             }

@@ -14,8 +14,8 @@ from postlude import LanguageModel, Layout
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.hf.builtin import tiny_dense
-from postlude.hf.reading import adapt
-from postlude.model.parallel import held, region
+from postlude.hf.read_model import model_from_hf
+from postlude.model.parallel import local_shard, region
 from postlude.objectives import PolicyGradient
 from tests.conftest import Ranks
 from tests.equality import TOLERANCE, assert_equal, difference
@@ -52,7 +52,7 @@ def tiny() -> Any:
 
 @functools.cache
 def one_rank() -> tuple[LanguageModel, Batch]:
-    model = with_critic(adapt(tiny())[1])
+    model = with_critic(model_from_hf(tiny())[1])
     return model, batch_for(model)
 
 
@@ -62,7 +62,7 @@ def engine_of(layout: str) -> Engine:
     engine = Engine(tiny(), mesh=mesh(Layout.parse(layout)), budget=48, critic=True)
     critic, whole = engine.parameters.get("value_head.weight"), one_rank()[0].value_head
     if critic is not None and whole is not None:
-        held(critic).copy_(whole.weight.detach()[region(critic)])
+        local_shard(critic).copy_(whole.weight.detach()[region(critic)])
     return engine
 
 
@@ -82,7 +82,7 @@ def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict
     off = {"loss": difference(torch.tensor(result.loss), expected.detach())}
     for parameter, tensor in engine.parameters.items():
         assert tensor.grad is not None, parameter
-        found, whole = held(tensor.grad), wanted[parameter]
+        found, whole = local_shard(tensor.grad), wanted[parameter]
         if whole is None:
             off[parameter] = float(found.abs().sum())
         else:

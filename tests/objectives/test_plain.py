@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude import LanguageModel
 from postlude.data import Batch, pack
-from postlude.engine.scale import Scale, Tally
+from postlude.engine.scale import MetricAccumulator, Scale
 from postlude.objectives import Objective, PolicyGradient, ReferenceKL, RolloutCorrection
 from tests.equality import assert_equal, difference
 from tests.model.small import small_config
@@ -31,7 +31,7 @@ def run(model: LanguageModel, batch: Batch, objective: Objective, budget: int) -
     """What the engine does on one rank."""
     microbatches = pack(batch.sequences, budget=budget, columns=batch.columns)
     scale = Scale(microbatches)
-    tally = Tally(scale)
+    tally = MetricAccumulator(scale)
     losses = []
     for microbatch in microbatches:
         loss = model(microbatch, output_processor=lambda inputs, _: objective(inputs))

@@ -23,7 +23,7 @@ from postlude.objectives import (
     load_objective,
     weights,
 )
-from postlude.objectives.divergence import estimate
+from postlude.objectives.kl import estimate
 from tests.model.small import sequences, small_config, small_model
 
 
@@ -32,10 +32,10 @@ from tests.model.small import sequences, small_config, small_model
     [
         (lambda: SFT(over="sequences"), "this loss has a value for each token"),
         (lambda: SFT(z_loss=-1.0), "z_loss is -1"),
-        (lambda: Preference(form="hinge"), "form is 'hinge', but the choices are 'sigmoid', 'ipo'"),
+        (lambda: Preference(loss_type="hinge"), "loss_type is 'hinge', but the choices are 'sigmoid', 'ipo'"),
         (lambda: Preference(beta=0.0), "beta is 0, but it must be a number above 0"),
         (lambda: Preference(label_smoothing=0.5), "Swap the answers"),
-        (lambda: Preference(form="ipo", margin=1.0), "a margin of its own"),
+        (lambda: Preference(loss_type="ipo", margin=1.0), "a margin of its own"),
         (lambda: PolicyGradient(surrogate="trpo"), "'clip', 'cispo', 'reinforce'"),
         (lambda: PolicyGradient(ratio="none"), "'token', 'sequence', 'on_policy'"),
         (lambda: PolicyGradient(clip_low=1.5), "a ratio is never below 0"),

@@ -6,10 +6,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from postlude.ops.adamw import Eight, Place, Rates, adamw_step, now_at, widened_first, widened_second
+from postlude.ops.adamw import (
+    AdamWHyperparameters,
+    QuantizedMoment,
+    TensorSlice,
+    adamw_step,
+    bias_corrections,
+    widened_first,
+    widened_second,
+)
 from tests.ops.test_adamw import DEVICE, normal, start
 
-RATES = Rates(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay=0.1)
+RATES = AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay=0.1)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
@@ -22,12 +30,12 @@ def test_the_kernel_is_the_reference(weights: str, moments: str) -> None:
     gradients[1][:, 0] = 0.0
     states = {backend: start(weight, weights=weights, moments=moments) for backend in ("torch", "triton")}
     for number, gradient in enumerate(gradients, start=1):
-        now = now_at(torch.tensor([float(number)], device=DEVICE), RATES)[0]
+        now = bias_corrections(torch.tensor([float(number)], device=DEVICE), RATES)[0]
         for backend, state in states.items():
             scale = torch.tensor([0.5, float(number != 2)], device=DEVICE)
             adamw_step(
                 state["weight"], gradient, state["first"], state["second"], now, RATES,
-                low=state["low"], scale=scale, key=0x9ABCDEF0, place=Place.of(region, shape), backend=backend,
+                low=state["low"], scale=scale, key=0x9ABCDEF0, place=TensorSlice.of(region, shape), backend=backend,
             )  # fmt: skip
     one, other = states["torch"], states["triton"]
     if weights == "rounded":
@@ -37,7 +45,7 @@ def test_the_kernel_is_the_reference(weights: str, moments: str) -> None:
         torch.testing.assert_close(other["weight"], one["weight"], rtol=1e-5, atol=1e-6)
     for name, widened in (("first", widened_first), ("second", widened_second)):
         found, expected = other[name], one[name]
-        if isinstance(found, Eight):
+        if isinstance(found, QuantizedMoment):
             torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0.0)
             assert (found.codes != expected.codes).float().mean() < 0.01
             found, expected = (widened(each.codes.view(-1, 136), each.scales.view(-1, 3)) for each in (found, expected))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from postlude.model.recompute import recomputed
-from postlude.ops import attention_triton
 from postlude.ops.attention import Scores
-from postlude.ops.attention_triton import Tile, Tiles, triton_attention
+from postlude.ops.kernels import attention as attention_kernels
+from postlude.ops.kernels.attention import Tile, Tiles, triton_attention
 from postlude.ops.packing import Packing
 from tests.ops.test_attention import LENGTHS, PARTS, assert_alike, dense, tensors
 
@@ -94,9 +94,9 @@ def test_selective_recompute_keeps_what_attention_gave(monkeypatch: pytest.Monke
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     inputs = tensors(2, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)[:3]
     calls = []
-    launch = attention_triton._launch_forward
+    launch = attention_kernels._launch_forward
     monkeypatch.setattr(
-        attention_triton, "_launch_forward", lambda *given, **how: calls.append(how) or launch(*given, **how)
+        attention_kernels, "_launch_forward", lambda *given, **how: calls.append(how) or launch(*given, **how)
     )
 
     def work(query, key, value):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops.gating import gated, gated_linear
-from postlude.ops.linear import make_gradients, putting_off
-from postlude.ops.norm import rms_norm, rms_norm_beside
+from postlude.ops.activation import gated_activation, gated_linear
+from postlude.ops.linear import defer_wgrad, flush_wgrad
+from postlude.ops.norm import rms_norm, rms_norm_with_residual
 from postlude.ops.rotary import HeadNorms, RotaryConfig, rotary_table, rotate_heads
 from tests.equality import assert_equal
 
@@ -63,7 +63,7 @@ def test_norm(shape, offset: float) -> None:
             tolerance,
         )
         compare(
-            lambda x, w: rms_norm_beside(x * 1, w, EPS, offset, backend="triton"),
+            lambda x, w: rms_norm_with_residual(x * 1, w, EPS, offset, backend="triton"),
             lambda x, w: [x, rms_norm(x, w, EPS, offset, backend="torch")],
             [vectors, weight],
             tolerance,
@@ -93,16 +93,16 @@ def test_weights_whose_gradients_are_added_up() -> None:
     exact = [weight.detach().float().requires_grad_() for weight in weights]
     run("torch", exact)
     for weight in weights:
-        weight.gradient_total = torch.ones(16, device=DEVICE)
+        weight.main_grad = torch.ones(16, device=DEVICE)
     run("triton", weights)
     for weight, wanted in zip(weights, exact, strict=True):
         assert weight.grad is None
-        assert_equal(weight.gradient_total - 1, wanted.grad)
+        assert_equal(weight.main_grad - 1, wanted.grad)
 
 
 def test_norm_beside_when_one_of_both_is_not_used() -> None:
     vectors, weight = drawn(5, 24, seed=0, dtype=torch.float32), drawn(24, seed=1, dtype=torch.float32)
-    same, normed = rms_norm_beside(vectors * 1, weight, EPS, backend="triton")
+    same, normed = rms_norm_with_residual(vectors * 1, weight, EPS, backend="triton")
     (alone,) = torch.autograd.grad(same.square().sum(), vectors, retain_graph=True)
     assert torch.equal(alone, 2 * vectors)
     found = torch.autograd.grad(normed.square().sum(), vectors)[0]
@@ -122,8 +122,8 @@ def test_gated(shape, activation: str, dtype: torch.dtype) -> None:
     gate, up = (drawn(*shape, seed=seed, dtype=dtype, scale=2.0) for seed in (0, 1))
     for left in (gate, None):
         compare(
-            lambda g, u: [gated(g, u, activation, backend="triton")],
-            lambda g, u: [gated(g, u, activation, backend="torch")],
+            lambda g, u: [gated_activation(g, u, activation, backend="triton")],
+            lambda g, u: [gated_activation(g, u, activation, backend="torch")],
             [left, up],
             TOLERANCES[dtype],
         )
@@ -138,11 +138,11 @@ def test_product_of_gated(put: bool, dtype: torch.dtype) -> None:
 
     def run(given: list[Tensor | None], backend: str, later: list | None) -> list[Tensor | None]:
         used = [None if each is None else each.detach().requires_grad_() for each in given]
-        with putting_off(later):
+        with defer_wgrad(later):
             gate, up, *rest = used
             product = gated_linear(gate, up, "silu", *rest, backend=backend)
         product.backward(torch.linspace(-1, 1, product.numel()).view(product.shape).to(product))
-        make_gradients(later or [])
+        flush_wgrad(later or [])
         return [product, *(None if each is None else each.grad for each in used)]
 
     # Features and their gradients are rounded on the way to and from a product of 48.
@@ -157,8 +157,8 @@ def test_product_of_gated(put: bool, dtype: torch.dtype) -> None:
 
 def test_gated_parts_of_one_product() -> None:
     both = drawn(6, 96, seed=0, dtype=torch.float32)
-    found = torch.autograd.grad(gated(*both.chunk(2, -1), "silu", backend="triton").sum(), both)[0]
-    wanted = torch.autograd.grad(gated(*both.chunk(2, -1), "silu", backend="torch").sum(), both)[0]
+    found = torch.autograd.grad(gated_activation(*both.chunk(2, -1), "silu", backend="triton").sum(), both)[0]
+    wanted = torch.autograd.grad(gated_activation(*both.chunk(2, -1), "silu", backend="torch").sum(), both)[0]
     assert_equal(found, wanted)
 
 

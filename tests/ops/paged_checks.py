@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from postlude.ops import paged_attention
-from postlude.ops.attention import Scores, per_sequence_attention
+from postlude.ops.attention import Scores, reference_attention
 from postlude.ops.packing import Packing
-from postlude.ops.paged_attention import PAGE, attend_pages, new_store
+from postlude.ops.paged_attention import PAGE_SIZE, attend_pages, new_page_store
 from tests.equality import assert_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENGTHS = (5, 0, PAGE + 1, 2 * PAGE, 1)
+LENGTHS = (5, 0, PAGE_SIZE + 1, 2 * PAGE_SIZE, 1)
 SCORES = {
     "plain": Scores(scale=0.3),
     "window": Scores(scale=0.3, window=70),
@@ -31,12 +31,12 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def paged(wholes: list[Tensor], heads: int, width: int, seed: int = 3) -> tuple[Tensor, Tensor]:
     """Keys of sequences, [length, heads, width] each, in pages of a store in any order, and the table."""
-    store = new_store(16, heads, width, torch.float32, torch.device(DEVICE))
+    store = new_page_store(16, heads, width, torch.float32, torch.device(DEVICE))
     store.copy_(normal(*store.shape, seed=9))  # what lies past an end is not zero
     order = torch.randperm(16, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.zeros(len(wholes), 3, dtype=torch.int32)
     for row, whole in enumerate(wholes):
-        for number, piece in enumerate(whole.split(PAGE) if len(whole) else ()):
+        for number, piece in enumerate(whole.split(PAGE_SIZE) if len(whole) else ()):
             page = order.pop()
             table[row, number] = page
             store[page, : len(piece)] = piece
@@ -61,22 +61,22 @@ def test_pages_equal_packed_attention(backend, name: str, heads, widths, sinks: 
     whole_stores = keys.clone(), values.clone()
     for row in running:  # they are yet to be written
         for store in (keys, values):
-            store[table[row, (LENGTHS[row] - 1) // PAGE], (LENGTHS[row] - 1) % PAGE] = 9.0
+            store[table[row, (LENGTHS[row] - 1) // PAGE_SIZE], (LENGTHS[row] - 1) % PAGE_SIZE] = 9.0
     actual = attend_pages(query, *new, keys, values, table, lengths, scores, backend=backend)
     assert torch.equal(keys, whole_stores[0])
     assert torch.equal(values, whole_stores[1])
     packed = [torch.cat(each) for each in wholes]
     queries, asked = Packing.from_lengths([1] * 4, DEVICE), Packing.from_lengths([n for n in LENGTHS if n], DEVICE)
-    expected = per_sequence_attention(query[running], *packed, queries, asked, scores)
+    expected = reference_attention(query[running], *packed, queries, asked, scores)
     assert_equal(actual[running], expected, name)
     assert actual.isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 150])
 def test_any_number_of_splits_gives_the_same(rows: int) -> None:
-    lengths = torch.tensor([(37 * row) % (3 * PAGE + 1) for row in range(rows)], device=DEVICE)
-    lengths[0] = 3 * PAGE
-    keys, values = (new_store(3 * rows, 2, 16, torch.float32, torch.device(DEVICE)) for _ in range(2))
+    lengths = torch.tensor([(37 * row) % (3 * PAGE_SIZE + 1) for row in range(rows)], device=DEVICE)
+    lengths[0] = 3 * PAGE_SIZE
+    keys, values = (new_page_store(3 * rows, 2, 16, torch.float32, torch.device(DEVICE)) for _ in range(2))
     keys.copy_(normal(*keys.shape, seed=1))
     values.copy_(normal(*values.shape, seed=2))
     table = torch.arange(3 * rows, dtype=torch.int32).view(rows, 3).to(DEVICE)
@@ -89,8 +89,8 @@ def test_any_number_of_splits_gives_the_same(rows: int) -> None:
 
 
 def test_heads_that_no_tile_has_room_for_are_refused() -> None:
-    wide = paged_attention.WIDEST + 1
-    store = new_store(1, 1, wide, torch.float32, torch.device(DEVICE))
+    wide = paged_attention.MAX_HEAD_DIM + 1
+    store = new_page_store(1, 1, wide, torch.float32, torch.device(DEVICE))
     table, lengths = (
         torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),
         torch.ones(1, dtype=torch.int64, device=DEVICE),

@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 
 from postlude.ops import adamw
-from postlude.ops.adamw import BLOCK, Eight, Place, Rates, adamw_step, draws, halves, joined, now_at
+from postlude.ops.adamw import (
+    BLOCK,
+    AdamWHyperparameters,
+    QuantizedMoment,
+    TensorSlice,
+    adamw_step,
+    bias_corrections,
+    draws,
+    halves,
+    joined,
+)
 
-RATES = Rates(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay=0.1)
+RATES = AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay=0.1)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -24,15 +34,15 @@ def start(weight: Tensor, *, weights: str = "fp32", moments: str = "fp32") -> di
     eight = moments == "8bit"
     return {
         "weight": weight.clone() if weights == "fp32" else weight.bfloat16(),
-        "first": Eight.zeros_like(weight) if eight else torch.zeros_like(weight),
-        "second": Eight.zeros_like(weight) if eight else torch.zeros_like(weight),
+        "first": QuantizedMoment.zeros_like(weight) if eight else torch.zeros_like(weight),
+        "second": QuantizedMoment.zeros_like(weight) if eight else torch.zeros_like(weight),
         "low": torch.zeros_like(weight, dtype=torch.int16) if weights == "split" else None,
     }
 
 
 def run(state: dict[str, Any], gradients: list[Tensor], **options: Any) -> dict[str, Any]:
     for number, gradient in enumerate(gradients, start=1):
-        now = now_at(torch.tensor([float(number)], device=DEVICE), RATES)[0]
+        now = bias_corrections(torch.tensor([float(number)], device=DEVICE), RATES)[0]
         given = [state["weight"], gradient, state["first"], state["second"]]
         adamw_step(*given, now, RATES, low=state["low"], **options)
     return state
@@ -41,7 +51,7 @@ def run(state: dict[str, Any], gradients: list[Tensor], **options: Any) -> dict[
 def tensors(state: dict[str, Any]) -> list[Tensor]:
     found = []
     for each in state.values():
-        found += [each.codes, each.scales] if isinstance(each, Eight) else [] if each is None else [each]
+        found += [each.codes, each.scales] if isinstance(each, QuantizedMoment) else [] if each is None else [each]
     return found
 
 
@@ -88,9 +98,9 @@ def test_weights_rounded_at_random_are_right_on_average() -> None:
 
 def test_a_step_below_half_of_the_last_bit_moves_weights_on_average() -> None:
     state = start(torch.ones(64, 64, device=DEVICE), weights="rounded")
-    rates = Rates(lr=2.0**-12, betas=(0.0, 0.0), eps=1e-30, decay=0.0)  # bf16 below 1 has steps of 2^-8
+    rates = AdamWHyperparameters(lr=2.0**-12, betas=(0.0, 0.0), eps=1e-30, decay=0.0)  # bf16 below 1 has steps of 2^-8
     for number in range(1, 65):
-        now = now_at(torch.tensor([float(number)], device=DEVICE), rates)[0]
+        now = bias_corrections(torch.tensor([float(number)], device=DEVICE), rates)[0]
         gradient = torch.ones(64, 64, device=DEVICE)
         adamw_step(
             state["weight"].to(DEVICE), gradient, *(state[name].to(DEVICE) for name in ("first", "second")), now, rates
@@ -149,7 +159,7 @@ def test_a_part_is_moved_as_in_the_whole(cut: str, weights: str, monkeypatch: py
     whole = run(start(weight, **options), gradients, key=5)
     monkeypatch.setattr(adamw, "ROWS_AT_ONCE", 250)
     part = start(weight[region].contiguous(), **options)
-    run(part, [each[region].contiguous() for each in gradients], key=5, place=Place.of(region, shape))
+    run(part, [each[region].contiguous() for each in gradients], key=5, place=TensorSlice.of(region, shape))
     blocks = (*region[:-1], slice(region[-1].start // BLOCK, -(-region[-1].stop // BLOCK)))
     for mine, all_of_it in zip(tensors(part), tensors(whole), strict=True):
         assert torch.equal(mine, all_of_it[region if all_of_it.shape == shape else blocks])
@@ -172,13 +182,13 @@ def test_gradients_are_scaled_and_a_step_that_is_not_finite_changes_nothing(weig
 def test_average_of_eight_bits_follows_a_slow_change() -> None:
     """Each change of the second moment is far below a level, and it still comes to where it should."""
     state = start(torch.zeros(16, 64).to(DEVICE), moments="8bit")
-    rates = Rates(lr=0.0, betas=(0.9, 0.999), eps=1e-8, decay=0.0)
+    rates = AdamWHyperparameters(lr=0.0, betas=(0.9, 0.999), eps=1e-8, decay=0.0)
     gradient = torch.full((16, 64), 3.0, device=DEVICE)
     gradient[:, 0] = 30.0  # the scale of each block
     gradient_later = gradient.clone()
     gradient_later[:, 1:] = 1.0
     for number in range(1, 1501):
-        now = now_at(torch.tensor([float(number)], device=DEVICE), rates)[0]
+        now = bias_corrections(torch.tensor([float(number)], device=DEVICE), rates)[0]
         moved = gradient if number <= 500 else gradient_later
         adamw_step(state["weight"], moved, state["first"], state["second"], now, rates)
     second = adamw.widened_second(state["second"].codes, state["second"].scales)[:, 1:]

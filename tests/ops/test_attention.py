@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops.attention import Scores, attend, fused_attention, per_sequence_attention, varlen_attention
+from postlude.ops.attention import Scores, attend, reference_attention, triton_packed_attention, varlen_attention
 from postlude.ops.packing import Packing
 from tests.equality import TOLERANCE, assert_equal
 
@@ -74,7 +74,7 @@ def test_per_sequence_attention_equals_dense_float64(dtype, part, heads: int, kv
     inputs = tensors(heads, kv_heads, 8, part, dtype=dtype)[:3]
     scores = Scores(scale=0.4, window=window, softcap=softcap)
     tolerance = TOLERANCE if dtype == torch.float32 else 1e-12  # float64 must not pass through float32 on its way
-    assert_alike(per_sequence_attention, dense, inputs, queries, keys, scores, tolerance)
+    assert_alike(reference_attention, dense, inputs, queries, keys, scores, tolerance)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -86,9 +86,9 @@ def test_sinks_and_values_of_another_width_equal_dense_float64(part, value_width
     queries, keys = Packing.from_lengths(part), Packing.from_lengths(LENGTHS)
     inputs = tensors(6, 2, 8, part, value_width=value_width, dtype=torch.float32)[: 4 if sinks else 3]
     scores = Scores(scale=0.4, window=window, softcap=softcap)
-    assert_alike(per_sequence_attention, dense, inputs, queries, keys, scores)
+    assert_alike(reference_attention, dense, inputs, queries, keys, scores)
     assert_alike(
-        per_sequence_attention, dense, [each.detach().double().requires_grad_() for each in inputs],
+        reference_attention, dense, [each.detach().double().requires_grad_() for each in inputs],
         queries, keys, scores, tolerance=1e-12,
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_parts_equal_the_same_rows_of_the_whole(window, softcap) -> None:
     )
 
 
-@pytest.mark.parametrize("implementation", [per_sequence_attention, varlen_attention, fused_attention])
+@pytest.mark.parametrize("implementation", [reference_attention, varlen_attention, triton_packed_attention])
 def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> None:
     none = Packing.from_lengths(())
     hidden = torch.zeros(0, 5)
@@ -119,7 +119,7 @@ def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> 
         assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize("implementation", [per_sequence_attention, varlen_attention, fused_attention])
+@pytest.mark.parametrize("implementation", [reference_attention, varlen_attention, triton_packed_attention])
 @pytest.mark.parametrize(
     ("queries", "keys", "sentence"),
     [
@@ -181,7 +181,7 @@ def test_varlen_equals_the_reference_on_cuda(widths, sinks, part, heads: int, kv
     queries, keys = (Packing.from_lengths(each, device="cuda") for each in (part, lengths))
     inputs = on_cuda(widths, sinks, part, lengths, heads, kv_heads)
     scores = Scores(scale=0.125, window=window)
-    for reference in (dense, per_sequence_attention):
+    for reference in (dense, reference_attention):
         assert_alike(varlen_attention, reference, inputs, queries, keys, scores, tolerance=1e-2)
 
 

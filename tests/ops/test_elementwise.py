@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from postlude.ops.gating import activate, gated
-from postlude.ops.norm import rms_norm, rms_norm_beside
+from postlude.ops.activation import activate, gated_activation
+from postlude.ops.norm import rms_norm, rms_norm_with_residual
 from postlude.ops.rotary import RotaryConfig, rotary_table, rotate, rotate_heads
 from tests.ops.kernel_checks import interpret_checks, run_checks
 
@@ -29,14 +29,14 @@ def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
     table = rotary_table(RotaryConfig(), torch.arange(3), 8)
     expected = torch.nn.functional.rms_norm(rows, (8,), weight, 1e-6)
     assert torch.equal(rms_norm(rows, weight, 1e-6), expected)
-    same, normed = rms_norm_beside(rows, weight, 1e-6)
+    same, normed = rms_norm_with_residual(rows, weight, 1e-6)
     assert same is rows
     assert torch.equal(normed, expected)
-    assert torch.equal(gated(rows, rows, "silu"), torch.nn.functional.silu(rows) * rows)
+    assert torch.equal(gated_activation(rows, rows, "silu"), torch.nn.functional.silu(rows) * rows)
     assert all(torch.equal(each, rotate(rows, table)) for each in rotate_heads(rows, rows, table))
     for call in (
         lambda: rms_norm(rows, weight, 1e-6, backend="triton"),
-        lambda: gated(rows, rows, "silu", backend="triton"),
+        lambda: gated_activation(rows, rows, "silu", backend="triton"),
         lambda: rotate_heads(rows, rows, table, backend="triton"),
     ):
         with pytest.raises(RuntimeError, match="the tensors are on cpu"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postlude.ops.experts import add_bias, expert_order, grouped_linear, replicate_rows, restore_rows
-from postlude.ops.linear import sum_where_made
+from postlude.ops.linear import set_main_grad
 from tests.equality import assert_equal
 
 
@@ -84,7 +84,7 @@ def test_on_cuda_a_weights_gradient_is_added_where_it_is_summed() -> None:
     weight, alone = (torch.ones(4, 96, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     total = torch.randn(4, 96, 64, device="cuda")
     before = total.clone()
-    sum_where_made(weight, total)
+    set_main_grad(weight, total)
     grouped_linear(rows, weight, counts).sum().backward()
     grouped_linear(rows, alone, counts).sum().backward()
     assert weight.grad is None

@@ -14,8 +14,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from postlude.ops import convolution_triton, launch, ssd_kernels, ssd_triton
 from postlude.ops.convolution import convolve
+from postlude.ops.kernels import convolution as convolution_kernels
+from postlude.ops.kernels import launch, ssd_device
+from postlude.ops.kernels import ssd as ssd_kernels
 from postlude.ops.norm import rms_norm
 from postlude.ops.packing import Packing
 
@@ -129,17 +131,17 @@ def test_no_grid_of_many_tokens_is_larger_than_cuda_takes(monkeypatch) -> None:
             grids.append(grid)
             return lambda *arguments, **options: None
 
-    for module in (convolution_triton, ssd_kernels):
+    for module in (convolution_kernels, ssd_device):
         for name, each in vars(module).items():
             if isinstance(each, launch.Kernel):
                 monkeypatch.setattr(module, name, Noted())
     tokens, heads, width = 5_000_000, 8, 16
     with torch.device("meta"):
         inputs, kernel, positions = torch.empty(tokens, 96), torch.empty(96, 4), torch.empty(tokens, dtype=torch.int64)
-        convolution_triton.forward(inputs, kernel, None, positions, True)
-        convolution_triton.backward(inputs, kernel, None, positions, True, inputs)
+        convolution_kernels.forward(inputs, kernel, None, positions, True)
+        convolution_kernels.backward(inputs, kernel, None, positions, True, inputs)
         x, dt, keys = torch.empty(tokens, heads, width), torch.empty(tokens, heads), torch.empty(tokens, 2, 16)
-        scan = ssd_triton.Scan.of(x, dt, torch.empty(heads), keys, keys, positions.int(), 64)
+        scan = ssd_kernels.Scan.of(x, dt, torch.empty(heads), keys, keys, positions.int(), 64)
         scan.outputs(None)
         scan.gradients(None, x)
     assert len(grids) == 11

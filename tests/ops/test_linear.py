@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from postlude.ops.linear import (
-    Later,
+    DeferredWgrads,
     _Linears,
+    adjacent_view,
+    defer_wgrad,
+    flush_wgrad,
     linear,
-    linears,
-    make_gradients,
-    putting_off,
-    side_by_side,
-    sum_where_made,
+    linear_group,
+    set_main_grad,
 )
 from tests.equality import assert_equal
 
@@ -31,16 +31,16 @@ def operands() -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
 
 def gradients(products, later: list | None = None) -> list[Tensor]:
     rows, weights, biases = operands()
-    with putting_off(later):
+    with defer_wgrad(later):
         made = products(rows, weights, biases)
     torch.stack([product.square().sum() * index for index, product in enumerate(made, 1)]).sum().backward()
-    make_gradients(later or [])
+    flush_wgrad(later or [])
     return [each.grad for each in (rows, *weights, *biases) if each is not None]
 
 
 @pytest.mark.parametrize("put", [False, True])
 def test_products_of_the_same_rows(put: bool) -> None:
-    """One product after the other, `linears`, and what that does on CUDA."""
+    """One product after the other, `linear_group`, and what that does on CUDA."""
     later: list | None = [] if put else None
 
     def one_by_one(rows: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
@@ -53,22 +53,22 @@ def test_products_of_the_same_rows(put: bool) -> None:
     for index, (actual, wanted) in enumerate(zip(gradients(together, later), expected, strict=True)):
         assert_equal(actual, wanted, f"gradient {index}", 1e-14)
     assert later is None or len(later) == 3
-    for actual, wanted in zip(gradients(linears), expected, strict=True):
+    for actual, wanted in zip(gradients(linear_group), expected, strict=True):
         assert torch.equal(actual, wanted)
 
 
 def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
     """As on CUDA: nothing arrives at the weights' own gradients, at once or put off."""
-    expected = gradients(linears)
+    expected = gradients(linear_group)
     for later in (None, []):
         rows, weights, biases = operands()
         totals = [torch.ones_like(weight) for weight in weights]
         for weight, total in zip(weights, totals, strict=True):
-            weight.gradient_total = total
-        with putting_off(later):
-            made = linears(rows, weights, biases)
+            weight.main_grad = total
+        with defer_wgrad(later):
+            made = linear_group(rows, weights, biases)
         torch.stack([product.square().sum() * index for index, product in enumerate(made, 1)]).sum().backward()
-        make_gradients(later or [])
+        flush_wgrad(later or [])
         assert all(weight.grad is None for weight in weights)
         found = [rows.grad, *(total - 1 for total in totals), *(bias.grad for bias in biases if bias is not None)]
         for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
@@ -90,8 +90,8 @@ def test_what_lies_together_is_one_product(put: bool, one: bool, laid: str, arri
     weights = [each.detach().clone() if laid == "apart" else each for each in together]
     totals = torch.ones(11, 4, dtype=torch.float64).split([6, 3, 2])
     for weight, total in zip(weights, totals, strict=True):
-        weight.requires_grad_().gradient_total = total
-    later: Later = []
+        weight.requires_grad_().main_grad = total
+    later: DeferredWgrads = []
     with Products() as forward:
         made = _Linears.apply(rows, later if put else None, True, one, 3, *weights, *[None] * 3)
     for product, weight in zip(made, weights, strict=True):
@@ -99,7 +99,7 @@ def test_what_lies_together_is_one_product(put: bool, one: bool, laid: str, arri
     parts = torch.cat(made, 1) if arrives == "columns" else torch.cat([each * 1.0 for each in made], 1)
     with Products() as backward:
         parts.backward(upstream)
-        make_gradients(later)
+        flush_wgrad(later)
     assert_equal(rows.grad, expected_rows, "gradient of rows", 1e-14)
     assert_equal(torch.cat(totals), expected_totals, "sums", 1e-14)
     assert forward.count == (1 if one and laid == "weights" else 3)
@@ -118,7 +118,7 @@ class Products(TorchDispatchMode):
 
 def test_the_cpu_leaves_sums_to_autograd() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
-    sum_where_made(weight, torch.zeros(2, 2))
+    set_main_grad(weight, torch.zeros(2, 2))
     linear(torch.ones(1, 2), weight).sum().backward()
     assert torch.equal(weight.grad, torch.ones(2, 2))
 
@@ -134,8 +134,8 @@ def test_sums_of_bf16_products_are_not_rounded_on_cuda() -> None:
     weight, gradients = drawn(48, 64).requires_grad_(), [drawn(700, 48), drawn(300, 48)]
     rows = [drawn(700, 64).requires_grad_(), drawn(300, 64).requires_grad_()]
     total = torch.zeros(48, 64, device="cuda")
-    sum_where_made(weight, total)
-    linears(rows[0], [weight], [None])[0].backward(gradients[0])
+    set_main_grad(weight, total)
+    linear_group(rows[0], [weight], [None])[0].backward(gradients[0])
     linear(rows[1], weight).backward(gradients[1])
     assert weight.grad is None
     products = [gradient.double().t() @ each.detach().double() for gradient, each in zip(gradients, rows, strict=True)]
@@ -149,13 +149,13 @@ def test_weights_that_lie_together_are_one_product() -> None:
     apart = [weight.detach() for weight in weights]
     whole = torch.cat(apart)
     laid = whole.split([6, 3, 2])
-    assert side_by_side(apart) is None
-    assert side_by_side(laid[1:]) is not None
-    assert side_by_side((laid[0], laid[2])) is None
-    assert side_by_side((laid[1], laid[0])) is None
-    joined = side_by_side(laid)
+    assert adjacent_view(apart) is None
+    assert adjacent_view(laid[1:]) is not None
+    assert adjacent_view((laid[0], laid[2])) is None
+    assert adjacent_view((laid[1], laid[0])) is None
+    joined = adjacent_view(laid)
     assert joined is not None
     assert torch.equal(joined, whole)
     with torch.no_grad():
-        for one, other in zip(linears(rows, laid, [None] * 3), linears(rows, apart, [None] * 3), strict=True):
+        for one, other in zip(linear_group(rows, laid, [None] * 3), linear_group(rows, apart, [None] * 3), strict=True):
             assert_equal(one, other, "product")

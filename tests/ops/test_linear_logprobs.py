@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from postlude.ops import backend
-from postlude.ops.linear_logprobs import Logits, linear_logprobs
-from postlude.ops.linear_logprobs.logits import LogitKeywords
+from postlude.ops.kernels import capabilities as backend
+from postlude.ops.linear_logprobs import LogitConfig, linear_logprobs
+from postlude.ops.linear_logprobs.logits import LogitOptions
 from postlude.ops.linear_objective import linear_objective
 from postlude.ops.logprobs_at import linear_logprobs_at
 from tests.ops.dense_head import Operands, assert_close, assert_same_head, dense
@@ -454,10 +454,10 @@ def test_topk_beyond_the_real_vocabulary_is_refused() -> None:
 
 
 def test_how_logits_are_made_is_said_once() -> None:
-    fields = {field.name: field.type for field in dataclasses.fields(Logits)}
-    assert fields == {name: each.__forward_arg__ for name, each in LogitKeywords.__annotations__.items()}
-    assert Logits.__doc__ is not None
-    assert all(f"\n        {name}: " in Logits.__doc__ for name in fields)
+    fields = {field.name: field.type for field in dataclasses.fields(LogitConfig)}
+    assert fields == {name: each.__forward_arg__ for name, each in LogitOptions.__annotations__.items()}
+    assert LogitConfig.__doc__ is not None
+    assert all(f"\n        {name}: " in LogitConfig.__doc__ for name in fields)
     for function in (linear_logprobs, linear_objective, linear_logprobs_at):
         assert not set(fields) & set(inspect.signature(function).parameters), function
 
@@ -477,7 +477,9 @@ def test_a_value_and_keywords_say_the_same_and_an_unknown_one_is_refused(functio
     keywords = {"temperature": 0.7, "softcap": 2.0, "logit_scale": 1.5, "vocab_size": 7}
     expected = call(**keywords)
     assert not torch.equal(expected, call())
-    torch.testing.assert_close(call(how=Logits(**keywords)), expected, rtol=0, atol=0)
-    torch.testing.assert_close(call(how=Logits(**{**keywords, "softcap": 9.0}), softcap=2.0), expected, rtol=0, atol=0)
+    torch.testing.assert_close(call(logit_config=LogitConfig(**keywords)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        call(logit_config=LogitConfig(**{**keywords, "softcap": 9.0}), softcap=2.0), expected, rtol=0, atol=0
+    )
     with pytest.raises(TypeError, match="temprature"):
         call(temprature=0.7)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from postlude.ops.attention import Scores
-from postlude.ops.paged_attention import PAGE, attend_pages, new_store
+from postlude.ops.paged_attention import PAGE_SIZE, attend_pages, new_page_store
 from tests.equality import assert_equal
 from tests.ops.kernel_checks import interpret_checks, run_checks
 
@@ -29,14 +29,14 @@ def test_kernels() -> None:
 def test_bf16_stays_near_fp32(heads: tuple[int, int], width: int, rows: int) -> None:
     """bf16 keeps 8 bits: 2e-2 of the scale."""
     generator = torch.Generator("cuda").manual_seed(0)
-    stores = [new_store(12 * rows, heads[1], width, torch.float32, torch.device("cuda")) for _ in range(2)]
+    stores = [new_page_store(12 * rows, heads[1], width, torch.float32, torch.device("cuda")) for _ in range(2)]
     for store in stores:
         store.copy_(torch.randn(store.shape, generator=generator, device="cuda"))
     query, key, value = (
         torch.randn(rows, count, width, generator=generator, device="cuda") for count in (heads[0], heads[1], heads[1])
     )
     table = torch.randperm(12 * rows, generator=generator, device="cuda").int().view(rows, 12)
-    lengths = torch.randint(1, 12 * PAGE, (rows,), generator=generator, device="cuda")
+    lengths = torch.randint(1, 12 * PAGE_SIZE, (rows,), generator=generator, device="cuda")
     for scores in (Scores(scale=0.1), Scores(scale=0.1, window=100)):
         expected = attend_pages(query, key, value, *stores, table, lengths, scores, backend="torch")
         half = (each.bfloat16() for each in (query, key, value, *stores))

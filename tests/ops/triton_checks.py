@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from postlude.ops.linear_logprobs import coded, linear_logprobs, torch_epilogue, triton_epilogue
-from postlude.ops.linear_logprobs import fused as fused_kernels
-from postlude.ops.linear_logprobs.statistics import LOWEST, TARGET, Picked, Slab, Upstream, empty_state
+from postlude.ops.kernels import linear_logprobs_fused as fused_kernels
+from postlude.ops.kernels import linear_logprobs_quantized as coded
+from postlude.ops.kernels import linear_logprobs_rows as triton_epilogue
+from postlude.ops.linear_logprobs import linear_logprobs, torch_epilogue
+from postlude.ops.linear_logprobs.statistics import LOWEST, TARGET, Slab, TokenRows, Upstream, empty_state
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, assert_close, assert_same_head
 
@@ -147,7 +149,7 @@ def test_results_and_coefficients_equal_torch(wanted: str, inner: float | None) 
     generator = torch.Generator().manual_seed(2)
     state = torch.randn(4, count, generator=generator).exp().to(DEVICE)
     state[2].neg_()
-    rows = Picked(torch.zeros(count, dtype=torch.int64, device=DEVICE), state[3].clone(), inner)
+    rows = TokenRows(torch.zeros(count, dtype=torch.int64, device=DEVICE), state[3].clone(), inner)
     kept = torch.randperm(2 * count, generator=generator)[:count].sort().values.to(DEVICE)
     arriving = torch.randn(2 * count, 3, generator=generator).to(DEVICE)
     gradients = dict(zip(("logprob", "entropy", "lse"), arriving.unbind(1), strict=True))
@@ -175,7 +177,7 @@ def test_a_shard_without_the_target_says_so(tokens: slice) -> None:
     targets = torch.tensor([0, 299, 140, 300, -3], device=DEVICE)
     at_target = logits.gather(1, targets.clamp(0, 299)[:, None])[:, 0]
     at_target[3:] = LOWEST
-    rows = Picked(targets, torch.ones(5, device=DEVICE), None)[tokens]
+    rows = TokenRows(targets, torch.ones(5, device=DEVICE), None)[tokens]
     state = torch.full((4, rows.targets.shape[0]), torch.nan, device=DEVICE)
     for columns in (slice(0, 128), slice(128, 300)):
         fused_kernels.accumulate(hidden[tokens], weight, None, rows, columns, state)
@@ -192,7 +194,7 @@ def make_slab(columns: int) -> Slab:
     products = buffer[:, :columns]
     return Slab(
         products=products,
-        rows=Picked(targets, factor, None),
+        rows=TokenRows(targets, factor, None),
         bias=None,
         hidden=products,
         weight=products,
@@ -282,7 +284,7 @@ def test_a_target_outside_the_vocabulary_is_written_nowhere(monkeypatch: pytest.
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, 16, generator=generator).to(DEVICE, HALF) for size in (count, vocabulary))
     for targets in (selection.targets, torch.tensor([5, -1, garbage, 9], device=DEVICE)):
-        rows = Picked(targets, selection.factor, None)
+        rows = TokenRows(targets, selection.factor, None)
         codes, state = memory[:count, :vocabulary], torch.empty(4, count, device=DEVICE)
         partial, results = coded.encode(hidden, weight, None, rows, vocabulary, codes, state)
         upstream = Upstream(torch.ones(count, device=DEVICE), None)

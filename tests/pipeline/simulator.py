@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from postlude.pipeline.order import Action, Turn
-from postlude.plan.clock import Timeline, dependencies, replay
+from postlude.pipeline.schedule import Action, ScheduleEntry
+from postlude.plan.simulator import SimulatedTimeline, dependencies, simulate_schedule
 
 USUAL = {"F": 1.0, "B": 2.0}
 
@@ -50,15 +50,21 @@ def simulate(
     forward_time: float = 1.0,
     backward_time: float = 2.0,
     transfer_time: float = 0.0,
-) -> Timeline:
+) -> SimulatedTimeline:
     """Every rank's order, an action a turn."""
     times = {"F": forward_time, "B": backward_time}
     schedule = [[(action,) for action in actions] for actions in orders]
-    return replay(schedule, stages=pp * vpp, seconds=lambda turn: times[turn[0].kind], transfer_seconds=transfer_time)
+    return simulate_schedule(
+        schedule, stages=pp * vpp, seconds=lambda turn: times[turn[0].kind], transfer_seconds=transfer_time
+    )
 
 
 def simulate_turns(
-    schedule: Sequence[Sequence[Turn]], *, pp: int, vpp: int, times: Mapping[str, float] = MappingProxyType(USUAL)
-) -> Timeline:
+    schedule: Sequence[Sequence[ScheduleEntry]],
+    *,
+    pp: int,
+    vpp: int,
+    times: Mapping[str, float] = MappingProxyType(USUAL),
+) -> SimulatedTimeline:
     """Every rank's turns, by default with a forward 1 and a backward 2."""
-    return replay(schedule, stages=pp * vpp, seconds=lambda turn: sum(times[action.kind] for action in turn))
+    return simulate_schedule(schedule, stages=pp * vpp, seconds=lambda turn: sum(times[action.kind] for action in turn))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from postlude.pipeline.order import ZERO_BUBBLE, Action, Turn, turns
+from postlude.pipeline.schedule import ZERO_BUBBLE, Action, ScheduleEntry, rank_schedule
 from postlude.pipeline.transfers import RankTransfers, Transfer, plan_transfers, transfer_plan
 
 SHAPES = [
@@ -21,11 +21,11 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".joi
 COUNTS = (0, 1, 2, 3, 5, 8, 13)
 
 
-def schedule(shape: dict[str, Any], microbatches: int) -> list[tuple[Turn, ...]]:
-    return [turns(rank=rank, microbatches=microbatches, **shape) for rank in range(shape["pp"])]
+def schedule(shape: dict[str, Any], microbatches: int) -> list[tuple[ScheduleEntry, ...]]:
+    return [rank_schedule(rank=rank, microbatches=microbatches, **shape) for rank in range(shape["pp"])]
 
 
-def needed(turn: Turn, stages: int) -> set[Action]:
+def needed(turn: ScheduleEntry, stages: int) -> set[Action]:
     """What other stages make that a turn starts from."""
     before = {Action(a.kind, a.stage + (-1 if a.kind == "F" else 1), a.microbatch) for a in turn if a.kind != "W"}
     return {action for action in before if 0 <= action.stage < stages}
@@ -138,6 +138,6 @@ def test_1f1b_of_two_ranks() -> None:
 
 
 def test_an_order_that_cannot_run_is_refused() -> None:
-    stuck: list[tuple[Turn, ...]] = [((Action("B", 0, 0),), (Action("F", 0, 0),)), ((Action("F", 1, 0),),)]
+    stuck: list[tuple[ScheduleEntry, ...]] = [((Action("B", 0, 0),), (Action("F", 0, 0),)), ((Action("F", 1, 0),),)]
     with pytest.raises(ValueError, match="rank 0 for B0@1, rank 1 for F0@0 wait for actions that come later"):
         plan_transfers(stuck, vpp=1)

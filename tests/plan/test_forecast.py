@@ -10,49 +10,49 @@ import pytest
 from transformers import DeepseekV3Config
 
 from postlude.cli import main
-from postlude.hf.reading import read_model
+from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.model.block_config import NOMINAL_LENGTH
-from postlude.pipeline.order import Action
-from postlude.plan.cost import CostModel, Work
-from postlude.plan.forecast import forecast, simulate, turn_seconds
-from postlude.plan.machine import MACHINES, Machine, machine_named
+from postlude.pipeline.schedule import Action
+from postlude.plan.cost import ActionCost, CostModel
+from postlude.plan.forecast import forecast, simulate_step, turn_seconds
+from postlude.plan.hardware import HARDWARE, Hardware, load_hardware
 from postlude.plan.search import search
 
-ROUND = Machine(flops=1e12, memory=1e9, bandwidth=1e12, inside=100.0, between=10.0, latency=0, link_efficiency=1.0)
+ROUND = Hardware(flops=1e12, memory=1e9, bandwidth=1e12, inside=100.0, between=10.0, latency=0, link_efficiency=1.0)
 
 
 def model_of(name: str, layout: str = "", **change: Any) -> CostModel:
     config = read_model(name)[1]
-    how = {"machine": MACHINES["h100"], "budget": 1024, "length": 512, "microbatches": 8} | change
+    how = {"machine": HARDWARE["h100"], "budget": 1024, "length": 512, "microbatches": 8} | change
     return CostModel(config=config, layout=Layout.parse(layout), **how)
 
 
 def test_a_turn_of_two_hides_what_it_can() -> None:
-    forward, backward = Work(compute=2.0, exchange=1.0), Work(compute=4.0, exchange=1.5, waited=0.5)
+    forward, backward = ActionCost(compute=2.0, exchange=1.0), ActionCost(compute=4.0, exchange=1.5, waited=0.5)
     assert turn_seconds([forward]) == 3.0
     assert turn_seconds([forward, backward]) == 2.0 + 4.5  # both exchanges behind the other's compute
-    assert turn_seconds([Work(1.0, 9.0), Work(2.0, 1.0)]) == 10.0  # its own compute and exchange take turns
-    assert turn_seconds([Work(1.0, 9.0), Work(2.0, 9.0)]) == 18.0  # one link
-    assert turn_seconds([Work(1.0), Work(2.0)]) == 3.0
+    assert turn_seconds([ActionCost(1.0, 9.0), ActionCost(2.0, 1.0)]) == 10.0  # its own compute and exchange take turns
+    assert turn_seconds([ActionCost(1.0, 9.0), ActionCost(2.0, 9.0)]) == 18.0  # one link
+    assert turn_seconds([ActionCost(1.0), ActionCost(2.0)]) == 3.0
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (4, 1), (4, 2)])
 def test_equal_stages_take_what_theory_says(pp: int, vpp: int) -> None:
     layout, microbatches = Layout(pp=pp, vpp=vpp), 8
-    cost = {"F": Work(1.0), "B": Work(2.0)}
-    found = simulate(layout, lambda action: cost[action.kind], microbatches=microbatches, after=0.5)
+    cost = {"F": ActionCost(1.0), "B": ActionCost(2.0)}
+    found = simulate_step(layout, lambda action: cost[action.kind], microbatches=microbatches, after=0.5)
     assert found.seconds == 3 * (vpp * microbatches + pp - 1) + 0.5
     assert found.bubble == pytest.approx((pp - 1) / (vpp * microbatches + pp - 1))
     assert found.exposed == found.exchange == found.waited == 0
 
 
 def test_overlap_exposes_only_the_ends() -> None:
-    def cost(action: Action) -> Work:
-        return Work(2.0, exchange=1.0) if action.kind == "F" else Work(4.0, exchange=1.0)
+    def cost(action: Action) -> ActionCost:
+        return ActionCost(2.0, exchange=1.0) if action.kind == "F" else ActionCost(4.0, exchange=1.0)
 
-    plain = simulate(Layout(), cost, microbatches=10)
-    hidden = simulate(Layout(), cost, microbatches=10, overlap=True)
+    plain = simulate_step(Layout(), cost, microbatches=10)
+    hidden = simulate_step(Layout(), cost, microbatches=10, overlap=True)
     assert (plain.seconds, plain.exposed) == (80, 20)
     assert (hidden.seconds, hidden.exposed) == (62, 2)  # the first forward and the last backward are alone
     assert (plain.in_flight, hidden.in_flight) == ((1,), (2,))
@@ -60,9 +60,9 @@ def test_overlap_exposes_only_the_ends() -> None:
 
 def test_zero_bubble_leaves_a_third_of_the_bubble() -> None:
     """Where all three take as long: (pp - 1)(F + B - W) of (pp - 1)(F + B + W), for as many in flight."""
-    layout, cost = Layout(pp=4), {"F": Work(1.0), "B": Work(1.0), "W": Work(1.0)}
-    plain = simulate(layout, lambda a: Work(2.0) if a.kind == "B" else cost[a.kind], microbatches=8)
-    filled = simulate(layout, lambda a: cost[a.kind], microbatches=8, overlap="zero_bubble")
+    layout, cost = Layout(pp=4), {"F": ActionCost(1.0), "B": ActionCost(1.0), "W": ActionCost(1.0)}
+    plain = simulate_step(layout, lambda a: ActionCost(2.0) if a.kind == "B" else cost[a.kind], microbatches=8)
+    filled = simulate_step(layout, lambda a: cost[a.kind], microbatches=8, overlap="zero_bubble")
     assert (plain.seconds, filled.seconds) == (24 + 9, 24 + 3)
     assert (plain.bubble, filled.bubble) == (pytest.approx(9 / 33), pytest.approx(3 / 27))
     assert filled.in_flight == plain.in_flight == (4, 3, 2, 1)
@@ -77,7 +77,7 @@ def test_a_backward_and_what_it_puts_off_take_as_long_as_both_at_once(recompute:
         assert (part.exchange + rest.exchange, part.waited + rest.waited) == (whole.exchange, whole.waited)
         assert 0 < rest.compute < model(Action("F", stage, 0)).compute < part.compute
     assert model.apart(Action("F", 0, 0)) == model(Action("F", 0, 0))
-    slow = Machine(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
+    slow = Hardware(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
     last = model_of("tiny-dense", "pp=2,dp_shard=2", machine=slow)
     assert [last.apart(Action(kind, 1, 7)).waited > 0 for kind in "BW"] == [False, True]  # sums come after all
 
@@ -121,11 +121,11 @@ def test_longer_sequences_cost_more_by_what_attends_alone() -> None:
     config = read_model("tiny-dense")[1]
     block = config.blocks["*"]
     short, long = (model_of("tiny-dense", length=length).model_flops for length in (512, 1024))
-    assert long - short == pytest.approx(3 * 4 * block.attends(512))
-    assert block.attends(512) == 4 * 256 * block.heads * block.head_dim
-    assert block.flops(64) - block.attends(NOMINAL_LENGTH) < block.flops(64)
+    assert long - short == pytest.approx(3 * 4 * block.attention_flops(512))
+    assert block.attention_flops(512) == 4 * 256 * block.heads * block.head_dim
+    assert block.flops(64) - block.attention_flops(NOMINAL_LENGTH) < block.flops(64)
     window = read_model("tiny-hybrid")[1].blocks["S"]
-    assert window.attends(1e6) == window.attends(1e5)
+    assert window.attention_flops(1e6) == window.attention_flops(1e5)
 
 
 def test_only_experts_that_are_elsewhere_are_exchanged_with() -> None:
@@ -135,7 +135,7 @@ def test_only_experts_that_are_elsewhere_are_exchanged_with() -> None:
 
 
 def test_weights_are_waited_for_where_compute_does_not_hide_them() -> None:
-    slow = Machine(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
+    slow = Hardware(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
     assert model_of("tiny-dense", "dp_shard=2", machine=slow).works["F", 0].waited > 0
     pipeline = model_of("tiny-dense", "pp=2,dp_shard=2", machine=slow)
     assert pipeline(Action("F", 0, 0)).waited > 0  # gathered once
@@ -198,8 +198,8 @@ def test_a_mistake_is_a_sentence(arguments: str, sentence: str, capsys) -> None:
 def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"like": "h100", "between": 25e9}))
-    assert machine_named(str(path)).between == 25e9
-    assert machine_named(str(path)).flops == MACHINES["h100"].flops
+    assert load_hardware(str(path)).between == 25e9
+    assert load_hardware(str(path)).flops == HARDWARE["h100"].flops
     for given, sentence in (
         ('{"like": "h100", "speed": 1}', "'speed' in it is unknown"),
         ('{"flops": 1}', "does not say memory, bandwidth"),
@@ -209,4 +209,4 @@ def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     ):
         path.write_text(given)
         with pytest.raises(ValueError, match=sentence):
-            machine_named(str(path))
+            load_hardware(str(path))

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from postlude import Batch, Engine, Layout
 from postlude.objectives import SFT
-from postlude.pipeline.order import Overlap
-from postlude.plan.clock import most_held
+from postlude.pipeline.schedule import Overlap
 from postlude.plan.memory import schedule_of
+from postlude.plan.simulator import peak_held
 from postlude.trace.recorder import Recording
 from tests.conftest import Ranks
 
@@ -40,4 +40,4 @@ def held(group: Any, layout: str, overlap: Overlap) -> int:
 )
 def test_a_pipeline_holds_as_many_as_the_planner_counts(ranks: Ranks, layout: str, overlap: Overlap) -> None:
     schedule = schedule_of(Layout.parse(layout), MICROBATCHES, overlap=overlap)
-    assert ranks(2, held, layout, overlap) == [most_held(turns, lambda _: 1) for turns in schedule]
+    assert ranks(2, held, layout, overlap) == [peak_held(turns, lambda _: 1) for turns in schedule]

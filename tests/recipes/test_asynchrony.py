@@ -15,31 +15,31 @@ from typing import Any
 import pytest
 
 from postlude.data.datasets import Sampler
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion, FinishedCompletion, Request, VersionSpan
+from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_model
 from postlude.hf.tokenizer import byte_tokenizer
-from postlude.recipes.clock import Clock
-from postlude.recipes.config.reading import ConfigError
-from postlude.recipes.config.settings import Answers
+from postlude.recipes.config.load import ConfigError
+from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.grpo import GRPOTrainer
-from postlude.recipes.rollouts import Rollouts
+from postlude.recipes.rollout_queue import RolloutQueue, policy_lag
+from postlude.recipes.rollouts import RolloutSampler
 from postlude.recipes.run.directory import read_metrics
-from postlude.recipes.run.ending import Ending
-from postlude.recipes.supply import Supply, age
+from postlude.recipes.run.outcome import RunOutcome
+from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.trainer import train
-from postlude.rollout.conversations import Answered, seed_of
+from postlude.rollout.async_environment import AsyncEnvironment
+from postlude.rollout.conversations import Trajectory, combine_seeds
 from postlude.rollout.environments import SingleTurn, Transcript
-from postlude.rollout.episodes import Episodes
-from postlude.rollout.generator import Generator
-from postlude.rollout.protocol import Completion, Finished, Request, Span
 from postlude.rollout.rewards import RewardPool
-from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Task
-from postlude.world.agreement import Lead
+from postlude.world.agreement import Rank0Controller
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of
-from tests.recipes.test_serving import SHORT, TinyVLLM
+from tests.recipes.test_rollout_engine import SHORT, TinyVLLM
 from tests.rollout.engines import Alone
-from tests.rollout.test_servers import after
+from tests.serving.test_server_pool import after
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 PROMPTS, SAMPLES = 4, 2
@@ -48,19 +48,19 @@ PROMPTS, SAMPLES = 4, 2
 class Elsewhere:
     """An engine whose answers take a time of their own each, beside whatever the caller does."""
 
-    together = False
+    batched_polls = False
 
     def __init__(self, seconds: Any = lambda: 0.0) -> None:
-        self.lead: Lead[Any, Any] = Lead(lambda _: None)
+        self.controller: Rank0Controller[Any, Any] = Rank0Controller(lambda _: None)
         self.seconds = seconds
-        self.due: list[tuple[float, Finished]] = []
+        self.due: list[tuple[float, FinishedCompletion]] = []
         self.asked = 0
         self.failure: Exception | None = None
         self.lock = threading.Lock()
 
     def refresh(self) -> None: ...
 
-    def tend(self) -> None: ...
+    def check_health(self) -> None: ...
 
     def take_metrics(self) -> dict[str, float]:
         return {}
@@ -75,11 +75,11 @@ class Elsewhere:
             self.asked += 1
             for number in range(request.n):
                 said = Completion([65 + number], [-1.0], [-1.0], "stop", chr(65 + number))
-                told = Finished(self.asked, number, None if self.failure else said, self.failure)
+                told = FinishedCompletion(self.asked, number, None if self.failure else said, self.failure)
                 self.due.append((time.monotonic() + self.seconds(), told))
             return self.asked
 
-    def poll(self, timeout: float | None = 0.0) -> list[Finished]:
+    def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         until = time.monotonic() + (timeout or 0.0)
         while True:
             with self.lock:
@@ -102,17 +102,17 @@ class Steps:
         self.tasks = [Task(f"task {index}:", {}, f"task {index}") for index in range(tasks)]
         self.engine = engine or Elsewhere()
         self.environment = SingleTurn(self.tasks, RewardPool(fixed, workers=0))
-        self.rollouts = Rollouts(
+        self.rollouts = RolloutSampler(
             self.engine,
             self.environment,
             byte_tokenizer(),
-            Answers(max_new_tokens=2),
+            SamplingSettings(max_new_tokens=2),
             budget=64,
             seed=3,
-            timed=Clock(),
+            timed=PhaseTimer(),
             background=ahead > 0,
         )
-        self.supply = Supply(
+        self.supply = RolloutQueue(
             self.rollouts,
             self.tasks,
             Sampler(tasks, 5),
@@ -168,7 +168,7 @@ def test_what_is_under_way_is_begun_again(noise: random.Random) -> None:
         other.supply.restore(state)
         for step in range(2, 6):
             names += other.learned(step)
-            assert other.supply.take_metrics()["answers_redrawn"] == (2 * PROMPTS * SAMPLES if step == 2 else 0)
+            assert other.supply.take_metrics()["completions_resampled"] == (2 * PROMPTS * SAMPLES if step == 2 else 0)
         assert other.supply.state()["begun"] == []
     assert Counter(names) == Counter({task.name: 2 for task in run.tasks})
     assert Counter(again[2 * PROMPTS :]) <= Counter(names[2 * PROMPTS :])
@@ -213,16 +213,16 @@ class Held:
 def test_who_leaves_in_the_middle_closes_what_episodes_hold(background: bool) -> None:
     """While an engine answers, an episode is in nobody's hands but the conversations'."""
     tasks = [Task("a task:", {}, "the task")]
-    environment = Episodes(tasks, Held, name="Held", max_turns=9)
+    environment = AsyncEnvironment(tasks, Held, name="Held", max_turns=9)
     engine = Elsewhere(lambda: 600.0 if engine.asked > 1 else 0.0)  # a second turn takes its time
-    rollouts = Rollouts(
+    rollouts = RolloutSampler(
         engine,
         environment,
         byte_tokenizer(),
-        Answers(max_new_tokens=2),
+        SamplingSettings(max_new_tokens=2),
         budget=64,
         seed=3,
-        timed=Clock(),
+        timed=PhaseTimer(),
         background=background,
     )
     with closing(environment), closing(rollouts.conversations):
@@ -234,13 +234,13 @@ def test_who_leaves_in_the_middle_closes_what_episodes_hold(background: bool) ->
 
 
 def test_tokens_are_as_old_as_their_weights() -> None:
-    def answered(*spans: Span) -> Answered:
+    def answered(*spans: VersionSpan) -> Trajectory:
         said = Completion([1] * 8, [0.0] * 8, [0.0] * 8, "stop", versions=spans)
-        return Answered(Task("", {}), 0, Transcript([1]), [said])
+        return Trajectory(Task("", {}), 0, Transcript([1]), [said])
 
-    both = [answered(Span("a.4", 0, 6), Span("a.5", 6, 8)), answered(Span("a.6", 0, 8))]
-    assert age(both, 6) == (6 * 2 + 2 * 1) / 16
-    assert age([answered()], 6) is None
+    both = [answered(VersionSpan("a.4", 0, 6), VersionSpan("a.5", 6, 8)), answered(VersionSpan("a.6", 0, 8))]
+    assert policy_lag(both, 6) == (6 * 2 + 2 * 1) / 16
+    assert policy_lag([answered()], 6) is None
 
 
 def test_configs_that_take_old_answers_for_new_are_refused(tmp_path: Path) -> None:
@@ -268,7 +268,9 @@ def plainly_and_by_supply(group: Any) -> list[Any]:
     for step in range(3):
         tasks = [run.tasks[index] for index in sampler.take(PROMPTS)]
         prompts = [list(task.prompt.encode()) for task in tasks]
-        samplings = [Sampling(max_new_tokens=2, seed=seed_of(3, step, 0, place)) for place in range(PROMPTS)]
+        samplings = [
+            SamplingParams(max_new_tokens=2, seed=combine_seeds(3, step, 0, place)) for place in range(PROMPTS)
+        ]
         plainly.append(
             [
                 (task.name, one.tokens, [0.0] * len(prompt) + one.logprobs)
@@ -304,7 +306,13 @@ def recorded(group: Any, directory: str, at: int, *overrides: str) -> list[list[
     return learned
 
 
-ASYNCHRONOUS = (*SHORT[:-1], "--prompts=2", "--steps=6", "--asynchrony.max_staleness=2", "--keep=9")
+ASYNCHRONOUS = (
+    *SHORT[:-1],
+    "--prompts_per_step=2",
+    "--steps=6",
+    "--asynchrony.max_staleness=2",
+    "--keep_checkpoints=9",
+)
 
 
 @pytest.mark.slow
@@ -319,11 +327,11 @@ def test_a_run_that_was_left_learns_every_task_once(ranks: Ranks, tmp_path: Path
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert max(row["staleness_max"] for row in rows) == 2
-    assert [row["answers_redrawn"] for row in rows] == [0.0] * 4 + [2 * 2 * 3, 0.0]
-    assert all(row["token_age"] <= 2 for row in rows)
+    assert [row["completions_resampled"] for row in rows] == [0.0] * 4 + [2 * 2 * 3, 0.0]
+    assert all(row["policy_lag"] <= 2 for row in rows)
 
 
-@pytest.mark.thorough  # that rows reach ranks: tests/engine/test_handing.py, and test_grpo.py in layouts
+@pytest.mark.thorough  # that rows reach ranks: tests/engine/test_batch_scatter.py, and test_grpo.py in layouts
 @pytest.mark.slow
 def test_all_ranks_learn_what_the_first_one_draws(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
     found = ranks(2, recorded, str(tmp_path), -1, *ASYNCHRONOUS, f"--rollout={server.url}", "--layout=dp_shard=2")
@@ -332,7 +340,7 @@ def test_all_ranks_learn_what_the_first_one_draws(ranks: Ranks, tmp_path: Path, 
     assert len(read_metrics(tmp_path / "run")) == 6
 
 
-def asked_to_end(group: Any, directory: str, *overrides: str) -> Ending:
+def asked_to_end(group: Any, directory: str, *overrides: str) -> RunOutcome:
     """SIGTERM comes when the third step waits for answers that do not come."""
 
     class Asked(GRPOTrainer):

@@ -21,21 +21,21 @@ from postlude.cli import main
 from postlude.recipes.run.lock import RunLock
 
 SHORT = ("--budget=256", "--save_every=0", "--export=false")
-SFT = ("sft", "--data.path=rows.jsonl", "--batch=2", "--steps=1", *SHORT)
+SFT = ("sft", "--data.path=rows.jsonl", "--batch_size=2", "--steps=1", *SHORT)
 GRPO = (
     "grpo",
     "--environment=dataset",
     "--environment.path=tasks.jsonl",
     "--environment.reward=reward.py:score",
     "--environment.workers=1",
-    "--answers.max_new_tokens=4",
-    "--prompts=2",
-    "--samples=2",
+    "--sampling.max_new_tokens=4",
+    "--prompts_per_step=2",
+    "--samples_per_prompt=2",
     "--steps=1",
     "--evaluation.every=0",
     *SHORT,
 )
-DPO = ("dpo", "--data.path=pairs.jsonl", "--batch=2", "--steps=1", *SHORT)
+DPO = ("dpo", "--data.path=pairs.jsonl", "--batch_size=2", "--steps=1", *SHORT)
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
 
@@ -237,7 +237,7 @@ BAD = [
     ),
     grpo(
         "drafts without a depth",
-        "--answers.draft=mtp",
+        "--sampling.draft=mtp",
         says=('draft="mtp"', "has none", "or mtp in a recipe"),
     ),
     grpo(
@@ -298,7 +298,7 @@ BAD = [
         mended=(*GRPO, "--budget=310"),
     ),
     grpo(
-        "answers that leave no room", "--answers.max_new_tokens=300", says=("max_new_tokens is 300", "256", "Raise bu")
+        "answers that leave no room", "--sampling.max_new_tokens=300", says=("max_new_tokens is 300", "256", "Raise bu")
     ),
     grpo(
         "no task to train on",
@@ -308,12 +308,12 @@ BAD = [
     ),
     Bad(
         "no such reasoning-gym task",
-        ("eval", "--environment.task=chain_sums", "--budget=256", "--answers.max_new_tokens=4"),
+        ("eval", "--environment.task=chain_sums", "--budget=256", "--sampling.max_new_tokens=4"),
         ('no task "chain_sums"', "did you mean chain_sum"),
     ),
     Bad(
         "no such setting of a task",
-        ("eval", "--environment.settings.min_term=2", "--budget=256", "--answers.max_new_tokens=4"),
+        ("eval", "--environment.settings.min_term=2", "--budget=256", "--sampling.max_new_tokens=4"),
         ('no setting "min_term"', 'did you mean "min_terms"'),
     ),
     # objectives
@@ -355,7 +355,7 @@ BAD = [
         "a broken config",
         ("sft", "broken.yaml"),
         (r"broken\.yaml line 3 is not YAML",),
-        arrange=lambda: Path("broken.yaml").write_text("batch: 2\ndata: [\n"),
+        arrange=lambda: Path("broken.yaml").write_text("batch_size: 2\ndata: [\n"),
     ),
     # the run's directory
     sft(
@@ -478,7 +478,7 @@ def test_a_run_of_another_model_or_optimizer(here: Path, capsys: Any) -> None:
 def test_checkpoints_that_are_not_there_or_not_whole(
     here: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    two = (*SFT, "--steps=2", "--save_every=1", "--keep=2")
+    two = (*SFT, "--steps=2", "--save_every=1", "--keep_checkpoints=2")
     assert run(two) == 0
     more = (*two, "--steps=3")
     refused((*more, "--from=run/step-9"), ("step-000009", "has step-000001, step-000002"), capsys)

@@ -19,7 +19,7 @@ from pydantic import Field, create_model, model_validator
 from postlude.layout import Layout
 from postlude.objectives import SFT, Distill, PolicyGradient, Preference, ReferenceKL, RolloutCorrection
 from postlude.optimizer import SGD, AdamW
-from postlude.recipes.config.reading import ConfigError, Kinds, Settings, describe, load, to_yaml, undocumented
+from postlude.recipes.config.load import ConfigError, Settings, TaggedUnion, describe, load, to_yaml, undocumented
 
 
 class ReasoningGym(Settings):
@@ -42,7 +42,7 @@ class Jsonl(Settings):
         return self
 
 
-Environment = Annotated[ReasoningGym | Jsonl, Kinds(reasoning_gym=ReasoningGym, jsonl=Jsonl)]
+Environment = Annotated[ReasoningGym | Jsonl, TaggedUnion(reasoning_gym=ReasoningGym, jsonl=Jsonl)]
 
 
 class Evaluation(Settings):
@@ -84,7 +84,7 @@ class Run(Base):
     """Words to find it by."""
     mixture: dict[str, float] = Field(default_factory=lambda: {"math": 1.0})
     """Weights of datasets."""
-    optimizer: Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)] = AdamW(lr=3e-6)
+    optimizer: Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)] = AdamW(lr=3e-6)
     """How weights are moved."""
     objective: PolicyGradient = PolicyGradient(clip_high=0.28)
     """What is minimised."""
@@ -94,7 +94,7 @@ class Run(Base):
     """Where it is evaluated."""
     evaluation: Evaluation | None = None
     """When it is evaluated."""
-    layout: Annotated[Layout, Kinds(Layout)] = Layout()
+    layout: Annotated[Layout, TaggedUnion(Layout)] = Layout()
     """How the work is divided."""
     extra: Any = None
     """Whatever else."""
@@ -103,7 +103,7 @@ class Run(Base):
 class Small(Settings):
     steps: int = 100
     """Optimizer steps."""
-    layout: Annotated[Layout, Kinds(Layout)] = Layout()
+    layout: Annotated[Layout, TaggedUnion(Layout)] = Layout()
     """How the work is divided."""
     evaluation: Evaluation
     """When it is evaluated."""
@@ -475,5 +475,5 @@ def test_sections_without_names_are_refused() -> None:
     class Untagged(Settings):
         value: AdamW | SGD = AdamW()
 
-    with pytest.raises(TypeError, match="one of AdamW, SGD; name them by Kinds"):
+    with pytest.raises(TypeError, match="one of AdamW, SGD; name them by TaggedUnion"):
         describe(Untagged)

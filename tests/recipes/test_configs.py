@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from postlude.recipes.commands import RECIPES
-from postlude.recipes.config.reading import ConfigError, load
+from postlude.recipes.config.load import ConfigError, load
+from postlude.recipes.config.raw import Loader
 from postlude.recipes.config.schema import json_schema, options, plain
-from postlude.recipes.config.written import Loader
-from postlude.recipes.metrics import explain
-from postlude.recipes.verdict import read_verdict
+from postlude.recipes.registry import RECIPES
+from postlude.recipes.report.metrics import explain
+from postlude.recipes.report.summary import read_summary
 from tests.conftest import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_a_key_that_a_kind_requires_is_named_where_it_is_missing(
 
 def _indented(section: str) -> tuple[str, str]:
     outer, dot, name = section.rpartition(".")
-    return (f"{outer}:\n  kind: own_answers\n  " if dot else ""), name
+    return (f"{outer}:\n  kind: on_policy\n  " if dot else ""), name
 
 
 PLACES = [
@@ -183,7 +183,7 @@ def test_an_editor_finds_no_mistake_in_a_config(file: Path) -> None:
         ({"optimizer": {"kind": "sgd", "eps": 1e-8}}, "optimizer"),
         ({"optimizer": "lion"}, "optimizer"),
         ({"advantages": "best"}, "advantages"),
-        ({"answers": {"top_p": 2}}, "answers.top_p"),
+        ({"sampling": {"top_p": 2}}, "sampling.top_p"),
         ({"warm_start": {"steps": -1}}, "warm_start.steps"),
         ({"optimizer": {"lr": -1}}, "optimizer"),
         ({"layout": {"pp": 0}}, "layout"),
@@ -214,7 +214,7 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
     """The tiny configs one after another, cut short; each may build on the ones before."""
     found = {}
     for name, sizes in (
-        ("demo", ("--warm_start.steps=3", "--steps=2", "--prompts=8", "--evaluation.tasks=8")),
+        ("demo", ("--warm_start.steps=3", "--steps=2", "--prompts_per_step=8", "--evaluation.tasks=8")),
         ("tiny-sft", ("--steps=30",)),
         ("tiny-dpo", ("--steps=15", f"--model={directory}/tiny-sft/model")),
         ("tiny-distill", ("--steps=6", f"--teacher={directory}/tiny-sft/model")),
@@ -240,6 +240,6 @@ def test_small_configs_run_and_learn(ranks: Ranks, tmp_path: Path) -> None:
     for name, rows in found.items():
         unexplained = {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
         assert not unexplained, f"docs/metrics.md has every metric of {name}"
-        verdict = read_verdict(tmp_path / name)
-        assert verdict.score is not None, f"{name} has a held-out score"
-        assert verdict.score.moved == (name != "tiny-eval"), f"{name} was measured before and after"
+        summary = read_summary(tmp_path / name)
+        assert summary.score is not None, f"{name} has a held-out score"
+        assert summary.score.moved == (name != "tiny-eval"), f"{name} was measured before and after"

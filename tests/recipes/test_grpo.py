@@ -14,17 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from postlude.generate.protocol import Completion
 from postlude.layout import Layout
-from postlude.recipes.config.reading import ConfigError, load, undocumented
-from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_of, run
-from postlude.recipes.metrics import explain
-from postlude.recipes.rollouts import SHOWN, scores
-from postlude.recipes.run.ending import Ending, RunFailed, read_ending
+from postlude.recipes.config.load import ConfigError, load, undocumented
+from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_column, run
+from postlude.recipes.report.metrics import explain
+from postlude.recipes.report.summary import read_summary
+from postlude.recipes.rollouts import SHOWN, evaluation_metrics
+from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
 from postlude.recipes.trainer import train
-from postlude.recipes.verdict import read_verdict
-from postlude.rollout.conversations import Answered
+from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
-from postlude.rollout.protocol import Completion
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
@@ -41,13 +41,13 @@ environment:
   settings: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}
   template: "{metadata[expression]} = "
   size: 64
-warm_start: {steps: 2, examples: 8, optimizer: {lr: 1e-3}}
+warm_start: {steps: 2, batch_size: 8, optimizer: {lr: 1e-3}}
 steps: 3
-prompts: 4
-samples: 3
-answers: {max_new_tokens: 3}
+prompts_per_step: 4
+samples_per_prompt: 3
+sampling: {max_new_tokens: 3}
 optimizer: {lr: 1e-4}
-evaluation: {every: 3, tasks: 4, samples: 2, temperature: 1.0}
+evaluation: {every: 3, tasks: 4, samples_per_prompt: 2, temperature: 1.0}
 save_every: 2
 """
 
@@ -84,14 +84,14 @@ def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp
     assert (tmp_path / "run" / "samples.jsonl").read_text().count("\n") == 3 * SHOWN
     unexplained = {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
     assert not unexplained, "docs/metrics.md has every metric"
-    verdict = read_verdict(tmp_path / "run")
-    assert verdict.score is not None
-    assert (verdict.score.first, verdict.score.last) == (rows[1]["eval/reward_mean"], rows[-1]["eval/reward_mean"])
-    assert verdict.ending == Ending("finished", 5)
-    assert verdict.model is not None
+    summary = read_summary(tmp_path / "run")
+    assert summary.score is not None
+    assert (summary.score.first, summary.score.last) == (rows[1]["eval/reward_mean"], rows[-1]["eval/reward_mean"])
+    assert summary.outcome == RunOutcome("finished", 5)
+    assert summary.model is not None
 
 
-def fails_once(group: Any, directory: str) -> tuple[str, list[str], Ending | None]:
+def fails_once(group: Any, directory: str) -> tuple[str, list[str], RunOutcome | None]:
     """A run whose reward gives out in its fourth step, and the same command again."""
     config = config_of(Path(directory))
 
@@ -103,9 +103,9 @@ def fails_once(group: Any, directory: str) -> tuple[str, list[str], Ending | Non
 
     with suppress(RunFailed):
         train(Failing(config, "cpu"))
-    bad, page = read_verdict(config.run).bad, (config.run / "report.html").read_text()
+    bad, page = read_summary(config.run).bad, (config.run / "report.html").read_text()
     run(config)
-    return bad, page.split(bad)[:1], read_ending(config.run)
+    return bad, page.split(bad)[:1], read_outcome(config.run)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_a_run_that_fails_says_so_in_its_report(ranks: Ranks, tmp_path: Path) ->
     ((bad, before, ending),) = ranks(1, fails_once, str(tmp_path))
     assert bad == "The run failed after step 3: nothing can be learned."
     assert "<h2>" not in before[0], "it comes before everything else"
-    assert ending == Ending("finished", 5), "going on takes it back"
+    assert ending == RunOutcome("finished", 5), "going on takes it back"
 
 
 # What answers of a model over bytes differ in before it has learned anything, so that every step has a gradient.
@@ -145,7 +145,7 @@ def test_every_layout_gives_the_same_losses(
     """And gradients: rewards differ, answers have several lengths, and a microbatch holds a few of them."""
     (tmp_path / "one").mkdir()
     steps = ("--warm_start.steps=1", "--steps=2", "--minibatches=2", "--optimizer.lr=1e-3", "--evaluation.every=0")
-    settings = (*UNKEPT, *SPREAD, *steps, "--budget=64", "--answers.max_new_tokens=6", *settings)
+    settings = (*UNKEPT, *SPREAD, *steps, "--budget=64", "--sampling.max_new_tokens=6", *settings)
     (alone,) = ranks(1, trained, str(tmp_path / "one"), *settings)
     for layout in layouts:
         (tmp_path / layout).mkdir()
@@ -230,13 +230,16 @@ def test_a_continued_run_is_the_run_that_was_not_interrupted(
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     for override, sentence in (
         ("--optimzer.lr=1", 'did you mean "optimizer.lr"'),
-        ("--answers.temperature=0", "nothing to compare"),
+        ("--sampling.temperature=0", "nothing to compare"),
         ("--objective.temperature=0.5", "answers are drawn at 1"),
-        ("--samples=1", '"samples" is "1" on the command line; give a whole number of at least 2'),
-        ("--minibatches=3", "does not divide prompts=4"),
+        (
+            "--samples_per_prompt=1",
+            '"samples_per_prompt" is "1" on the command line; give a whole number of at least 2',
+        ),
+        ("--minibatches=3", "does not divide prompts_per_step=4"),
         ("--objective.correction.level=token", "Set old_logprobs to recompute"),
         ("--reference=true", "set objective.kl instead"),
-        ("--answers.max_new_tokens=255", "leaves no room for a prompt in a budget of 256"),
+        ("--sampling.max_new_tokens=255", "leaves no room for a prompt in a budget of 256"),
         ("--environment.template=5", None),
     ):
         if sentence is None:
@@ -252,7 +255,7 @@ def test_every_field_is_documented() -> None:
 
 @pytest.mark.slow
 def test_what_is_left_out(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(1, trained, str(tmp_path), "--export=false", "--evaluation.every=0", "--save_every=0", "--keep=1")
+    ranks(1, trained, str(tmp_path), "--export=false", "--evaluation.every=0", "--save_every=0", "--keep_checkpoints=1")
     assert not (tmp_path / "run" / "model").exists()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000005"]
 
@@ -261,7 +264,13 @@ def test_what_is_left_out(ranks: Ranks, tmp_path: Path) -> None:
 def test_what_is_computed_in(ranks: Ranks, tmp_path: Path) -> None:
     for name in ("float32", "bfloat16"):
         (tmp_path / name).mkdir()
-    short = ("--warm_start.steps=1", "--warm_start.examples=2", "--steps=1", "--samples=2", "--evaluation.every=0")
+    short = (
+        "--warm_start.steps=1",
+        "--warm_start.batch_size=2",
+        "--steps=1",
+        "--samples_per_prompt=2",
+        "--evaluation.every=0",
+    )
     (exact,) = ranks(1, trained, str(tmp_path / "float32"), *short, "--dtype=float32")
     (rough,) = ranks(1, trained, str(tmp_path / "bfloat16"), *short, "--dtype=bfloat16")
     assert exact[0]["loss"] != rough[0]["loss"]
@@ -376,26 +385,26 @@ def test_tasks_that_cannot_be(
         assert 0.0 < found[-1]["reward/failed"] < 1.0, "it costs its samples, not the run"
 
 
-def answered(group: int, reward: float | None, *reasons: str) -> Answered:
+def answered(group: int, reward: float | None, *reasons: str) -> Trajectory:
     """One answer of a group, with turns that ended so; without a reward, the call for it failed."""
     score = Score(0.0, {"raised": 1.0}, "broken", excluded=True) if reward is None else Score(reward)
     turns = [Completion([2], [0.0], [0.0], reason) for reason in reasons or ("stop",)]  # type: ignore[arg-type]
-    found = Answered(Task("p", {}, "task"), group, Transcript([1]), turns, score, over=True)
+    found = Trajectory(Task("p", {}, "task"), group, Transcript([1]), turns, score, over=True)
     for turn in turns:
-        found.transcript.answer(turn.tokens, turn.logprobs)
+        found.transcript.add_completion(turn.tokens, turn.logprobs)
     return found
 
 
-def rollout_of(rounds: list[list[Answered]], **settings: Any) -> tuple[GRPOTrainer, dict[str, Any]]:
+def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[GRPOTrainer, dict[str, Any]]:
     """A trainer that has drawn these answers, round after round, and what it tells of the step."""
     trainer, left = object.__new__(GRPOTrainer), iter(rounds)
-    trainer.config = GRPOConfig(prompts=2, samples=3, run=Path("nowhere"), **settings)
+    trainer.config = GRPOConfig(prompts_per_step=2, samples_per_prompt=3, run=Path("nowhere"), **settings)
     trainer.step = 0
-    trainer.supply, trainer.run, trainer.health, trainer.rollouts, trainer.engine, trainer.tokenizer = (
+    trainer.queue, trainer.run, trainer.health, trainer.rollouts, trainer.engine, trainer.tokenizer = (
         Mock() for _ in range(6)
     )
-    trainer.supply.take = lambda count, step: next(left)
-    trainer.supply.take_metrics.return_value = trainer.rollouts.take_metrics.return_value = {}
+    trainer.queue.take = lambda count, step: next(left)
+    trainer.queue.take_metrics.return_value = trainer.rollouts.take_metrics.return_value = {}
     trainer.tokenizer.decode = str
     return trainer, trainer.teach()[0]
 
@@ -413,9 +422,9 @@ def test_answers_whose_reward_failed_are_left_out() -> None:
     assert found["reward_mean"] == pytest.approx(2 / 3), "not 2 / 6"
     assert found["rewards"] == [1.0, 0.0, 1.0]
     assert found["reward/failed"] == found["reward/raised"] == pytest.approx(0.5)
-    assert found["groups_learned"] == 0.5
+    assert found["groups_trained"] == 0.5
     assert len(found["lengths"]) == 6
-    told = scores(drawn, 3)
+    told = evaluation_metrics(drawn, 3)
     assert told["eval/reward_mean"] == pytest.approx(2 / 3)
     assert told["eval/pass@1"] == pytest.approx(1 / 3), "they solve nothing"
     assert told["eval/reward/failed"] == 0.5
@@ -427,13 +436,13 @@ def test_answers_whose_reward_failed_are_left_out() -> None:
 def test_groups_whose_rewards_are_equal_are_not_learned_from() -> None:
     alike = [answered(group, 1.0) for group in (0, 0, 0, 1, 1, 1)]
     _, found = rollout_of([alike])
-    assert found["groups_learned"] == 0.0
+    assert found["groups_trained"] == 0.0
 
 
 def test_an_answer_cut_off_in_the_middle_of_a_conversation_is_overlong() -> None:
     drawn = [answered(0, 1.0, "length", "stop"), answered(0, 0.0), answered(0, 1.0)]
     trainer, found = rollout_of([drawn], overlong="mask")
-    assert found["cut_off"] == pytest.approx(1 / 3)
+    assert found["truncated"] == pytest.approx(1 / 3)
     assert len(trainer.lesson[0].sequences) == 2
 
 
@@ -448,10 +457,10 @@ def test_dynamic_sampling_sees_the_penalty_of_answers_that_are_cut_off() -> None
     ]
     more = [answered(2, 1.0), answered(2, 1.0)]
     trainer, found = rollout_of([drawn, more], dynamic_sampling=1, overlong_penalty=0.5)
-    assert found["groups_learned"] == 1.0
+    assert found["groups_trained"] == 1.0
     assert len(trainer.lesson[0].sequences) == 5
     trainer, found = rollout_of([drawn, more], dynamic_sampling=1, overlong="mask")
-    assert found["groups_learned"] == 0.0, "what is left of each is alike, or alone"
+    assert found["groups_trained"] == 0.0, "what is left of each is alike, or alone"
     assert not trainer.lesson
 
 
@@ -483,9 +492,9 @@ def test_the_largest_ratio_is_that_of_all_minibatches(ranks: Ranks, tmp_path: Pa
 
 def test_answers_without_their_routing_cannot_be_replayed() -> None:
     """As of a server, which does not tell it."""
-    answers = [Answered(Task("p", {}, "task"), 0, Transcript([1, 2])) for _ in range(2)]
-    answers[0].transcript.answer([3], [0.0], torch.zeros(3, 1, 1).short())
-    answers[1].transcript.answer([3], [0.0])
-    assert len(routing_of(answers[:1])) == 1
+    answers = [Trajectory(Task("p", {}, "task"), 0, Transcript([1, 2])) for _ in range(2)]
+    answers[0].transcript.add_completion([3], [0.0], torch.zeros(3, 1, 1).short())
+    answers[1].transcript.add_completion([3], [0.0])
+    assert len(routing_column(answers[:1])) == 1
     with pytest.raises(ValueError, match=r"1 of 2 answers came without. Draw them with Generator\(routing=True\)"):
-        routing_of(answers)
+        routing_column(answers)

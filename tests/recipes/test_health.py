@@ -12,9 +12,9 @@ import pytest
 
 from postlude.cli import main
 from postlude.recipes.config.settings import Limits
-from postlude.recipes.health import Health, Hopeless
-from postlude.recipes.run.ending import read_ending
-from postlude.rollout.conversations import Answered
+from postlude.recipes.run.health import Health, UnhealthyRun
+from postlude.recipes.run.outcome import read_outcome
+from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
@@ -30,14 +30,14 @@ def judge(prompt, completion, example):
 
 
 def health(*, speaks: bool = True) -> Health:
-    return Health(LIMITS, max_skipped=1, speaks=speaks)
+    return Health(LIMITS, max_skipped_steps=1, speaks=speaks)
 
 
-def answers(*rewards: float | str, samples: int = 2) -> list[Answered]:
+def answers(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
     """Answers in groups of two; text is what a reward failed with."""
     scores = [Score(0.0, {}, each) if isinstance(each, str) else Score(each) for each in rewards]
     return [
-        Answered(Task("p", {}, "task"), place // samples, Transcript([1]), score=score)
+        Trajectory(Task("p", {}, "task"), place // samples, Transcript([1]), score=score)
         for place, score in enumerate(scores)
     ]
 
@@ -56,11 +56,11 @@ def answers(*rewards: float | str, samples: int = 2) -> list[Answered]:
         ),
     ],
 )
-def test_rewards_that_fail_end_a_run(steps: list[list[Answered]], sentence: str) -> None:
+def test_rewards_that_fail_end_a_run(steps: list[list[Trajectory]], sentence: str) -> None:
     watched = health()
     for number, drawn in enumerate(steps[:-1], start=1):
         watched.rewards(drawn, number)
-    with pytest.raises(Hopeless, match=sentence):
+    with pytest.raises(UnhealthyRun, match=sentence):
         watched.rewards(steps[-1], len(steps))
 
 
@@ -74,7 +74,7 @@ def test_rewards_that_fail_now_and_then_do_not() -> None:
     ("hear", "sentence"),
     [
         (lambda watched: watched.learned(math.nan, False, 7), "not finite in 2 optimizer steps in a row, up to step 7"),
-        (lambda watched: watched.learned(1.0, True, 7), "max_skipped is 1. Lower optimizer.lr"),
+        (lambda watched: watched.learned(1.0, True, 7), "max_skipped_steps is 1. Lower optimizer.lr"),
         (lambda watched: watched.weights(math.nan, 1.0, 7), "the weights are not finite any more after step 7"),
         (lambda watched: watched.weights(21.0, 2.0, 7), "10.5 times as large as at the start; limits.weight_growth is"),
     ],
@@ -86,7 +86,7 @@ def test_numbers_that_leave_all_bounds_end_a_run(hear: Callable[[Health], None],
     watched.learned(math.inf, False, 6)
     watched.weights(19.0, 2.0, 6)
     watched.weights(19.0, 0.0, 6)  # a run whose first norm is not known
-    with pytest.raises(Hopeless, match=sentence):
+    with pytest.raises(UnhealthyRun, match=sentence):
         hear(watched)
 
 
@@ -118,7 +118,7 @@ def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
-    words = ["sft", "--run", str(run), rows(tmp_path), "--budget=64", "--batch=4", "--save_every=1"]
+    words = ["sft", "--run", str(run), rows(tmp_path), "--budget=64", "--batch_size=4", "--save_every=1"]
     assert main([*words, "--steps=2", "--export=false"]) == 0
     assert main([*words, "--steps=9", "--optimizer.lr=100"]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
@@ -127,7 +127,7 @@ def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
     )
     assert told.endswith("--steps=9 --optimizer.lr=100. Nothing was exported.")
     assert not (run / "model").exists()
-    ending = read_ending(run)
+    ending = read_outcome(run)
     assert ending is not None
     assert (ending.outcome, ending.step, ending.code) == ("failed", 3, 1)
     assert [path.name for path in (run / "checkpoints").iterdir() if path.name > "step-000002"] == []
@@ -154,7 +154,13 @@ def test_a_reward_that_always_fails_ends_a_run(tmp_path: Path, capsys: pytest.Ca
     )
     words = ["grpo", "--run", str(tmp_path / "run"), "--environment=dataset", "--environment.workers=0"]
     words += [f"--environment.path={tmp_path / 'rows.jsonl'}", f"--environment.reward={tmp_path / 'judge.py'}:judge"]
-    words += ["--budget=64", "--prompts=2", "--samples=2", "--steps=9", "--answers.max_new_tokens=2"]
+    words += [
+        "--budget=64",
+        "--prompts_per_step=2",
+        "--samples_per_prompt=2",
+        "--steps=9",
+        "--sampling.max_new_tokens=2",
+    ]
     assert main([*words, "--evaluation.every=0", "--limits.patience=2", "--limits.failed_rewards=0.4"]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert "rewards" in told

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from postlude.recipes.config.reading import load
+from postlude.recipes.config.load import load
 from postlude.recipes.grpo import GRPOConfig, run
-from postlude.recipes.run.ending import Ending
+from postlude.recipes.run.outcome import RunOutcome
 from tests.conftest import PATIENCE, Ranks
 from tests.recipes import killing
 from tests.rollout import functions
@@ -28,17 +28,17 @@ SMALL = """
 model: tiny-dense
 budget: 256
 environment: {{kind: dataset, path: {place}/rows.jsonl, reward: "{functions}:ascii_share", workers: 1}}
-warm_start: {{steps: 1, examples: 8, optimizer: {{lr: 1e-3}}}}
+warm_start: {{steps: 1, batch_size: 8, optimizer: {{lr: 1e-3}}}}
 steps: 4
-prompts: 4
-samples: 3
-answers: {{max_new_tokens: 4}}
+prompts_per_step: 4
+samples_per_prompt: 3
+sampling: {{max_new_tokens: 4}}
 optimizer: {{lr: 1e-3}}
 objective: {{kind: file, file: "{killing}:Killing", settings: {{directory: "{place}"}}}}
 reference: true
-evaluation: {{every: 3, tasks: 4, samples: 2, temperature: 1.0}}
+evaluation: {{every: 3, tasks: 4, samples_per_prompt: 2, temperature: 1.0}}
 save_every: 2
-keep: 1
+keep_checkpoints: 1
 """
 KILLS = {  # the functions a run is in, the steps it has metrics of, those it has samples of, and its checkpoints
     "reference": (("_begin", "rename"), [1], [2], []),
@@ -59,7 +59,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(group: Any, place: str, name: str, *overrides: str) -> Ending:
+def trained(group: Any, place: str, name: str, *overrides: str) -> RunOutcome:
     return run(load(GRPOConfig, Path(place, "small.yaml"), ["--run", f"{place}/{name}", *overrides]))
 
 

@@ -12,10 +12,10 @@ import torch
 
 from postlude.hf.export import export_hf
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.reading import read_config
-from postlude.recipes.commands import RECIPES
-from postlude.recipes.config.reading import load
+from postlude.hf.read_model import read_config
+from postlude.recipes.config.load import load
 from postlude.recipes.config.schema import options
+from postlude.recipes.registry import RECIPES
 from tests.conftest import Ranks
 
 pytest.importorskip("reasoning_gym", reason="some of the tasks are reasoning-gym's")
@@ -49,7 +49,7 @@ TRAINING: Heard = {
 }
 SUPERVISED: Heard = {
     **TRAINING,
-    "batch": ("3",),
+    "batch_size": ("3",),
     "epochs": ("2", "--steps=null", "--epochs=1"),
     "held_out.every": ("0",),
     "held_out.rows": ("2",),
@@ -71,7 +71,7 @@ EXAMPLES: Heard = {
     "data.completion": ("other_completion", ROWS),
     "data.text": ("other_text", TEXTS),
 }
-OWN = ("--data=own_answers", *(f"--data.{setting}" for setting in ("environment=dataset", "answers.max_new_tokens=3")))
+OWN = ("--data=on_policy", *(f"--data.{setting}" for setting in ("environment=dataset", "sampling.max_new_tokens=3")))
 OWN_TASKS = (
     *OWN,
     "--data.environment.path=FILES/sums.jsonl",
@@ -82,7 +82,7 @@ RECOMPUTE = "--old_logprobs=recompute"
 PENALTY = "--objective.kl.coefficient=0.1"
 UNBOUNDED = "--objective.correction.truncate=null"
 FAR = ("--minibatches=4", "--optimizer.lr=3e-3")
-SHORT = "--answers.max_new_tokens=2"
+SHORT = "--sampling.max_new_tokens=2"
 WARM = "--warm_start.steps=1"
 GYM = (
     "--environment=reasoning_gym",
@@ -97,7 +97,7 @@ HEARD: dict[str, Heard] = {
         "data.prompt": ("other_prompt",),
         "data.chosen": ("other_chosen",),
         "data.rejected": ("other_rejected",),
-        "objective.form": ("ipo",),
+        "objective.loss_type": ("ipo",),
         "objective.beta": ("0.3",),
         "objective.length_normalised": ("true",),
         "objective.label_smoothing": ("0.2",),
@@ -114,27 +114,27 @@ HEARD: dict[str, Heard] = {
         "objective.nll": ("0.5",),
         "objective.temperature": ("2",),
         "objective.over": ("tokens",),
-        "data.samples": ("2", *OWN_TASKS),
-        **{f"data.answers.{name}": (value, *OWN_TASKS) for name, (value,) in ANSWERS.items()},
+        "data.samples_per_prompt": ("2", *OWN_TASKS),
+        **{f"data.sampling.{name}": (value, *OWN_TASKS) for name, (value,) in ANSWERS.items()},
     },
     "grpo": {
         **{path: TRAINING[path] for path in ("seed", "steps", "optimizer.kind", "optimizer.lr")},
-        "prompts": ("6",),
-        "samples": ("4",),
+        "prompts_per_step": ("6",),
+        "samples_per_prompt": ("4",),
         "minibatches": ("2",),
         "advantages": ("rloo",),
         "old_logprobs": ("recompute",),
         "replay_routing": ("true", "--model=tiny-moe"),
-        "dynamic_sampling": ("1", "--samples=2"),  # of two answers, many are alike
+        "dynamic_sampling": ("1", "--samples_per_prompt=2"),  # of two answers, many are alike
         "overlong": ("mask", SHORT),
         "overlong_penalty": ("0.5", SHORT),
         "warm_start.steps": ("2",),
-        "warm_start.examples": ("4", WARM),
+        "warm_start.batch_size": ("4", WARM),
         "warm_start.optimizer.kind": ("sgd", WARM),
         "warm_start.optimizer.lr": ("1e-2", WARM),
         "evaluation.every": ("0",),
         "evaluation.tasks": ("7",),
-        "evaluation.samples": ("3",),
+        "evaluation.samples_per_prompt": ("3",),
         "evaluation.temperature": ("0",),
         "environment.task": (
             "basic_arithmetic",
@@ -145,7 +145,7 @@ HEARD: dict[str, Heard] = {
         "environment.settings": ("{min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}", *GYM),
         "environment.size": ("48", *GYM),
         "environment.template": ("{metadata[expression]} is", *GYM),
-        **{f"answers.{name}": value for name, value in ANSWERS.items()},
+        **{f"sampling.{name}": value for name, value in ANSWERS.items()},
         "objective.surrogate": ("cispo",),
         "objective.ratio": ("sequence",),
         "objective.clip_low": ("0.001", *FAR),
@@ -165,9 +165,9 @@ HEARD: dict[str, Heard] = {
     "eval": {
         "seed": ("1",),
         "tasks": ("7",),
-        "samples": ("2",),
-        **{f"answers.{name}": value for name, value in ANSWERS.items()},
-        "answers.temperature": ("0",),  # its metrics see answers alone, and these are all the likeliest
+        "samples_per_prompt": ("2",),
+        **{f"sampling.{name}": value for name, value in ANSWERS.items()},
+        "sampling.temperature": ("0",),  # its metrics see answers alone, and these are all the likeliest
     },
 }
 ELSEWHERE = {
@@ -184,12 +184,12 @@ ELSEWHERE = {
     "optimizer.moments": "tests/engine/test_optimizers.py",
     "optimizer.offload": "it changes no number; tests/engine/test_optimizers.py",
     "dtype": "test_grpo.py: test_what_is_computed_in",
-    "sinks": "test_sinks.py",
+    "loggers": "test_sinks.py",
     "code_changes": "test_resume.py: test_changed_code_is_refused_unless_it_is_allowed",
     "save_every": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
-    "keep": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
+    "keep_checkpoints": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
     "export": "test_grpo.py: test_what_is_left_out",
-    "max_skipped": "test_supervised.py: test_gradients_that_are_not_finite_end_the_run",
+    "max_skipped_steps": "test_supervised.py: test_gradients_that_are_not_finite_end_the_run",
     "limits.failed_rewards": "test_health.py",
     "limits.weight_growth": "test_health.py",
     "limits.entropy": "test_health.py",
@@ -206,34 +206,34 @@ ELSEWHERE = {
     "data.tools": "tests/data/test_encoding.py: test_tools_of_a_row_reach_the_template",
     "data.overlong": "test_supervised.py: test_long_rows_may_be_left_out_or_cut",
     "asynchrony.max_staleness": "test_asynchrony.py",
-    "answers.stop_tokens": "test_serving.py",
-    "answers.stop_tokens.*": "test_serving.py",
-    "data.answers.stop_tokens": "test_serving.py",
-    "data.answers.stop_tokens.*": "test_serving.py",
-    "answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
-    "data.answers.draft": "it changes no answer; test_ahead.py, tests/rollout/test_draft.py",
+    "sampling.stop_tokens": "test_serving.py",
+    "sampling.stop_tokens.*": "test_serving.py",
+    "data.sampling.stop_tokens": "test_serving.py",
+    "data.sampling.stop_tokens.*": "test_serving.py",
+    "sampling.draft": "it changes no answer; test_ahead.py, tests/generate/test_draft.py",
+    "data.sampling.draft": "it changes no answer; test_ahead.py, tests/generate/test_draft.py",
     **{
-        f"{within}rollout.{name}": "test_serving.py; tests/rollout/test_servers.py, test_transfer.py"
+        f"{within}rollout.{name}": "test_serving.py; tests/serving/test_server_pool.py, test_transfer.py"
         for within in ("", "data.")
         for name in (
             "kind",
             "urls",
             "urls.*",
-            "dialect",
+            "api",
             "model",
             "api_key",
             "concurrency",
             "timeout",
             "retries",
             "backoff",
-            "patience",
+            "outage_timeout",
             "sync",
             "sync_timeout",
-            "check_every",
+            "checksum_every",
         )
     },
     **{
-        f"{within}rollout.{name}": "test_serving.py; tests/rollout/test_starting.py; tests/serving/test_vllm.py"
+        f"{within}rollout.{name}": "test_serving.py; tests/serving/test_supervisor.py; tests/serving/test_vllm.py"
         for within in ("", "data.")
         for name in (
             "count",
@@ -241,18 +241,18 @@ ELSEWHERE = {
             "arguments",
             "arguments.*",
             "environment",
-            "ready_within",
-            "restarts",
+            "start_timeout",
+            "max_restarts",
             "device",
             "gpus",
             "threads",
             "python",
         )
     },
-    "cluster.cpus": "tests/cluster/test_gang.py",
-    "cluster.gpus": "tests/cluster/test_room.py",
-    "cluster.worker_cpus": "tests/cluster/test_actors.py",
-    "cluster.restarts": "tests/cluster/test_gang.py",
+    "cluster.cpus_per_rank": "tests/cluster/test_rank_actors.py",
+    "cluster.gpus_per_rank": "tests/cluster/test_capacity.py",
+    "cluster.cpus_per_worker": "tests/cluster/test_actor_pool.py",
+    "cluster.max_restarts": "tests/cluster/test_rank_actors.py",
     "environment.kind": "test_grpo.py: test_a_conversation, and the others here",
     "environment.task": "in grpo here",
     "environment.settings": "in grpo here",
@@ -276,8 +276,8 @@ ELSEWHERE = {
     "environment.tools": "tests/rollout/test_tools.py",
     "environment.episode": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
     "environment.address": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
-    "environment.action": "tests/rollout/test_episodes.py",
-    "environment.observation": "tests/rollout/test_episodes.py",
+    "environment.action": "tests/rollout/test_async_environment.py",
+    "environment.observation": "tests/rollout/test_async_environment.py",
 }
 
 
@@ -343,17 +343,30 @@ TASKS = (
     "--environment.path=FILES/sums.jsonl",
     "--environment.reward=FILES/judge.py:judge",
     "--environment.workers=0",
-    "--answers.max_new_tokens=3",
+    "--sampling.max_new_tokens=3",
 )
 SMALL = ("--budget=256", "--steps=2", "--export=false", "--save_every=0", "--optimizer.lr=1e-4")
-ROUND = ("--prompts=4", "--samples=8", "--warm_start.examples=8", "--evaluation.every=2", "--evaluation.tasks=4")
-HELD_OUT = ("--batch=4", "--held_out.rows=3", "--held_out.every=2")
+ROUND = (
+    "--prompts_per_step=4",
+    "--samples_per_prompt=8",
+    "--warm_start.batch_size=8",
+    "--evaluation.every=2",
+    "--evaluation.tasks=4",
+)
+HELD_OUT = ("--batch_size=4", "--held_out.rows=3", "--held_out.every=2")
 PLAIN = {
     "sft": (*SMALL, *HELD_OUT, "--data.path=FILES/conversations.jsonl"),
     "dpo": (*SMALL, *HELD_OUT, "--data.path=FILES/pairs.jsonl"),
     "distill": (*SMALL, *HELD_OUT, "--teacher=tiny-dense", "--data=examples", "--data.path=FILES/conversations.jsonl"),
-    "grpo": (*SMALL, *TASKS, *ROUND, "--warm_start.steps=0", "--evaluation.samples=2", "--evaluation.temperature=1"),
-    "eval": ("--budget=256", *TASKS, "--answers.temperature=1", "--tasks=8"),
+    "grpo": (
+        *SMALL,
+        *TASKS,
+        *ROUND,
+        "--warm_start.steps=0",
+        "--evaluation.samples_per_prompt=2",
+        "--evaluation.temperature=1",
+    ),
+    "eval": ("--budget=256", *TASKS, "--sampling.temperature=1", "--tasks=8"),
 }
 
 

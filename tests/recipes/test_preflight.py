@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from postlude.cli import main
 from postlude.engine import AdamW, Engine
-from postlude.hf.reading import adapt, read_config
+from postlude.hf.read_model import model_from_hf, read_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Layout
-from postlude.model.parallel import held
-from postlude.plan.memory import estimate
-from postlude.recipes.preflight import Check, PreflightError, check_teacher_tokens, preflight
+from postlude.model.parallel import local_shard
+from postlude.plan.memory import estimate_memory
+from postlude.recipes.checks.preflight import Check, PreflightError, check_teacher_tokens, preflight
 from tests.conftest import Ranks
 
 ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(6)]
@@ -71,14 +71,14 @@ def test_a_dry_run_says_what_a_rank_needs_and_touches_nothing(
 
 def held_bytes(_: Any, model: str, layout: str) -> tuple[int, int]:
     engine = Engine(model, layout=Layout.parse(layout), optimizer=AdamW(lr=1e-3))
-    return dist.get_rank(), sum(4 * held(parameter).numel() for parameter in engine.parameters.values())
+    return dist.get_rank(), sum(4 * local_shard(parameter).numel() for parameter in engine.parameters.values())
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2,ep=2", "cp=2", "dp_replicate=2"])
 def test_the_memory_foretold_is_what_an_engine_holds(ranks: Ranks, layout: str) -> None:
     parsed = Layout.parse(layout)
-    config = adapt(read_config("tiny-moe"))[1]
-    foretold = estimate(config, parsed, budget=64, compute_bytes=4, moments=2)
+    config = model_from_hf(read_config("tiny-moe"))[1]
+    foretold = estimate_memory(config, parsed, budget=64, compute_bytes=4, moments=2)
     for rank, size in ranks(2, held_bytes, "tiny-moe", layout):
         expected = foretold[rank if parsed.pp == 2 else 0].parameters
         assert size == pytest.approx(expected, rel=0.02)  # every tensor-parallel rank has all of the small vectors
@@ -88,7 +88,7 @@ def test_more_than_a_rank_can_hold_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = dataset(tmp_path)
-    monkeypatch.setattr("postlude.recipes.preflight.os.sysconf", lambda name: 2000)  # bytes of a page, and pages
+    monkeypatch.setattr("postlude.recipes.checks.preflight.os.sysconf", lambda name: 2000)  # bytes of a page, and pages
     assert main(["sft", f"--data.path={data}", f"--run={tmp_path}/run"]) == 2
     said = capsys.readouterr().err
     assert "a rank needs 12.5 MiB for weights, gradients and the optimizer's numbers, but has 3.8 MiB" in said
@@ -135,8 +135,15 @@ def leaving(inputs):
 def over_nothing(inputs):
     return Loss(-inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob, "answer_mask")
 """
-SHORT = ("--steps=1", "--budget=256", "--export=false", "--save_every=0", "--sinks=[]")
-GRPO = ("grpo", "--prompts=2", "--samples=2", "--answers.max_new_tokens=4", "--evaluation.every=0", *SHORT)
+SHORT = ("--steps=1", "--budget=256", "--export=false", "--save_every=0", "--loggers=[]")
+GRPO = (
+    "grpo",
+    "--prompts_per_step=2",
+    "--samples_per_prompt=2",
+    "--sampling.max_new_tokens=4",
+    "--evaluation.every=0",
+    *SHORT,
+)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +177,16 @@ def test_the_trial_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_pa
     mine = [f"--objective={tmp_path}/mine.py:recording", f"--objective.settings.to={seen}", f"--run={tmp_path}/run"]
     over = "loss_mask" if recipe == "sft" else "response_mask"
     beside = {
-        "sft": ["sft", f"--data.path={data}", "--batch=2", *SHORT],
-        "dpo": ["dpo", f"--data.path={pairs}", "--batch=2", *SHORT],
-        "distill": ["distill", "--teacher=tiny-dense", "--data=examples", f"--data.path={data}", "--batch=2", *SHORT],
+        "sft": ["sft", f"--data.path={data}", "--batch_size=2", *SHORT],
+        "dpo": ["dpo", f"--data.path={pairs}", "--batch_size=2", *SHORT],
+        "distill": [
+            "distill",
+            "--teacher=tiny-dense",
+            "--data=examples",
+            f"--data.path={data}",
+            "--batch_size=2",
+            *SHORT,
+        ],
     }.get(recipe, [*GRPO, *recipe.split()[1:]])
     assert main([*beside, *mine, f"--objective.settings.over={over}"]) == 0
     first, *others = seen.read_text().splitlines()

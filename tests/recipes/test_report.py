@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from postlude.recipes.numbers import short
 from postlude.recipes.report import page as report
 from postlude.recipes.report.charts import Ruler
 from postlude.recipes.report.data import Series, smooth, thin
+from postlude.recipes.report.formatting import short
 from postlude.recipes.report.page import write_report
-from postlude.recipes.run.directory import Onlooker, RunDirectory, Sample, open_run
-from postlude.recipes.run.ending import Ending, write_ending
+from postlude.recipes.run.directory import ReadOnlyRun, RunDirectory, Sample, open_run
+from postlude.recipes.run.outcome import RunOutcome, write_outcome
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 WORDS = [
@@ -294,8 +294,8 @@ def test_an_evaluation_has_no_curves(tmp_path: Path) -> None:
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     first, second = two_phases(tmp_path / "first"), two_phases(tmp_path / "second", steps=8)
-    write_ending(first, Ending("finished", 10))
-    write_ending(second, Ending("failed", 12, "no reward was left."))
+    write_outcome(first, RunOutcome("finished", 10))
+    write_outcome(second, RunOutcome("failed", 12, "no reward was left."))
     text = write_report([first, second], tmp_path).read_text()
     page = Page(tmp_path / "report.html")
     assert "second: The run failed after step 12: no reward was left." in page.text
@@ -419,6 +419,6 @@ def test_ticks_are_few_and_within(low: float, high: float) -> None:
 
 
 def test_an_onlooker_s_run_leaves_nothing_to_report(tmp_path: Path) -> None:
-    onlooker = Onlooker(tmp_path)
+    onlooker = ReadOnlyRun(tmp_path)
     onlooker.log(1, {"loss": 1.0}, phase="sft")
     assert "no metrics yet" in Page(write_report([tmp_path], tmp_path / "out.html")).text

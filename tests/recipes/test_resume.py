@@ -10,15 +10,22 @@ from typing import Any
 import pytest
 
 from postlude.cli import main
-from postlude.recipes.commands import RECIPES
-from postlude.recipes.config.reading import load
-from postlude.recipes.run.beginning import NEWEST, Beginning, again, checkpoint_named, step_named
-from postlude.recipes.run.changes import code_in
+from postlude.recipes.config.load import load
+from postlude.recipes.registry import RECIPES
+from postlude.recipes.run.config_changes import user_code_hashes
 from postlude.recipes.run.directory import read_metrics, read_record
+from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode, find_checkpoint, parse_step, resume_command
 from tests.conftest import Ranks
 from tests.recipes.test_run import files_of_at_most
 
-SMALL = ("--budget=128", "--batch=4", "--save_every=1", "--keep=9", "--export=false", "--optimizer.lr=1e-3")
+SMALL = (
+    "--budget=128",
+    "--batch_size=4",
+    "--save_every=1",
+    "--keep_checkpoints=9",
+    "--export=false",
+    "--optimizer.lr=1e-3",
+)
 
 
 @pytest.fixture
@@ -30,9 +37,9 @@ def rows(tmp_path: Path) -> str:
     return f"--data.path={path}"
 
 
-def trained(group: Any, run: str, *overrides: str, beginning: Beginning = NEWEST) -> list[dict[str, Any]]:
+def trained(group: Any, run: str, *overrides: str, start_mode: StartMode = RESUME_NEWEST) -> list[dict[str, Any]]:
     """A run of SFT; its metrics but for what the clock says."""
-    RECIPES["sft"].run(load(RECIPES["sft"].config, None, [*SMALL, "--run", run, *overrides]), "cpu", beginning)
+    RECIPES["sft"].run(load(RECIPES["sft"].config, None, [*SMALL, "--run", run, *overrides]), "cpu", start_mode)
     return told_of(Path(run))
 
 
@@ -41,7 +48,7 @@ def told_of(run: Path) -> list[dict[str, Any]]:
 
 
 def from_step(group: Any, step: int, run: str, *overrides: str) -> list[dict[str, Any]]:
-    return trained(group, run, *overrides, beginning=Beginning(step))
+    return trained(group, run, *overrides, beginning=StartMode(step))
 
 
 @pytest.mark.slow
@@ -49,7 +56,9 @@ def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, t
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     (expected,) = ranks(1, trained, whole, rows, "--steps=4")
     ranks(1, trained, parts, rows, "--steps=2")
-    (found,) = ranks(1, trained, parts, rows, "--steps=4", "--optimizer.lr=1e-2", "--save_every=2", "--keep=1")
+    (found,) = ranks(
+        1, trained, parts, rows, "--steps=4", "--optimizer.lr=1e-2", "--save_every=2", "--keep_checkpoints=1"
+    )
     assert found[:2] == expected[:2]
     assert [row["lr"] for row in found] == [1e-3, 1e-3, 1e-2, 1e-2]
     assert found[2]["loss"] == expected[2]["loss"], "its weights are those of the run so far"
@@ -60,10 +69,10 @@ def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, t
         "steps": [2, 4],
         "optimizer.lr": [1e-3, 1e-2],
         "save_every": [1, 2],
-        "keep": [9, 1],
+        "keep_checkpoints": [9, 1],
     }
     with pytest.raises(pytest.fail.Exception, match=r"batch is 4 there and 8 here.*--from .*/parts/step-000004"):
-        ranks(1, trained, parts, rows, "--steps=4", "--batch=8")
+        ranks(1, trained, parts, rows, "--steps=4", "--batch_size=8")
     with pytest.raises(pytest.fail.Exception, match="is at step 4 already, but is to end at step 3"):
         ranks(1, trained, parts, rows, "--steps=3")
 
@@ -85,7 +94,7 @@ def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows:
 def test_a_run_begins_with_the_weights_of_anothers_checkpoint(tmp_path: Path, rows: str) -> None:
     words = ["sft", rows, *SMALL, "--held_out.rows=3", "--held_out.every=1"]
     assert main([*words, "--run", str(tmp_path / "one"), "--steps=2"]) == 0
-    other = [*words, "--run", str(tmp_path / "two"), "--from", str(tmp_path / "one" / "step-1"), "--batch=2"]
+    other = [*words, "--run", str(tmp_path / "two"), "--from", str(tmp_path / "one" / "step-1"), "--batch_size=2"]
     assert main([*other, "--steps=1"]) == 0
     measured = {row["step"]: row["eval/loss"] for row in read_metrics(tmp_path / "one")}
     first = read_metrics(tmp_path / "two")[0]
@@ -179,13 +188,13 @@ def test_the_code_that_a_config_names_is_found_wherever_it_stands(tmp_path: Path
     file = tmp_path / "tools.py"
     file.write_text("def one(): ...")
     config = {"environment": {"tools": [f"{file}:one", "math"], "settings": {"judge": f"{file}:two"}}, "run": "a.py:b"}
-    found = code_in(config)
+    found = user_code_hashes(config)
     assert {key: name for key, (name, _) in found.items()} == {
         "environment.tools.0": f"{file}:one",
         "environment.settings.judge": f"{file}:two",
     }
     file.write_text("def one(): return 1")
-    assert code_in(config)["environment.tools.0"][1] != found["environment.tools.0"][1]
+    assert user_code_hashes(config)["environment.tools.0"][1] != found["environment.tools.0"][1]
 
 
 @pytest.mark.parametrize(
@@ -197,18 +206,18 @@ def test_the_code_that_a_config_names_is_found_wherever_it_stands(tmp_path: Path
     ],
 )
 def test_the_command_that_goes_on(words: list[str], expected: str) -> None:
-    assert again(words) == expected
+    assert resume_command(words) == expected
 
 
 def test_how_steps_and_checkpoints_are_named(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000100"
     checkpoint.mkdir(parents=True)
-    assert [step_named(text) for text in ("step-100", "step-000100", "100")] == [100, 100, 100]
+    assert [parse_step(text) for text in ("step-100", "step-000100", "100")] == [100, 100, 100]
     for text in ("run/step-100", "run/step-000100", "run/checkpoints/step-000100"):
-        assert checkpoint_named(str(tmp_path / text)) == checkpoint
+        assert find_checkpoint(str(tmp_path / text)) == checkpoint
     with pytest.raises(ValueError, match="'newest' names no step; write step-100"):
-        step_named("newest")
+        parse_step("newest")
     with pytest.raises(ValueError, match="names no checkpoint; write RUN/step-100"):
-        checkpoint_named(str(tmp_path / "run"))
+        find_checkpoint(str(tmp_path / "run"))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint .*/step-000099; .*/run has step-000100"):
-        checkpoint_named(str(tmp_path / "run" / "step-99"))
+        find_checkpoint(str(tmp_path / "run" / "step-99"))

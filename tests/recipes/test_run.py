@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from postlude.recipes.live import LiveView, sparkline
-from postlude.recipes.numbers import duration, short
+from postlude.recipes.report.formatting import duration, short
+from postlude.recipes.report.live import LiveView, sparkline
 from postlude.recipes.run.directory import (
-    Onlooker,
+    ReadOnlyRun,
     RunDirectory,
     Sample,
     check_run,
@@ -35,7 +35,7 @@ from postlude.recipes.run.directory import (
     read_record,
     read_samples,
 )
-from postlude.recipes.run.surroundings import surroundings
+from postlude.recipes.run.machine_info import machine_info
 from tests.conftest import Ranks
 
 CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "data": Path("a/b"), "steps": 10}
@@ -314,7 +314,7 @@ def test_where_a_run_was_made_and_with_what(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    found = surroundings(torch.device("cpu"))
+    found = machine_info(torch.device("cpu"))
     assert found["commit"] is None
     assert found["versions"]["torch"] == torch.__version__
     assert {"python", "postlude"} <= found["versions"].keys()
@@ -323,9 +323,9 @@ def test_where_a_run_was_made_and_with_what(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-qm", "first")
-    assert surroundings(torch.device("cpu"))["commit"] == git("rev-parse", "HEAD")
+    assert machine_info(torch.device("cpu"))["commit"] == git("rev-parse", "HEAD")
     (tmp_path / "file").write_text("2")
-    assert surroundings(torch.device("cpu"))["commit"] == git("rev-parse", "HEAD") + "+"
+    assert machine_info(torch.device("cpu"))["commit"] == git("rev-parse", "HEAD") + "+"
 
 
 def test_checkpoints_that_are_set_aside_count_no_more_and_stay(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[st
 def test_only_the_first_rank_writes_and_speaks(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(2, on_a_rank, str(tmp_path / "run"))
     assert first[0] == "RunDirectory printed 3"
-    assert second[0] == "Onlooker printed 0"
+    assert second[0] == "ReadOnlyRun printed 0"
     assert first[1] == second[1] == "step-000003"
     assert first[2] == second[2]
     assert len(first[2]) == 2
@@ -402,7 +402,7 @@ def test_an_onlooker_touches_nothing(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         train(run, 1, 8)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with Onlooker(tmp_path) as other:
+    with ReadOnlyRun(tmp_path) as other:
         assert other.resume() == run.checkpoint(8)
         train(other, 9, 11)
         assert other.prune(1) == []

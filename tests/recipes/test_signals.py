@@ -13,20 +13,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from postlude.recipes import signals
-from postlude.recipes.conclusion import conclude
-from postlude.recipes.live import LiveView
-from postlude.recipes.run.ending import Ending, read_ending
-from postlude.recipes.signals import ASKING, Signals
-from postlude.world.launcher import Forwarding
+from postlude.recipes.report.finish import conclude
+from postlude.recipes.report.live import LiveView
+from postlude.recipes.run import signals
+from postlude.recipes.run.outcome import RunOutcome, read_outcome
+from postlude.recipes.run.signals import ASKING, StopSignals
+from postlude.world.launcher import SignalForwarding
 
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """A process that a shell started in the background ignores SIGINT, unlike one that a person started."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A process that a shell started in the background ignores SIGINT, and one that nohup started ignores SIGHUP."""
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGHUP, hangup)
 
 
 @pytest.mark.parametrize("number", ASKING)
@@ -34,7 +36,7 @@ def test_a_signal_is_heard_and_one_that_follows_at_once_is_the_same(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = [signal.getsignal(each) for each in ASKING]
-    with Signals(speaks=True) as heard:
+    with StopSignals(speaks=True) as heard:
         assert heard.heard == 0
         signal.raise_signal(number)
         signal.raise_signal(number)
@@ -51,7 +53,7 @@ def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "write", hung_up)
-    with Signals(speaks=True) as heard:
+    with StopSignals(speaks=True) as heard:
         signal.raise_signal(signal.SIGHUP)
         assert heard.heard == signal.SIGHUP
         console = Console(file=io.StringIO())
@@ -60,17 +62,17 @@ def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(
             view.update(1, {"loss": 1.0})
             view.update(2, {"loss": 1.0})
     monkeypatch.setattr(Console, "print", hung_up)
-    conclude(tmp_path, Ending("interrupted", 2, "SIGHUP ended the run", 129))
-    assert read_ending(tmp_path) == Ending("interrupted", 2, "SIGHUP ended the run", 129)
+    conclude(tmp_path, RunOutcome("interrupted", 2, "SIGHUP ended the run", 129))
+    assert read_outcome(tmp_path) == RunOutcome("interrupted", 2, "SIGHUP ended the run", 129)
 
 
 def test_what_nohup_had_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Signals(speaks=False) as heard:
+        with StopSignals(speaks=False) as heard:
             signal.raise_signal(signal.SIGHUP)
             assert heard.heard == 0
-        with Forwarding(0.0) as forwarding:
+        with SignalForwarding(0.0) as forwarding:
             signal.raise_signal(signal.SIGHUP)
         assert not forwarding.received
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -80,7 +82,7 @@ def test_what_nohup_had_ignored_stays_so() -> None:
 
 def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "SAME", -1.0)
-    with Signals(speaks=False) as heard:
+    with StopSignals(speaks=False) as heard:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -89,13 +91,13 @@ def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.M
 
 def test_a_rank_whose_launcher_is_gone_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    with Signals(speaks=False) as heard:
+    with StopSignals(speaks=False) as heard:
         monkeypatch.setattr(os, "getppid", lambda: 1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert heard.heard == 0
     monkeypatch.delenv("RANK")
-    with Signals(speaks=False) as heard:
+    with StopSignals(speaks=False) as heard:
         monkeypatch.setattr(os, "getppid", lambda: 2)
         signal.raise_signal(signal.SIGINT)  # of a shell that has ended since, a run knows nothing
         assert heard.heard == signal.SIGINT
@@ -106,7 +108,7 @@ def test_in_another_thread_signals_stay_as_they_are() -> None:
     found = []
 
     def enter() -> None:
-        with Signals(speaks=False):
+        with StopSignals(speaks=False):
             found.extend(signal.getsignal(each) for each in ASKING)
 
     thread = threading.Thread(target=enter)

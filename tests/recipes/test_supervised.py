@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from postlude.data.kept import KeptRows
+from postlude.data.encoded_dataset import EncodedDataset
 from postlude.hf.load import load_model
-from postlude.recipes.commands import RECIPES
-from postlude.recipes.config.reading import ConfigError, load, undocumented
+from postlude.recipes.config.load import ConfigError, load, undocumented
+from postlude.recipes.data.encoded_rows import EncodedRows
+from postlude.recipes.data.rows import RowBatches
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.dpo import DPOTrainer
-from postlude.recipes.encodings import Encodings
-from postlude.recipes.examples import Course
-from postlude.recipes.run.ending import read_ending
+from postlude.recipes.registry import RECIPES
+from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.sft import SFTTrainer
 from postlude.recipes.trainer import train
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 
 TRAINERS: dict[str, Callable[..., Any]] = {"sft": SFTTrainer, "dpo": DPOTrainer, "distill": DistillTrainer}
-COMMON = ("--budget=128", "--batch=4", "--steps=4", "--save_every=2", "--held_out.rows=3", "--held_out.every=2")
+COMMON = ("--budget=128", "--batch_size=4", "--steps=4", "--save_every=2", "--held_out.rows=3", "--held_out.every=2")
 OBJECTIVE = """
 from postlude.objectives import Loss, mean
 
@@ -90,15 +90,15 @@ def test_a_run_learns_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, 
     assert load_model(tmp_path / "run" / "model").config.vocab_size == 264
 
 
-def kept(rows: list[list[tuple[int, ...]]], prompt: int) -> Encodings[Any]:
+def kept(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedRows[Any]:
     """Rows of one or two sequences as they are kept, where what follows the prompt is learned."""
     sequences = [sequence for row in rows for sequence in row]
     mask = [place >= prompt for sequence in sequences for place in range(len(sequence))]
     tokens = [token for sequence in sequences for token in sequence]
     starts = np.cumsum([0, *map(len, sequences)])
-    found: Encodings[Any] = object.__new__(Encodings)
+    found: EncodedRows[Any] = object.__new__(EncodedRows)
     sources = np.repeat(np.arange(len(rows)), len(rows[0]))
-    found.rows = KeptRows(np.array(tokens, np.int32), np.array(mask, np.uint8), starts, sources, len(rows[0]))
+    found.rows = EncodedDataset(np.array(tokens, np.int32), np.array(mask, np.uint8), starts, sources, len(rows[0]))
     return found
 
 
@@ -110,13 +110,13 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
     texts = kept([[(1, *prompt)] for prompt in prompts], prompt=1)
     tasks = [Task(str(prompt), {"place": place}) for place, prompt in enumerate(prompts)]
     for rows in (answers, pairs, texts, tasks):
-        course: Course[Any] = Course(rows, batch=4, held_out=3, seed=0)
-        assert course.held_out == [rows[place] for place in (17, 18, 19)]
-        taken = [index for _ in range(course.steps(2.0)) for index in course.sampler.take(4)]
+        batches: RowBatches[Any] = RowBatches(rows, batch=4, held_out=3, seed=0)
+        assert batches.held_out == [rows[place] for place in (17, 18, 19)]
+        taken = [index for _ in range(batches.steps(2.0)) for index in batches.sampler.take(4)]
         others = [place for place, prompt in enumerate(prompts) if prompt not in prompts[-3:]]
         assert sorted(taken) == sorted(2 * others), "twice each of the rows with the other two prompts"
     with pytest.raises(ValueError, match=r"5 rows are to be held out, but 20 rows have 5 different prompts"):
-        Course(answers, batch=4, held_out=5, seed=0)
+        RowBatches(answers, batch=4, held_out=5, seed=0)
 
 
 @pytest.mark.slow
@@ -170,16 +170,16 @@ def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
 def test_gradients_that_are_not_finite_end_the_run(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OBJECTIVE)
     broken = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=.inf")
-    ranks(1, trained, "sft", str(tmp_path), *broken, "--max_skipped=1")
-    ending = read_ending(tmp_path / "run")
+    ranks(1, trained, "sft", str(tmp_path), *broken, "--max_skipped_steps=1")
+    ending = read_outcome(tmp_path / "run")
     assert ending is not None
     assert (ending.outcome, ending.code) == ("failed", 1)
-    assert "not finite in 2 optimizer steps in a row, up to step 2; max_skipped is 1." in ending.sentence
+    assert "not finite in 2 optimizer steps in a row, up to step 2; max_skipped_steps is 1." in ending.sentence
     assert ending.sentence.endswith("No checkpoint was saved, and nothing was exported.")
     assert not (tmp_path / "run" / "model").exists()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
-    assert rows[1]["skipped"] == 1.0
+    assert rows[1]["skipped_steps"] == 1.0
 
 
 @pytest.mark.slow
@@ -190,13 +190,13 @@ def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Pat
     )
     own = (
         "--teacher=tiny-dense",
-        "--data=own_answers",
+        "--data=on_policy",
         "--data.environment=dataset",
         f"--data.environment.path={prompts}",
         f"--data.environment.reward={tmp_path / 'judge.py'}:short",
         "--data.environment.workers=1",
-        "--data.answers.max_new_tokens=4",
-        "--data.samples=2",
+        "--data.sampling.max_new_tokens=4",
+        "--data.samples_per_prompt=2",
         "--objective.forward=0",
         "--top_k=264",
     )
@@ -242,7 +242,13 @@ def test_long_rows_may_be_left_out_or_cut(ranks: Ranks, tmp_path: Path) -> None:
     found = {}
     for overlong in ("drop", "cut"):
         (tmp_path / overlong).mkdir()
-        settings = (f"--data.path={path}", f"--data.overlong={overlong}", "--batch=6", "--steps=1", "--held_out.rows=0")
+        settings = (
+            f"--data.path={path}",
+            f"--data.overlong={overlong}",
+            "--batch_size=6",
+            "--steps=1",
+            "--held_out.rows=0",
+        )
         (lines,) = ranks(1, trained, "sft", str(tmp_path / overlong), *settings)
         found[overlong] = lines[-1]["tokens"]
     kept = sum(len(row["text"]) + 1 for row in rows if len(row["text"]) < 100)
@@ -258,12 +264,12 @@ def test_every_field_is_documented(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "override", "sentence"),
     [
-        ("sft", "--batch=0", 'config key "batch" is "0" on the command line; give a whole number above 0'),
+        ("sft", "--batch_size=0", 'config key "batch_size" is "0" on the command line; give a whole number above 0'),
         ("sft", "--epochs=0", 'config key "epochs" is "0" on the command line; give a number above 0'),
         ("sft", "--data.overlong=squeeze", "refuse"),
         ("dpo", "--objective.beta=0", "beta"),
         ("distill", "--top_k=0", '"top_k" is "0"'),
-        ("sft", "--keep=0", '"keep" is "0"'),
+        ("sft", "--keep_checkpoints=0", '"keep_checkpoints" is "0"'),
     ],
 )
 def test_what_cannot_be_is_said(tmp_path: Path, command: str, override: str, sentence: str) -> None:

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from postlude import Batch, Engine, Layout
+from postlude.generate.distributed import SyncedGenerator
+from postlude.generate.protocol import Completion, FinishedCompletion, Request
+from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.builtin import tiny_dense
 from postlude.hf.tokenizer import byte_tokenizer
-from postlude.recipes.clock import Clock
-from postlude.recipes.config.configs import EvalConfig
-from postlude.recipes.config.reading import load
-from postlude.recipes.config.settings import Answers
-from postlude.recipes.rollouts import Rollouts, summary
+from postlude.recipes.config.load import load
+from postlude.recipes.config.recipe_configs import EvalConfig
+from postlude.recipes.config.settings import SamplingSettings
+from postlude.recipes.rollouts import RolloutSampler, completion_metrics
 from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.rollout import conversations
-from postlude.rollout.conversations import Answered
-from postlude.rollout.environments import MultiTurn, Turn
-from postlude.rollout.gathered import GatheredGenerator
-from postlude.rollout.protocol import Completion, Finished, Request
+from postlude.rollout.conversations import Trajectory
+from postlude.rollout.environments import MultiTurn, TurnResult
 from postlude.rollout.rewards import Score
-from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Task
 from postlude.user_code import load_callable
 from tests.conftest import Ranks
@@ -40,7 +40,7 @@ SAMPLES = 2
 class Recorded:
     """An engine that remembers what it was asked and what it said."""
 
-    together = True
+    batched_polls = True
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -55,8 +55,8 @@ class Recorded:
         self.asked[ticket] = request
         return ticket
 
-    def poll(self, timeout: float | None = 0.0) -> list[Finished]:
-        found: list[Finished] = self.engine.poll(timeout)
+    def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
+        found: list[FinishedCompletion] = self.engine.poll(timeout)
         told = [(list(self.asked[each.ticket].prompt), each.answer) for each in found if each.answer is not None]
         if told:
             self.calls.append(told)
@@ -67,7 +67,12 @@ class Parrot:
     """An engine without a model: it says a letter."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], n: int = 1, *, first: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        n: int = 1,
+        *,
+        first: int = 0,
     ) -> list[list[Completion]]:
         return [
             [Completion([65 + place], [-1.0], [-1.0], "stop", chr(65 + place)) for place in range(n)] for _ in prompts
@@ -78,11 +83,13 @@ def asked(**example: Any) -> Task:
     return Task("ask:", example, str(example))
 
 
-def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2, **settings: Any) -> list[Answered]:
+def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2, **settings: Any) -> list[Trajectory]:
     environment = MultiTurn(tasks, talk, workers=workers, **{"max_turns": 6, "timeout": 60.0, **settings})
-    answers = Answers(max_new_tokens=5)
+    answers = SamplingSettings(max_new_tokens=5)
     try:
-        found = Rollouts(engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timed=Clock())
+        found = RolloutSampler(
+            engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timed=PhaseTimer()
+        )
         return found.led(lambda: found.answer(tasks, SAMPLES, step=0))
     finally:
         environment.close()
@@ -93,7 +100,7 @@ def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
     config = tiny_dense()
     config.initializer_range = 0.1
     engine = Engine(config, mesh=mesh(layout), budget=160)
-    recorded = Recorded(GatheredGenerator(engine, byte_tokenizer()))
+    recorded = Recorded(SyncedGenerator(engine, byte_tokenizer()))
     talks = [asked(turns=turns, length=length) for turns, length in ((1, 3), (2, 1), (4, 9), (3, 2))]
     chats = [
         Task([{"role": "user", "content": "Hi"}], {"turns": 3, "length": 4, "role": role}) for role in ("tool", "")
@@ -146,7 +153,7 @@ def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
     kinds = ["raise", "none", "object", "no content", "part", "bad role", "die", "hang", "fine"]
     tasks = [asked(turns=2, length=1, fault=kind) for kind in kinds]
     found = rolled(Alone(Parrot()), tasks, timeout=4.0)
-    return [(each.task.example["fault"], each.score) for each in found[::SAMPLES]], summary(found)
+    return [(each.task.example["fault"], each.score) for each in found[::SAMPLES]], completion_metrics(found)
 
 
 @pytest.mark.slow
@@ -197,8 +204,8 @@ def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
 
 
 def test_limits_end_a_conversation_with_what_it_earned(ranks: Ranks) -> None:
-    ((no_room, unfinished),) = ranks(1, limited)
-    assert no_room == (0.0, {"no_room": 1.0}, 4), "4 + 4·(1 + 4) tokens and 5 more do not fit"
+    ((over_budget, unfinished),) = ranks(1, limited)
+    assert over_budget == (0.0, {"over_budget": 1.0}, 4), "4 + 4·(1 + 4) tokens and 5 more do not fit"
     assert unfinished == (-0.5, {"unfinished": 1.0}, 2)
 
 
@@ -228,7 +235,10 @@ def test_episodes_and_servers_are_chosen_in_a_config(tmp_path: Path, monkeypatch
     environment = config.environment.build(0)
     assert environment.keep_reasoning
     episode = environment.reset(environment.tasks[0])
-    assert [environment.step([episode], ["x"])[0] for _ in range(2)] == [Turn(Score(0.5), "again"), Turn(Score(1.5))]
+    assert [environment.step([episode], ["x"])[0] for _ in range(2)] == [
+        TurnResult(Score(0.5), "again"),
+        TurnResult(Score(1.5)),
+    ]
     environment.close()
     monkeypatch.setattr("postlude.rollout.openenv.find_spec", lambda name: None)
     config = load(
@@ -259,7 +269,9 @@ def test_the_example_of_a_tool_answers_and_judges() -> None:
 @pytest.mark.thorough
 def test_the_example_of_a_tool_learns(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "postlude", "grpo", "recipes/calculator.yaml", "--run", str(tmp_path / "run")]
-    subprocess.run([*command, "--sinks=[]", "--export=false"], cwd=ROOT, check=True, timeout=1200, capture_output=True)
+    subprocess.run(
+        [*command, "--loggers=[]", "--export=false"], cwd=ROOT, check=True, timeout=1200, capture_output=True
+    )
     lines = [line for line in read_metrics(tmp_path / "run") if line["phase"] == "grpo"]
     assert mean(line["reward_mean"] for line in lines[-5:]) > lines[0]["reward_mean"] + 0.25
     assert lines[-1]["reward/asked"] > 0.9 > lines[0]["reward/asked"]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from postlude.rollout.protocol import RolloutEngine, Submitted
-from postlude.world.agreement import Lead
+from postlude.generate.protocol import PollAdapter, RolloutEngine
+from postlude.world.agreement import Rank0Controller
 
 
-class Alone(Submitted):
+class Alone(PollAdapter):
     """Any engine, as one of a run's ranks."""
 
-    together = True
+    batched_polls = True
 
     def __init__(self, engine: RolloutEngine) -> None:
         super().__init__(engine)
-        self.lead: Lead[Any, Any] = Lead(lambda _: None)
+        self.controller: Rank0Controller[Any, Any] = Rank0Controller(lambda _: None)
 
     def refresh(self) -> None: ...
 
-    def tend(self) -> None: ...
+    def check_health(self) -> None: ...
 
     def take_metrics(self) -> dict[str, float]:
         return {}

@@ -15,11 +15,11 @@ import torch
 from postlude.data.chat import Encoder
 from postlude.data.datasets import Sampler, read_rows
 from postlude.hf.tokenizer import byte_tokenizer
-from postlude.rollout.crew import WorkerError
-from postlude.rollout.environments import MultiTurn, SingleTurn, Transcript, Turn, is_chat
+from postlude.pool.worker_pool import WorkerError
+from postlude.rollout.environments import MultiTurn, SingleTurn, Transcript, TurnResult, is_chat
 from postlude.rollout.rewards import RewardPool, Score
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, hold_out, last_tasks
-from postlude.rollout.verifiers import GymEntries, gym_dataset, read_page
+from postlude.rollout.verifiers import GymEntries, decode_entries, gym_dataset
 from tests.rollout.functions import guess
 
 ROWS = '{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": [{"role": "user", "content": "2 + 2"}], "answer": 4}\n'
@@ -105,8 +105,8 @@ def test_copies_of_a_prompt_count_once_among_those_held_out() -> None:
 
 def test_which_prompts_are_held_out_does_not_depend_on_the_process() -> None:
     script = """
-from postlude.rollout.tasks import Task, content_of
-print(content_of(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c", "d"}}), "row").hex())
+from postlude.rollout.tasks import Task, task_digest
+print(task_digest(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c", "d"}}), "row").hex())
 """
     environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
     command = [sys.executable, "-c", script]
@@ -135,12 +135,12 @@ def test_a_conversation_goes_on_until_it_is_judged(workers: int) -> None:
     environment = MultiTurn(games, guess, max_turns=3, unfinished_reward=-0.5, workers=workers)
     episodes = [environment.reset(game) for game in games]
     first = environment.step(episodes, ["5", "2", "what?"])
-    assert first[0] == Turn(Score(1.0, {"turns": 1.0}))
-    assert first[1] == Turn(observation="higher")
+    assert first[0] == TurnResult(Score(1.0, {"turns": 1.0}))
+    assert first[1] == TurnResult(observation="higher")
     assert "ValueError: invalid literal" in str(first[2].score and first[2].score.error)
     assert environment.pool.failures["raised"] == 1
-    assert environment.step(episodes[1:2], ["9"]) == [Turn(observation=[{"role": "user", "content": "Think!"}])]
-    assert environment.step(episodes[1:2], ["7"]) == [Turn(Score(-0.5, {"unfinished": 1.0}))]
+    assert environment.step(episodes[1:2], ["9"]) == [TurnResult(observation=[{"role": "user", "content": "Think!"}])]
+    assert environment.step(episodes[1:2], ["7"]) == [TurnResult(Score(-0.5, {"unfinished": 1.0}))]
     assert episodes[1].completions == ["2", "9", "7"]
     assert episodes[1].observations == ["higher", [{"role": "user", "content": "Think!"}]]
     environment.close()
@@ -148,7 +148,7 @@ def test_a_conversation_goes_on_until_it_is_judged(workers: int) -> None:
 
 def test_a_turn_is_a_score_or_an_observation() -> None:
     with pytest.raises(ValueError, match="a turn has a score, and is the last, or an observation"):
-        Turn()
+        TurnResult()
     with pytest.raises(ValueError, match="max_turns is 0"):
         MultiTurn([], guess, max_turns=0)
 
@@ -163,9 +163,9 @@ def test_a_transcript_is_the_conversation_with_its_sampled_tokens_learned() -> N
     ]
     transcript = Transcript(encoder.prompt(talk[:1]))
     sampled = [tokenizer("5é<|im_end|>")["input_ids"], tokenizer("3<|im_end|>")["input_ids"]]
-    transcript.answer(sampled[0], [-0.5] * len(sampled[0]))
-    transcript.observe(encoder.observation("lower", sampled[0], chat=True))
-    transcript.answer(sampled[1], [-0.25] * len(sampled[1]))
+    transcript.add_completion(sampled[0], [-0.5] * len(sampled[0]))
+    transcript.add_observation(encoder.observation("lower", sampled[0], chat=True))
+    transcript.add_completion(sampled[1], [-0.25] * len(sampled[1]))
     (whole,) = encoder.conversation(talk)
     kept = len(transcript.tokens)
     assert transcript.tokens == whole.tokens[:kept]
@@ -174,15 +174,15 @@ def test_a_transcript_is_the_conversation_with_its_sampled_tokens_learned() -> N
     assert sum(transcript.logprobs) == -0.5 * len(sampled[0]) - 0.25 * len(sampled[1])
     assert len(transcript.logprobs) == kept
     with pytest.raises(ValueError, match="1 tokens come with 2 log-probs"):
-        transcript.answer([1], [0.0, 0.0])
+        transcript.add_completion([1], [0.0, 0.0])
 
 
 SAME_SEED = """
-from postlude.rollout.verifiers import GymEntries, read_page
-from postlude.rollout.workers import Workers
+from postlude.rollout.verifiers import GymEntries, decode_entries
+from postlude.pool.workers import Workers
 workers = Workers(GymEntries("word_ladder", {}, 3, 300), count=1, timeout=60.0)
 pages = [workers.call_all([(index, index + 1)])[0].value for index in (299, 0, 256)]
-print([read_page(page)[0]["question"] for page in pages])
+print([decode_entries(page)[0]["question"] for page in pages])
 """
 
 
@@ -229,7 +229,7 @@ def test_every_task_of_reasoning_gym_can_be_had() -> None:
     for name in sorted(set(DATASETS) - {"composite"}):
         source = GymEntries(name, {}, 0, 2)
         source.prepare()
-        assert len(read_page(source(0, 1))) == 1
+        assert len(decode_entries(source(0, 1))) == 1
 
 
 @pytest.mark.parametrize(
@@ -267,10 +267,10 @@ def test_a_transcript_keeps_the_experts_that_tokens_were_sampled_with() -> None:
         return torch.cat((torch.full((length - 1, 2, 1), expert), torch.full((1, 2, 1), -1))).short()
 
     transcript = Transcript([5, 6])
-    transcript.answer([7, 8], [0.0, 0.0], routing(4, 1))
-    transcript.observe([9])
-    transcript.answer([3], [0.0], routing(6, 2))
+    transcript.add_completion([7, 8], [0.0, 0.0], routing(4, 1))
+    transcript.add_observation([9])
+    transcript.add_completion([3], [0.0], routing(6, 2))
     assert transcript.routing is not None
     assert transcript.routing[:, 0, 0].tolist() == [1, 1, 1, 2, 2, -1]
     with pytest.raises(ValueError, match="routing is of 3 tokens, but there are 7"):
-        transcript.answer([4], [0.0], routing(3, 1))
+        transcript.add_completion([4], [0.0], routing(3, 1))

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from postlude.rollout.crew import WorkerError
+from postlude.pool.worker_pool import WorkerError
+from postlude.pool.workers import Workers
 from postlude.rollout.rewards import RewardPool, Score
 from postlude.rollout.verifiers import MathReward, extract
-from postlude.rollout.workers import Workers
 from postlude.user_code import UserCodeError
 from tests.rollout.functions import (
     forking,
@@ -180,7 +180,7 @@ def test_closing_ends_the_workers(end: Callable[[RewardPool], None]) -> None:
 
 TRAINER = """
 import os, signal
-from postlude.rollout.workers import Workers
+from postlude.pool.workers import Workers
 from tests.rollout.functions import process_id
 workers = Workers(process_id, count=1, timeout=60.0)
 print(workers.call_all([()])[0].value, flush=True)
@@ -296,7 +296,7 @@ def test_a_function_that_no_worker_can_have_is_refused() -> None:
 
 
 SCRIPT = """
-from postlude.rollout.workers import Workers
+from postlude.pool.workers import Workers
 def reward(prompt, completion, example):
     return 4.0
 GUARD

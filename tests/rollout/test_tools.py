@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from postlude.hf.tokenizer import byte_tokenizer
-from postlude.recipes.config.configs import EvalConfig
-from postlude.recipes.config.reading import load
-from postlude.recipes.config.settings import Answers, Tools
-from postlude.recipes.preflight import _turns
-from postlude.recipes.rollouts import encoder_of
-from postlude.rollout.environments import Turn
+from postlude.recipes.checks.preflight import _turns
+from postlude.recipes.config.load import load
+from postlude.recipes.config.recipe_configs import EvalConfig
+from postlude.recipes.config.settings import SamplingSettings, ToolSettings
+from postlude.recipes.rollouts import prompt_encoder
+from postlude.rollout.environments import TurnResult
 from postlude.rollout.rewards import Score
-from postlude.rollout.tools import ToolReply, by_name, schema
+from postlude.rollout.tools import ToolReply, load_tools, tool_schema
 
 TOOLS = '''
 import asyncio
@@ -87,8 +87,8 @@ def test_a_call_that_is_only_thought_of_is_none(file: Path) -> None:
 
 
 def test_a_model_is_told_of_tools_by_their_types(file: Path) -> None:
-    found = by_name([f"{file}:add", f"{file}:wait"])
-    assert schema("add", found["add"]) == {
+    found = load_tools([f"{file}:add", f"{file}:wait"])
+    assert tool_schema("add", found["add"]) == {
         "type": "function",
         "function": {
             "name": "add",
@@ -100,19 +100,19 @@ def test_a_model_is_told_of_tools_by_their_types(file: Path) -> None:
             },
         },
     }
-    assert schema("wait", found["wait"])["function"]["parameters"]["properties"] == {
+    assert tool_schema("wait", found["wait"])["function"]["parameters"]["properties"] == {
         "words": {"type": "array"},
         "seconds": {"type": "number"},
     }
     with pytest.raises(ValueError, match="two tools are called add"):
-        by_name([f"{file}:add", f"{file}:add"])
+        load_tools([f"{file}:add", f"{file}:add"])
 
 
-def settings(file: Path, *more: str) -> Tools:
+def settings(file: Path, *more: str) -> ToolSettings:
     chosen = ("--environment.kind=tools", f"--environment.tools=['{file}:add']", f"--environment.reward={file}:right")
     rows = (f"--environment.path={file.parent / 'rows.jsonl'}", "--environment.max_turns=2", "--environment.workers=0")
     found = load(EvalConfig, None, [*chosen, *rows, *more]).environment
-    assert isinstance(found, Tools)
+    assert isinstance(found, ToolSettings)
     return found
 
 
@@ -129,12 +129,14 @@ def test_tools_are_chosen_in_a_config_and_written_into_the_prompt(file: Path) ->
         _turns(environment, silent, chosen)
     _turns(environment, silent, settings(file, "--environment.chat=true", "--environment.system=Use add."))
     _turns(environment, knowing, chosen)
-    prompt = encoder_of(environment, knowing, Answers(max_new_tokens=8), 1000).prompt(environment.tasks[0].prompt)
+    prompt = prompt_encoder(environment, knowing, SamplingSettings(max_new_tokens=8), 1000).prompt(
+        environment.tasks[0].prompt
+    )
     assert "Add two numbers." in knowing.decode(prompt)
     episodes = [environment.reset(environment.tasks[0]) for _ in range(2)]
     assert environment.step(episodes, [call("add", a=1, b=2), "4"]) == [
-        Turn(observation=[{"role": "tool", "content": "3"}]),
-        Turn(Score(0.0)),
+        TurnResult(observation=[{"role": "tool", "content": "3"}]),
+        TurnResult(Score(0.0)),
     ]
-    assert environment.step(episodes[:1], ["3"]) == [Turn(Score(1.0))]
+    assert environment.step(episodes[:1], ["3"]) == [TurnResult(Score(1.0))]
     environment.close()

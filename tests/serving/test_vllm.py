@@ -15,17 +15,17 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from postlude import LanguageModel, export_hf, load_model, load_tokenizer
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Request
+from postlude.generate.sampling_params import SamplingParams
+from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs
 from postlude.recipes.grpo import run
-from postlude.recipes.preflight import Start, Subject
-from postlude.recipes.serving import of_servers
-from postlude.rollout.generator import Generator
-from postlude.rollout.protocol import Request
-from postlude.rollout.sampling import Sampling
-from postlude.rollout.servers.engine import HTTPEngine
-from postlude.rollout.servers.errors import ServerError
+from postlude.recipes.rollout_engine import check_servers
+from postlude.serving.clients.client import GenerationClient
+from postlude.serving.errors import ServerError
 from tests.conftest import Ranks
+from tests.generate.test_generator import teacher_forced
 from tests.recipes.test_grpo import config_of
-from tests.rollout.test_generator import teacher_forced
 from tests.serving.vllm_server import ENVIRONMENT, PYTHON, vllm
 
 pytestmark = pytest.mark.serving
@@ -62,7 +62,7 @@ class Served(NamedTuple):
     model: LanguageModel
     tokenizer: Any
     directory: Path
-    engine: HTTPEngine
+    engine: GenerationClient
     url: str
 
 
@@ -94,7 +94,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = load_model(directory, dtype=torch.float32).eval()
     with (
         vllm(directory, home, "--logprobs-mode", "processed_logprobs") as url,
-        closing(HTTPEngine(url, tokenizer=tokenizer)) as engine,
+        closing(GenerationClient(url, tokenizer=tokenizer)) as engine,
     ):
         yield Served(request.param, model, tokenizer, directory, engine, url)
 
@@ -116,19 +116,19 @@ def gaps(served: Served, prompts: list[list[int]], answered: Any, temperature: f
 
 
 def test_greedy_tokens_are_the_native_generators(served: Served) -> None:
-    prompts, greedy = asked(served), Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+    prompts, greedy = asked(served), SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
     native = Generator(served.model, served.tokenizer).generate(prompts, greedy)
     for stop in ((), ("\N{SNOWMAN}",)):  # by token ids alone, and by /v1/completions
-        answered = served.engine.generate(prompts, Sampling(**{**vars(greedy), "stop": stop}))
+        answered = served.engine.generate(prompts, SamplingParams(**{**vars(greedy), "stop": stop}))
         assert [one.tokens for (one,) in answered] == [one.tokens for (one,) in native]
         assert [one.finish_reason for (one,) in answered] == ["length"] * len(prompts)
-    assert served.engine.fleet.servers[0].dialect.name == "vllm"
+    assert served.engine.fleet.servers[0].api.name == "vllm"
 
 
 def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
     prompts = asked(served)
     for temperature in (1.0, 0.7):
-        drawn = Sampling(max_new_tokens=16, temperature=temperature, seed=5)
+        drawn = SamplingParams(max_new_tokens=16, temperature=temperature, seed=5)
         answered = served.engine.generate(prompts, drawn, n=3)
         worst = gaps(served, prompts, answered, temperature)
         print(f"log-probs at temperature {temperature}: {worst:.1e}")
@@ -138,8 +138,8 @@ def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
 
 def test_an_answer_ends_with_the_token_that_ended_it(served: Served) -> None:
     prompts = asked(served)[:1]
-    ((one,),) = served.engine.generate(prompts, Sampling(max_new_tokens=8, temperature=0.0, ignore_eos=True))
-    again = Sampling(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop_tokens=(one.tokens[3],))
+    ((one,),) = served.engine.generate(prompts, SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True))
+    again = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop_tokens=(one.tokens[3],))
     ((stopped,),) = served.engine.generate(prompts, again)
     assert stopped.finish_reason == "stop"
     assert stopped.tokens == one.tokens[: one.tokens.index(one.tokens[3]) + 1]
@@ -151,7 +151,7 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
     if served.family not in FAMILIES:
         pytest.skip("shown on tiny models")
     new = load_model(written(served.family, tmp_path / "new", seed=1), dtype=torch.float32).eval()
-    prompt, long = PROMPTS[0], Sampling(max_new_tokens=1000, ignore_eos=True, seed=3)
+    prompt, long = PROMPTS[0], SamplingParams(max_new_tokens=1000, ignore_eos=True, seed=3)
     for pause in (0.5, 1.0, 2.0, 0.2):  # until new weights come in the middle, on a machine that may be busy
         served.engine.update(str(served.directory), "start.0")
         served.engine.submit(Request(tuple(prompt), long))
@@ -176,7 +176,7 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
     assert (told - before)[:cut].abs().max() < CLOSE
     assert (told - after)[cut:].abs().max() < CLOSE
     assert (told - before)[cut:].abs().max() > 0.1, "the two differ"
-    greedy = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+    greedy = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
     answered = served.engine.generate(PROMPTS, greedy)
     assert [group[0].tokens for group in answered] == [
         group[0].tokens for group in Generator(new).generate(PROMPTS, greedy)
@@ -188,16 +188,19 @@ def test_one_that_could_not_read_weights_stays_paused_until_it_has_read_others(s
     """It does not answer by weights that nobody knows, and says so to who comes next."""
     if served.family != "llama":
         pytest.skip("shown on one family")
-    with closing(HTTPEngine(served.url, retries=0)) as engine:
+    with closing(GenerationClient(served.url, retries=0)) as engine:
         (server,) = engine.meet()
         assert engine.longest(server) == 2048
         with pytest.raises(ServerError) as lost:
             engine.update(str(tmp_path / "nowhere"), "start.8")
         print(lost.value)
-    with closing(HTTPEngine(served.url)) as engine, pytest.raises(ServerError, match="is paused, as one is that was"):
+    with (
+        closing(GenerationClient(served.url)) as engine,
+        pytest.raises(ServerError, match="is paused, as one is that was"),
+    ):
         engine.meet()
-    greedy = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
-    with closing(HTTPEngine(served.url)) as engine:
+    greedy = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+    with closing(GenerationClient(served.url)) as engine:
         engine.update(str(served.directory), "start.9")
         answered = engine.generate(PROMPTS, greedy)
     expected = Generator(served.model).generate(PROMPTS, greedy)
@@ -212,10 +215,10 @@ def test_a_tied_head_that_would_not_be_renewed_is_refused(tmp_path: Path) -> Non
     load_tokenizer("tiny-dense").save_pretrained(tied)
     with vllm(tied, tmp_path) as url:
         config = config_of(tmp_path, f"--model={tied}", f"--rollout={url}")
-        (check,) = of_servers(Subject(config, Start()), config.rollout, config.answers, trained=True)
+        (check,) = check_servers(PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, trained=True)
         with pytest.raises(ValueError, match="does not renew a head that is tied to the embedding"):
             check.look()
-        (check,) = of_servers(Subject(config, Start()), config.rollout, config.answers, trained=False)
+        (check,) = check_servers(PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, trained=False)
         assert check.look() == "1 of 1 answer (vllm)"
 
 
@@ -229,11 +232,17 @@ def test_grpo_learns_from_what_vllm_says(ranks: Ranks, served: Served, tmp_path:
     """The first step's ratios are 1: what vLLM sampled with is what the trainer has, after every step."""
     if served.family != "llama":
         pytest.skip("shown on one family")
-    settings = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts=2")
-    faster = ("--optimizer.lr=1e-2", "--answers.temperature=0.8")
+    settings = (
+        "--warm_start.steps=0",
+        "--evaluation.every=0",
+        "--save_every=0",
+        "--export=false",
+        "--prompts_per_step=2",
+    )
+    faster = ("--optimizer.lr=1e-2", "--sampling.temperature=0.8")
     more = (f"--model={served.directory}", f"--rollout={served.url}", *faster)
     (rows,) = ranks(1, trained, str(tmp_path), *settings, *more)
-    print([{name: row[name] for name in ("rollout_kl", "time/weights", "servers/reload_seconds")} for row in rows])
+    print([{name: row[name] for name in ("rollout_kl", "time/weight_sync", "servers/reload_seconds")} for row in rows])
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
 
 
@@ -244,18 +253,24 @@ def test_grpo_by_a_vllm_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
     """
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}; `make test-serving` makes it")
-    settings = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts=2")
+    settings = (
+        "--warm_start.steps=0",
+        "--evaluation.every=0",
+        "--save_every=0",
+        "--export=false",
+        "--prompts_per_step=2",
+    )
     surroundings = ENVIRONMENT | {"HF_HOME": str(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path)}
     how = (
         "--rollout=vllm",
         f"--rollout.python={PYTHON}",
         "--rollout.gpus=0",
-        f"--rollout.environment={json.dumps(surroundings)}",
+        f"--rollout.env={json.dumps(surroundings)}",
         "--rollout.arguments=[--enforce-eager]",
     )
-    more = ("--model=tiny-wide", "--optimizer.lr=1e-2", "--answers.temperature=0.8", *how)
+    more = ("--model=tiny-wide", "--optimizer.lr=1e-2", "--sampling.temperature=0.8", *how)
     (rows,) = ranks(1, trained, str(tmp_path), *settings, *more)
-    print([{name: row[name] for name in ("rollout_kl", "time/weights", "servers/reload_seconds")} for row in rows])
+    print([{name: row[name] for name in ("rollout_kl", "time/weight_sync", "servers/reload_seconds")} for row in rows])
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
     assert [row["servers/failed"] for row in rows] == [0.0] * len(rows)
     assert "'max_model_len': 256" in (tmp_path / "run" / "servers" / "0.log").read_text(), "the budget"

@@ -19,12 +19,12 @@ def on_pool(group: Any, chosen: list[trace.Traced]) -> list[list[Span]]:
 
 @pytest.mark.slow
 def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    def on_ranks(function: Any, *arguments: Any, nproc: int, **options: Any) -> Any:
+    def run_on_ranks(function: Any, *arguments: Any, nproc: int, **options: Any) -> Any:
         first, second = ranks(nproc, on_pool, *arguments)
         assert second == []
         return first
 
-    monkeypatch.setattr(trace, "on_ranks", on_ranks)
+    monkeypatch.setattr(trace, "run_on_ranks", run_on_ranks)
     words = "trace tiny-moe --layout dp_shard=2,ep=2 --overlap --plain --microbatches 2 --tokens 12 --device cpu"
     assert main([*words.split(), "--to", str(tmp_path / "new" / "trace")]) == 0
     told = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypa
     ],
 )
 def test_a_mistake_is_a_sentence(words: str, sentence: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(trace, "on_ranks", lambda *args, **options: pytest.fail("ranks were started"))
+    monkeypatch.setattr(trace, "run_on_ranks", lambda *args, **options: pytest.fail("ranks were started"))
     (tmp_path / "FILE").touch()
     given = [*words.replace("FILE", str(tmp_path / "FILE")).split()]
     target = [] if "--to" in given else ["--to", str(tmp_path / "to")]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from postlude import ranks
-from postlude.ops.exchange import Way
+from postlude.ops.all_to_all import AllToAllPlan
 from postlude.trace.recorder import Recording
 
 pytestmark = pytest.mark.gpu
@@ -21,14 +21,14 @@ def test_moments_are_the_devices() -> None:
     with ranks(device="cuda") as rank:
         group = dist.group.WORLD
         assert group is not None
-        rows, way = torch.randn(8, 4, device=rank.device), Way([8], [8], group)
+        rows, way = torch.randn(8, 4, device=rank.device), AllToAllPlan([8], [8], group)
         way.start(rows)()  # NCCL is made at its first exchange
         recording = Recording(0, rank.device)
         before = time.perf_counter()
-        with recording.during("forward", "long"):
+        with recording.span("forward", "long"):
             torch.cuda._sleep(CYCLES)
         arrive = way.start(rows, "exchange", "there", recording)
-        with recording.during("forward", "beside"):
+        with recording.span("forward", "beside"):
             torch.cuda._sleep(CYCLES)
         arrived = arrive()
         told = time.perf_counter() - before

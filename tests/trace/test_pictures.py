@@ -7,12 +7,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from postlude.trace.chrome import as_json, trace
-from postlude.trace.spans import Kind, Span, exchange_seconds, from_zero
-from postlude.trace.svg import COLOURS, LEFT, WIDTH, Timeline, drawing
+from postlude.trace.chrome import chrome_events, chrome_json
+from postlude.trace.spans import Span, SpanKind, exchange_seconds, starting_at_zero
+from postlude.trace.svg import COLOURS, LEFT, WIDTH, Timeline, render_svg
 
 
-def span(kind: Kind, start: float, end: float, name: str = "work", rank: int = 0, microbatch: int | None = 1) -> Span:
+def span(
+    kind: SpanKind, start: float, end: float, name: str = "work", rank: int = 0, microbatch: int | None = 1
+) -> Span:
     return Span(rank, kind, name, start, end, microbatch)
 
 
@@ -36,7 +38,7 @@ def test_what_is_hidden_of_the_exchange() -> None:
 
 
 @pytest.mark.parametrize("kind", ["wait", "shards"])
-def test_a_rank_that_stands_still_hides_nothing(kind: Kind) -> None:
+def test_a_rank_that_stands_still_hides_nothing(kind: SpanKind) -> None:
     assert exchange_seconds([span("forward", 0, 2), span(kind, 0, 2), span("exchange", 0, 2)]) == (2, 0)
 
 
@@ -51,12 +53,12 @@ def test_labels() -> None:
 
 
 def test_from_zero_keeps_lengths_and_order() -> None:
-    found = from_zero([span("forward", 12, 15), span("forward", 10, 11)])
+    found = starting_at_zero([span("forward", 12, 15), span("forward", 10, 11)])
     assert [(each.start, each.end) for each in found] == [(0, 1), (2, 5)]
 
 
 def test_chromes_json_has_a_process_a_rank_and_a_row_a_lane() -> None:
-    said = json.loads(as_json(trace(SPANS, first_process=4, title="plain")))["traceEvents"]
+    said = json.loads(chrome_json(chrome_events(SPANS, first_process=4, title="plain")))["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in said if event["name"] == "process_name"}
     assert names == {4: "plain rank 0", 5: "plain rank 1"}
     rows = {event["tid"]: event["args"]["name"] for event in said if event["name"] == "thread_name"}
@@ -71,7 +73,7 @@ def test_chromes_json_has_a_process_a_rank_and_a_row_a_lane() -> None:
 
 def test_the_picture_is_to_scale() -> None:
     half = [span("forward", 0, 4.5), span("exchange", 1, 2)]
-    text = drawing([Timeline("one & all", SPANS), Timeline("half", half)])
+    text = render_svg([Timeline("one & all", SPANS), Timeline("half", half)])
     root = ElementTree.fromstring(text)
     shapes = [shape for shape in root.iter("{http://www.w3.org/2000/svg}rect") if len(shape)]
     assert len(shapes) == len(SPANS) + len(half)
@@ -92,4 +94,4 @@ def test_the_picture_is_to_scale() -> None:
 
 
 def test_a_picture_of_nothing() -> None:
-    assert "nothing: 0.0 ms, no exchange" in drawing([Timeline("nothing", [])])
+    assert "nothing: 0.0 ms, no exchange" in render_svg([Timeline("nothing", [])])

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from postlude import Engine
 from postlude.data import Batch
-from postlude.model.parallel import held
+from postlude.model.parallel import local_shard
 from postlude.objectives import SFT
-from postlude.trace.recorder import SILENT, Recorder, Recording
+from postlude.trace.recorder import NO_RECORDER, Recorder, Recording
 from postlude.trace.spans import COMPUTE, Span
 from tests.engine.test_overlap import config
 from tests.engine.training import BUDGET, build
@@ -24,10 +24,10 @@ from tests.model.small import sequences
 MICROBATCHES = 3
 
 
-def step(engine: Engine, recorder: Recorder = SILENT) -> tuple[float, dict[str, Tensor]]:
+def step(engine: Engine, recorder: Recorder = NO_RECORDER) -> tuple[float, dict[str, Tensor]]:
     lengths = [BUDGET] * MICROBATCHES * engine.layout.dp
     loss = engine.forward_backward(Batch(sequences(*lengths)), SFT(), recorder=recorder).loss
-    found = {name: held(each.grad).clone() for name, each in engine.parameters.items() if each.grad is not None}
+    found = {name: local_shard(each.grad).clone() for name, each in engine.parameters.items() if each.grad is not None}
     engine.zero_grad()
     return loss, found
 
@@ -94,8 +94,8 @@ def test_a_pipeline_tells_what_it_waits_for(ranks: Any) -> None:
 
 def test_a_failed_step_tells_what_had_ended() -> None:
     recording = Recording(0, torch.device("cpu"))
-    with recording.during("forward", "whole"):
+    with recording.span("forward", "whole"):
         pass
-    with pytest.raises(RuntimeError), recording.during("forward", "half"):
+    with pytest.raises(RuntimeError), recording.span("forward", "half"):
         raise RuntimeError
     assert [span.name for span in recording.spans()] == ["whole"]

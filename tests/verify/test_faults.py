@@ -18,14 +18,15 @@ from transformers import Qwen3MoeConfig
 
 from postlude import Layout
 from postlude.engine import engine as engine_module
-from postlude.engine import whole
+from postlude.engine import unsharded
 from postlude.engine.scale import Scale
-from postlude.hf.source import Source
+from postlude.hf.model_source import Source
 from postlude.model import context as context_module
-from postlude.ops import collectives, exchange
+from postlude.ops import all_to_all as exchange
+from postlude.ops import collectives
 from postlude.pipeline import executor
 from postlude.verify.cases import Case
-from postlude.verify.compare import Report, in_layout, on_one_rank, report
+from postlude.verify.compare import Report, report, run_in_layout, run_on_one_rank
 from tests.meshes import mesh
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -91,7 +92,7 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         Layout(tp=2),
         "tiny-dense",
         "sft",
-        lambda: patch.object(whole, "sum_alike", lambda parameters: None),
+        lambda: patch.object(unsharded, "all_reduce_replicated", lambda parameters: None),
     ),
     "tp: the gradient of what ranks hold alike is not summed before it is sharded": (
         Layout(tp=2, dp_shard=2),
@@ -133,7 +134,7 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         Layout(pp=2),
         "tiny-dense",
         "sft",
-        lambda: patch.object(engine_module, "sum_shared", lambda gradient, mesh: None),
+        lambda: patch.object(engine_module, "all_reduce_shared", lambda gradient, mesh: None),
     ),
     "pp: gradients do not reach the stage before": (
         Layout(pp=2),
@@ -170,11 +171,11 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
 
 def verify_with(group: Any, case: Case, fault: str | None) -> Report | None:
     if fault is None:
-        found = in_layout(case, mesh(case.layout), "cpu")
+        found = run_in_layout(case, mesh(case.layout), "cpu")
     else:
         with FAULTS[fault][-1]():
-            found = in_layout(case, mesh(case.layout), "cpu")
-    return report(case, found, on_one_rank(case, "cpu")) if dist.get_rank() == 0 else None
+            found = run_in_layout(case, mesh(case.layout), "cpu")
+    return report(case, found, run_on_one_rank(case, "cpu")) if dist.get_rank() == 0 else None
 
 
 MORE_RANKS = ("tp: the gradient of what ranks hold alike is not summed before it is sharded",)

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from postlude import Layout
-from postlude.hf.reading import read_model
+from postlude.hf.read_model import read_model
 from postlude.model.blocks import BLOCKS, MoEConfig
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID

@@ -7,19 +7,19 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from postlude.commands.loading import encode, load_generator, sampling_of
-from postlude.rollout.generator import Generator
-from postlude.rollout.protocol import Request
-from postlude.rollout.sampling import Sampling
-from postlude.rollout.session import Session
-from postlude.rollout.text_stream import TextStream
+from postlude.commands.loading import encode, load_generator, sampling_from_options
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Request
+from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.session import Session
+from postlude.generate.text_stream import TextStream
 
 HELP = "/reset forgets the conversation, /exit or ctrl-D ends it, ctrl-C ends an answer."
 
 
 def run(options: argparse.Namespace) -> None:
     """Read what the user says, line by line, and print answers as they come."""
-    sampling = sampling_of(options)
+    sampling = sampling_from_options(options)
     generator, tokenizer = load_generator(options)
     talk = Conversation(generator, tokenizer, sampling, options.system)
     shows = sys.stdin.isatty()
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
 class Conversation:
     """Messages so far. A tokenizer without a chat template gets the plain one of `data/chat.py`."""
 
-    def __init__(self, generator: Generator, tokenizer: Any, sampling: Sampling, system: str | None) -> None:
+    def __init__(self, generator: Generator, tokenizer: Any, sampling: SamplingParams, system: str | None) -> None:
         self.generator, self.tokenizer, self.sampling = generator, tokenizer, sampling
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = list(self._first)

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from postlude.checks import check_place
-from postlude.hf.card import ModelCard
-from postlude.hf.export import export_model, refuse_overwriting
+from postlude.checks import check_writable
+from postlude.hf.export import check_export_target, export_model
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.reading import read_generation, read_model, read_moves, with_depths
-from postlude.hf.source import Recast, Source
+from postlude.hf.model_card import ModelCard
+from postlude.hf.model_source import Recast, Source
+from postlude.hf.read_model import read_generation, read_model, read_recast_plan, with_mtp
 from postlude.model import ModelConfig, Pattern
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks import BLOCKS
-from postlude.model.recast import Moves
+from postlude.model.recast import RecastPlan
 
 
 def run(options: argparse.Namespace) -> None:
@@ -28,12 +28,12 @@ def run(options: argparse.Namespace) -> None:
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    check_place("DST", Path(options.target), "it")
-    refuse_overwriting(options.target, options.overwrite)
+    check_writable("DST", Path(options.target), "it")
+    check_export_target(options.target, options.overwrite)
     source: Source = options.source
     how = "Converted by `postlude convert`."
     if options.mtp:
-        source = with_depths(options.source)
+        source = with_mtp(options.source)
     if options.pattern is not None:
         config = read_model(options.source)[1]
         pattern = Pattern.parse(options.pattern)
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
         for symbol, block in blocks.items():
             say(f"{symbol} is {block}")
         source = Recast(options.source, pattern, blocks)
-        for line in (lines := told(read_moves(source))):
+        for line in (lines := told(read_recast_plan(source))):
             say(line)
         how = " ".join((f"Converted by `postlude convert --pattern '{options.pattern}'`.", *lines))
     try:
@@ -67,13 +67,13 @@ def fitting_blocks(config: ModelConfig, pattern: Pattern) -> dict[str, BlockConf
     """Configs for the symbols of a pattern that a model has none for, of sizes that go with its own."""
     others = list(config.blocks.values())
     return {
-        symbol: BLOCKS[symbol].Config.like(config.hidden_size, others)
+        symbol: BLOCKS[symbol].Config.default_for(config.hidden_size, others)
         for symbol in pattern.kinds
         if symbol not in config.blocks and symbol in BLOCKS
     }
 
 
-def told(moved: Moves) -> list[str]:
+def told(moved: RecastPlan) -> list[str]:
     """What is fresh and what is dropped, a sentence each."""
     lines = []
     if moved.fresh_parts:

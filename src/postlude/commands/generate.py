@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from postlude.commands.loading import encode, load_generator, sampling_of
+from postlude.commands.loading import encode, load_generator, sampling_from_options
 from postlude.data.chat import Prompt
 
 
@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"the prompt is not UTF-8 at character {error.start}; convert it.") from error
     if options.system is not None and options.plain:
         raise ValueError("--system is a message, but --plain gives the prompt without a chat template. Leave one out.")
-    sampling = sampling_of(options)
+    sampling = sampling_from_options(options)
     generator, tokenizer = load_generator(options)
     chat = not options.plain and bool(tokenizer.chat_template)
     if options.system is not None and not chat:

@@ -14,7 +14,7 @@ from postlude.hf.builtin import BUILTIN, FIELDS
 from postlude.hf.families import FAMILIES
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.stack import LogicalLayer
-from postlude.recipes.numbers import in_bytes
+from postlude.recipes.report.formatting import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
         label, each = str(dtype).removeprefix("torch."), dtype.itemsize
         # Weights, gradients and two moments in fp32, and a copy to compute with in another dtype: docs/optimizer.md.
         trained = 16 + (each if each < 4 else 0)
-        memory.add_row(label, in_bytes(total * each), in_bytes(total * trained))
+        memory.add_row(label, format_bytes(total * each), format_bytes(total * trained))
     console.print(memory)
 
 
@@ -61,9 +61,9 @@ def _besides(model: str, config: ModelConfig) -> list[str]:
     """A line of the multi-token-prediction depths that its files hold, and that are read where mtp is on."""
     if config.family is None or FAMILIES[config.family].depths is None or model in BUILTIN:
         return []
-    from postlude.hf.reading import read_whole
+    from postlude.hf.read_model import read_model_with_mtp
 
-    pattern = read_whole(model)[1].pattern
+    pattern = read_model_with_mtp(model)[1].pattern
     return [f"mtp      {pattern}, where mtp is on"] if pattern.mtp and not config.pattern.mtp else []
 
 
@@ -74,6 +74,6 @@ def _config(model: str) -> ModelConfig:
         return FAMILIES[fields.model_type].to_model(fields)
     if model in BUILTIN:
         return cast(ModelConfig, BUILTIN[model]())
-    from postlude.hf.reading import read_model
+    from postlude.hf.read_model import read_model
 
     return read_model(model)[1]

@@ -10,10 +10,10 @@ import torch
 
 from postlude.data.chat import Encoder, Prompt
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.generate.generator import Generator
+from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.reading import end_tokens, read_generation
-from postlude.rollout.generator import Generator
-from postlude.rollout.sampling import Sampling
+from postlude.hf.read_model import end_tokens, read_generation
 from postlude.world.devices import check_device, default_device
 
 
@@ -30,9 +30,9 @@ def load_generator(options: argparse.Namespace) -> tuple[Generator, Any]:
     return Generator(model.eval(), tokenizer, eos_tokens=ends, **limit), tokenizer
 
 
-def sampling_of(options: argparse.Namespace) -> Sampling:
+def sampling_from_options(options: argparse.Namespace) -> SamplingParams:
     """What the options say. Without --seed no two commands draw alike."""
-    return Sampling(
+    return SamplingParams(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,

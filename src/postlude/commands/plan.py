@@ -8,17 +8,17 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from postlude.hf.reading import read_model
+from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.model import ModelConfig, Pattern
-from postlude.pipeline.order import check_overlap
+from postlude.pipeline.schedule import check_overlap
 from postlude.plan.cost import CostModel
-from postlude.plan.forecast import Forecast, forecast
-from postlude.plan.machine import Machine, machine_named
-from postlude.plan.search import ROOM, Found, reason, search
-from postlude.plan.sizes import parameters_in
-from postlude.recipes.numbers import duration, in_bytes
-from postlude.verify.cases import source_of
+from postlude.plan.forecast import StepForecast, forecast
+from postlude.plan.hardware import Hardware, load_hardware
+from postlude.plan.parameter_count import total_parameters
+from postlude.plan.search import ROOM, SearchResult, explain_time, search
+from postlude.recipes.report.formatting import duration, format_bytes
+from postlude.verify.cases import resolve_source
 
 USUAL_MICROBATCHES = 4  # for each pipeline rank, where no batch is named
 MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
@@ -26,12 +26,12 @@ MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
 
 def run(options: argparse.Namespace) -> int:
     """Print the forecast of a layout, or the best layouts. Returns 1 where nothing fits in memory."""
-    console, machine = Console(), machine_named(options.gpu)
+    console, machine = Console(), load_hardware(options.gpu)
     if options.mtp < 0:
         raise ValueError(f"--mtp is {options.mtp}; give the number of depths, or 0 for none.")
     config = _config(options.model, options.mtp)
     model = _model(options, config, machine)
-    says = f"{options.model}  {_count(parameters_in(config))} parameters, {config.pattern}"
+    says = f"{options.model}  {_count(total_parameters(config))} parameters, {config.pattern}"
     console.print(says, markup=False, highlight=False, soft_wrap=True)
     if options.search:
         tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
@@ -43,14 +43,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _config(model: str, mtp: int) -> ModelConfig:
     """The config of a model directory, a config.json or postlude.json alone, a GGUF file or a built-in model."""
-    config = read_model(source_of(model)[0])[1]
+    config = read_model(resolve_source(model)[0])[1]
     if mtp and not config.pattern.mtp:
         ahead = f"/[{config.pattern.layers[-1]}]" * mtp
         config = replace(config, pattern=Pattern.parse(f"{config.pattern}{ahead}", symbols=config.pattern.symbols))
     return config
 
 
-def _model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> CostModel:
+def _model(options: argparse.Namespace, config: ModelConfig, machine: Hardware) -> CostModel:
     """What was asked for, or a sentence."""
     budget = options.budget or options.seq
     if budget < options.seq:
@@ -88,13 +88,13 @@ def _layout(options: argparse.Namespace, config: ModelConfig) -> Layout:
             )
         text += f",dp_shard={options.gpus // ranks.world_size}"
     layout = Layout.parse(text)
-    config.fits(layout)
+    config.check_layout(layout)
     if layout.ep > 1 and not any(block.has_experts for block in config.blocks.values()):
         raise ValueError(f"ep is {layout.ep}, but {options.model} has no experts to spread. Use ep=1.")
     return layout
 
 
-def _show(console: Console, made: Forecast, gpu: str) -> None:
+def _show(console: Console, made: StepForecast, gpu: str) -> None:
     model, step, layout = made.model, made.step, made.model.layout
     table = Table(show_header=False, box=None)
     room = model.machine.memory
@@ -105,7 +105,10 @@ def _show(console: Console, made: Forecast, gpu: str) -> None:
         ("bubble", f"{step.bubble:.1%} of the schedule"),
         ("exchange", f"{duration(step.exchange)} with experts, of which {duration(step.exposed)} exposed"),
         ("waited", f"{duration(step.waited)} for tokens, weights and gradients"),
-        ("memory", f"{in_bytes(made.peak)} of {in_bytes(room)}" + ("" if made.peak <= room else ": does not fit")),
+        (
+            "memory",
+            f"{format_bytes(made.peak)} of {format_bytes(room)}" + ("" if made.peak <= room else ": does not fit"),
+        ),
     ):  # fmt: skip
         table.add_row(name, value)
     console.print(table)
@@ -129,16 +132,18 @@ def _show(console: Console, made: Forecast, gpu: str) -> None:
         "peak": "total",
     }
     for name, part in parts.items():
-        rows[name] = [in_bytes(getattr(made.memory[rank], part)) for rank in ranks]
+        rows[name] = [format_bytes(getattr(made.memory[rank], part)) for rank in ranks]
     for name, cells in rows.items():
         table.add_row(name, *cells)
     console.print(table)
 
 
-def _told(console: Console, found: Found, options: argparse.Namespace, machine: Machine) -> int:
-    room = in_bytes(ROOM * machine.memory)
+def _told(console: Console, found: SearchResult, options: argparse.Namespace, machine: Hardware) -> int:
+    room = format_bytes(ROOM * machine.memory)
     if not found.best:
-        needs = f"the least needs about {in_bytes(found.least)} a rank" if found.fitting else "none divides the model"
+        needs = (
+            f"the least needs about {format_bytes(found.least)} a rank" if found.fitting else "none divides the model"
+        )
         mend = "Use more GPUs, --recompute full, or a smaller --budget." if found.fitting else "Raise --batch-tokens."
         console.print(f"No layout of {options.gpus} {options.gpu} fits in {room}: {needs}. {mend}", highlight=False)
         return 1
@@ -149,11 +154,11 @@ def _told(console: Console, found: Found, options: argparse.Namespace, machine: 
     for made in found.best:
         step, makespan = made.step, made.step.timeline.makespan
         shares = (step.bubble, step.exposed / makespan, step.waited / makespan)
-        cells = (duration(step.seconds), f"{made.tokens_a_second:,.0f}", f"{made.mfu:.1%}", in_bytes(made.peak))
+        cells = (duration(step.seconds), f"{made.tokens_a_second:,.0f}", f"{made.mfu:.1%}", format_bytes(made.peak))
         table.add_row(_short(made.model.layout), *cells, *(f"{share:.1%}" for share in shares))
     console.print(table)
     best, tokens = found.best[0], found.best[0].tokens
-    console.print(f"{_short(best.model.layout)}: {reason(best)}.", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{_short(best.model.layout)}: {explain_time(best)}.", highlight=False, markup=False, soft_wrap=True)
     console.print(f"Steps of {tokens:,} tokens; tok/s are those of one GPU.", highlight=False)
     console.print(f"The best of {found.fitting:,} layouts that divide the model, in {room} a GPU.", highlight=False)
     return 0

@@ -6,14 +6,14 @@ import argparse
 import os
 from typing import Any
 
-from postlude.cluster.joining import LOCAL, check_ray
-from postlude.complaint import complain
+from postlude.cluster.ray_cluster import LOCAL, check_ray
+from postlude.error_output import print_error
 from postlude.layout import Layout
-from postlude.recipes.commands import RECIPES, Recipe
-from postlude.recipes.config.reading import to_yaml
-from postlude.recipes.run.beginning import Beginning, checkpoint_named, step_named
-from postlude.recipes.run.ending import DONE
+from postlude.recipes.config.load import to_yaml
+from postlude.recipes.registry import RECIPES, Recipe
 from postlude.recipes.run.lock import wait_for
+from postlude.recipes.run.outcome import DONE
+from postlude.recipes.run.start_mode import StartMode, find_checkpoint, parse_step
 
 LEAVING = 10.0  # seconds that ranks of an earlier driver have to let go of a run's directory
 
@@ -22,7 +22,9 @@ def run(options: argparse.Namespace) -> int:
     """Run a recipe, or continue it where it stopped."""
     chosen = RECIPES[options.command]
     config = _config(options, chosen)
-    beginning = Beginning(None if options.resume_from is None else step_named(options.resume_from), options.again)
+    start_mode = StartMode(
+        None if options.resume_from is None else parse_step(options.resume_from), options.resume_command
+    )
     if options.ray is not None:
         check_ray()
         if "RANK" in os.environ:
@@ -31,44 +33,46 @@ def run(options: argparse.Namespace) -> int:
     # Slow ones, torch above all: a mistake in the config is named before them.
     from rich.console import Console
 
-    from postlude.recipes.preflight import Start, Subject, preflight, print_findings
+    from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight, print_findings
     from postlude.world.devices import default_device
-    from postlude.world.launcher import on_ranks
+    from postlude.world.launcher import run_on_ranks
 
     device = options.device or default_device()
     needed = getattr(config, "layout", Layout()).world_size
     size = needed if options.nproc is None else options.nproc
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine speaks for its neighbours
         here = options.ray in (None, LOCAL)
-        start = Start(device, int(os.environ.get("WORLD_SIZE", size)), here, options.ray is not None)
-        subject = Subject(config, start)
-        found, console = preflight(chosen.checks(subject)), Console()
+        start = LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size)), here, options.ray is not None)
+        inputs = PreflightInputs(config, start)
+        found, console = preflight(chosen.checks(inputs)), Console()
         if options.dry_run:
             console.print(to_yaml(config, masked=True), markup=False, highlight=False, soft_wrap=True)
-            print_findings(subject, found, console)
+            print_findings(inputs, found, console)
         else:
             if "mtp" in found:  # what is fresh is nothing that a run should begin with unseen
                 console.print(f"mtp: {found['mtp']}", markup=False, highlight=False, soft_wrap=True)
-            for keep in subject.keep:
+            for keep in inputs.keep:
                 keep()
     if options.dry_run:
         return DONE
     if options.ray is None:
-        ending = on_ranks(chosen.run, config, device, beginning, nproc=size, timeout=options.timeout, device=device)
+        outcome = run_on_ranks(
+            chosen.run, config, device, start_mode, nproc=size, timeout=options.timeout, device=device
+        )
     else:
-        from postlude.cluster.driving import Job, drive
+        from postlude.cluster.driver import RayJob, run_on_ray
 
-        ending = drive(Job(chosen, config, device, beginning, size, options.timeout), options.ray)
-    if ending.sentence:
-        complain(f"postlude {options.command}: {ending.sentence}")
-    return ending.code
+        outcome = run_on_ray(RayJob(chosen, config, device, start_mode, size, options.timeout), options.ray)
+    if outcome.sentence:
+        print_error(f"postlude {options.command}: {outcome.sentence}")
+    return outcome.code
 
 
 def _config(options: argparse.Namespace, chosen: Recipe) -> Any:
     """The config of the file and the words beside it. Where all fields have defaults, no word at all is a slip."""
     overrides = [part for part in options.overrides if part != "--"]
     if options.from_checkpoint is not None:
-        overrides += ["--model", str(checkpoint_named(options.from_checkpoint))]
+        overrides += ["--model", str(find_checkpoint(options.from_checkpoint))]
     if options.config is None and not overrides and not options.dry_run:
         raise ValueError("give a CONFIG.yaml, or fields such as --model; --dry-run alone shows what all of them are.")
     return chosen.read(options.config, overrides)

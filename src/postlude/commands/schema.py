@@ -7,9 +7,9 @@ import json
 
 from rich.console import Console
 
-from postlude.checks import check_place
-from postlude.recipes.commands import RECIPES
+from postlude.checks import check_writable
 from postlude.recipes.config.schema import json_schema
+from postlude.recipes.registry import RECIPES
 
 
 def run(options: argparse.Namespace) -> None:
@@ -19,7 +19,7 @@ def run(options: argparse.Namespace) -> None:
     if options.to is None:
         print(text, end="")
     else:
-        check_place("--to", options.to.parent, "the file")
+        check_writable("--to", options.to.parent, "the file")
         options.to.parent.mkdir(parents=True, exist_ok=True)
         options.to.write_text(text, encoding="utf-8")
         console.print(f"schema: {options.to}", markup=False, highlight=False, soft_wrap=True)

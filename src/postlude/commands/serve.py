@@ -10,12 +10,12 @@ import socket
 
 import torch
 
+from postlude.generate.generator import Generator
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.reading import end_tokens, read_generation, read_model
+from postlude.hf.read_model import end_tokens, read_generation, read_model
 from postlude.model import LanguageModel
-from postlude.recipes.run.ending import RunFailed
-from postlude.rollout.generator import Generator
-from postlude.rollout.servers.serving import Served
+from postlude.recipes.run.outcome import RunFailed
+from postlude.serving.server.generation_server import GenerationServer
 from postlude.world.devices import check_device, default_device
 from postlude.world.ports import is_loopback
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     }
     ends = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
     generator = Generator(model.eval(), tokenizer, eos_tokens=ends, **limits)
-    served = Served(generator, options.name or options.model, None if options.empty else "default", key=key)
+    served = GenerationServer(generator, options.name or options.model, None if options.empty else "default", key=key)
     try:
         asyncio.run(_serve(served, options))
     except (RuntimeError, ArithmeticError) as error:
@@ -74,7 +74,7 @@ def check_address(host: str, port: int) -> None:
         raise OSError(f"cannot listen at {host}, port {port}: {why}. Give another --host or --port.") from error
 
 
-async def _serve(served: Served, options: argparse.Namespace) -> None:
+async def _serve(served: GenerationServer, options: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for each in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(each, served.end)

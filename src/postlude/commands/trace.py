@@ -12,22 +12,22 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from postlude.checks import check_place
+from postlude.checks import check_writable
 from postlude.data import Batch
 from postlude.engine import Engine
-from postlude.hf.reading import read_model
-from postlude.hf.source import Source
+from postlude.hf.model_source import Source
+from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.model.recompute import Recompute
 from postlude.objectives import MTP, SFT
-from postlude.pipeline.order import ZERO_BUBBLE, Overlap, check_overlap
-from postlude.trace.chrome import as_json, trace
+from postlude.pipeline.schedule import ZERO_BUBBLE, Overlap, check_overlap
+from postlude.trace.chrome import chrome_events, chrome_json
 from postlude.trace.recorder import Recording
-from postlude.trace.spans import Span, from_zero
-from postlude.trace.svg import Timeline, drawing
-from postlude.verify.cases import source_of
+from postlude.trace.spans import Span, starting_at_zero
+from postlude.trace.svg import Timeline, render_svg
+from postlude.verify.cases import resolve_source
 from postlude.world.devices import check_device, default_device
-from postlude.world.launcher import on_ranks
+from postlude.world.launcher import run_on_ranks
 
 TITLES: dict[Overlap, str] = {False: "plain", True: "overlapped", ZERO_BUBBLE: ZERO_BUBBLE}
 PICTURE, EVENTS = "timeline.svg", "trace.json"
@@ -49,7 +49,7 @@ class Traced:
 
 def run(options: argparse.Namespace) -> int | None:
     """Run a step on the ranks of a layout, and write what they did when."""
-    check_place("--to", options.to, "it")
+    check_writable("--to", options.to, "it")
     layout = Layout.parse(options.layout)
     least = 2 * layout.pp
     if options.tokens < 2:
@@ -61,9 +61,9 @@ def run(options: argparse.Namespace) -> int | None:
         )
     device = options.device or default_device()
     check_device(device)
-    source, _ = source_of(options.model)
+    source, _ = resolve_source(options.model)
     check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
-    read_model(source)[1].fits(layout)  # no rank is started for what cannot be
+    read_model(source)[1].check_layout(layout)  # no rank is started for what cannot be
     plain = Traced(
         source,
         layout,
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int | None:
     )
     overlapped = replace(plain, overlap=options.overlap)
     chosen = [*([plain] if options.plain or not options.overlap else []), *([overlapped] if options.overlap else [])]
-    found = on_ranks(record_all, chosen, nproc=layout.world_size, timeout=options.timeout, device=device)
+    found = run_on_ranks(record_all, chosen, nproc=layout.world_size, timeout=options.timeout, device=device)
     if not found:
         return None  # a rank other than the first, which writes
     timelines = [Timeline(TITLES[each.overlap], spans) for each, spans in zip(chosen, found, strict=True)]
@@ -90,12 +90,12 @@ def run(options: argparse.Namespace) -> int | None:
 def write(timelines: list[Timeline], directory: Path) -> None:
     """The picture and the events, in a directory that is made if it is not there."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / PICTURE).write_text(drawing(timelines), encoding="utf-8")
+    (directory / PICTURE).write_text(render_svg(timelines), encoding="utf-8")
     events, first = [], 0
     for timeline in timelines:
-        events += trace(timeline.spans, first_process=first, title=timeline.title)
+        events += chrome_events(timeline.spans, first_process=first, title=timeline.title)
         first += len(timeline.ranks)
-    (directory / EVENTS).write_text(as_json(events), encoding="utf-8")
+    (directory / EVENTS).write_text(chrome_json(events), encoding="utf-8")
 
 
 def record_all(chosen: list[Traced]) -> list[list[Span]]:
@@ -130,7 +130,7 @@ def record(traced: Traced) -> list[Span]:
     dist.barrier()
     recording = Recording(dist.get_rank(), engine.device)
     engine.forward_backward(batch, objective, recorder=recording)
-    return from_zero(together(recording))
+    return starting_at_zero(together(recording))
 
 
 def together(recording: Recording) -> list[Span]:

@@ -10,20 +10,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from postlude.hf.reading import read_model
+from postlude.hf.read_model import read_model
 from postlude.layout import Layout
-from postlude.pipeline.order import check_overlap
-from postlude.verify.cases import Case, fitting, source_of
+from postlude.pipeline.schedule import check_overlap
+from postlude.verify.cases import Case, fitting_layouts, resolve_source
 from postlude.verify.choices import TOLERANCES
 from postlude.verify.compare import Report, compare_all
 from postlude.world.devices import check_device, default_device
-from postlude.world.launcher import on_ranks
+from postlude.world.launcher import run_on_ranks
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare layouts with one rank, print how far apart they are, and return 1 where one is too far."""
     console = Console()
-    source, width = source_of(options.model)
+    source, width = resolve_source(options.model)
     _, config = read_model(source)
     device = options.device or default_device()
     check_device(device)
@@ -31,9 +31,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             "--backend nccl needs a GPU, but ranks compute on the CPU; use --device cuda or --backend gloo."
         )
-    layouts = fitting(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
+    layouts = fitting_layouts(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
     for layout in layouts:
-        config.fits(layout)  # no rank is started for what cannot be
+        config.check_layout(layout)  # no rank is started for what cannot be
         check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
     objectives = options.objective or (["grpo", "dpo"] if options.grid else ["grpo"])
     cases = [
@@ -54,7 +54,9 @@ def run(options: argparse.Namespace) -> int:
     by_size: dict[int, list[Case]] = {}
     for case in cases:
         by_size.setdefault(case.layout.world_size, []).append(case)
-    start = functools.partial(on_ranks, compare_all, timeout=options.timeout, device=device, backend=options.backend)
+    start = functools.partial(
+        run_on_ranks, compare_all, timeout=options.timeout, device=device, backend=options.backend
+    )
     reports: list[Report] = [
         report for size, group in sorted(by_size.items()) for report in start(group, device, nproc=size)
     ]

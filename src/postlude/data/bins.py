@@ -38,33 +38,33 @@ class BinPlan:
         return [member for number in numbers for member in self.bins[number]]
 
 
-def plan_held(
+def plan_sharded_bins(
     lengths: Sequence[int],
-    holders: Sequence[int],
+    owners: Sequence[int],
     ranks: int,
     budget: int,
     *,
     groups: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """As `plan_bins`, where each sequence is run by the data-parallel rank that holds it, `holders` of `ranks`.
+    """As `plan_bins`, where each sequence is run by the data-parallel rank that holds it, `owners` of `ranks`.
 
     Every rank gets bins of its own, as many as the rank that needs most, and bin k is rank k % ranks'.
     """
-    if len(holders) != len(lengths):
-        raise ValueError(f"there are {len(holders)} holders for {len(lengths)} sequences. Give one per sequence.")
+    if len(owners) != len(lengths):
+        raise ValueError(f"there are {len(owners)} owners for {len(lengths)} sequences. Give one per sequence.")
     own: list[list[int]] = [[] for _ in range(ranks)]
-    for index, holder in enumerate(holders):
-        if not 0 <= holder < ranks:
+    for index, owner in enumerate(owners):
+        if not 0 <= owner < ranks:
             raise ValueError(
-                f"sequence {index} is held by data-parallel rank {holder}, but there are ranks 0 to {ranks - 1}."
+                f"sequence {index} is held by data-parallel rank {owner}, but there are ranks 0 to {ranks - 1}."
             )
-        own[holder].append(index)
+        own[owner].append(index)
     if groups is not None:
         where: dict[Hashable, int] = {}
-        for index, (group, holder) in enumerate(zip(groups, holders, strict=False)):
-            if where.setdefault(group, holder) != holder:
+        for index, (group, owner) in enumerate(zip(groups, owners, strict=False)):
+            if where.setdefault(group, owner) != owner:
                 raise ValueError(
-                    f"sequence {index} of group {group!r} is held by data-parallel rank {holder}, but others of its "
+                    f"sequence {index} of group {group!r} is held by data-parallel rank {owner}, but others of its "
                     f"group by rank {where[group]}. Let one rank hold what stays together."
                 )
 

@@ -20,19 +20,19 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from postlude.data.chat_tokenizer import ChatTokenizer
-from postlude.data.messages import (
+from postlude.data.chat_template import (
     ASKED,
-    CannotEncode,
+    ChatTemplate,
+    EncodingError,
     Message,
-    Template,
     Tools,
-    failing,
+    as_encoding_error,
+    reasoning_of,
     shared_prompt,
-    short,
-    thought_of,
+    shorten,
 )
-from postlude.data.pieces import Continuation, Opening, TextTokens, marked_tokens
+from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.text_tokens import BosText, ContinuationText, TextTokens, mask_of_spans
 
 if TYPE_CHECKING:
     from postlude.data.batch import Batch
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Work: TypeAlias = Generator[list[str], list[list[int]], Result]
 """The encoding of one row: it asks for the tokens of texts, is told them, and in the end returns what it made."""
-Form: TypeAlias = Literal["conversation", "answer", "preference"]
+RowFormat: TypeAlias = Literal["conversation", "completion", "preference"]
 """What a dataset's rows are, by the method of `Encoder` that takes them."""
 Prompt: TypeAlias = str | Sequence[Message]
 """Text to go on from, or messages to answer."""
@@ -48,7 +48,7 @@ Prompt: TypeAlias = str | Sequence[Message]
 SAID = "what was said."  # stands for a sampled turn where a template is asked what it writes after one
 
 
-class TooLong(ValueError):
+class TooLongError(ValueError):
     """A row that does not fit. A recipe may leave it out, or say it in the words of its own settings."""
 
     def __init__(self, message: str, row: str, length: int) -> None:
@@ -57,7 +57,7 @@ class TooLong(ValueError):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedSequence:
     """A sequence, and 1 for each token that is learned, 0 for the others."""
 
     tokens: list[int]
@@ -72,9 +72,10 @@ class Encoded:
 class Encoder:
     """Turns what a dataset holds into tokens. `row` in its methods names the row in errors.
 
-    A sequence of more than `max_length` tokens is refused with `TooLong`; with `truncate` its end is cut off instead
-    (of a prompt to be answered, its start), and only one that has nothing left to learn is refused. `turns="last"`
-    learns the last turn of a conversation alone. `options` are handed to the chat template, such as `enable_thinking`.
+    A sequence of more than `max_length` tokens is refused with `TooLongError`; with `truncate` its end is cut off
+    instead (of a prompt to be answered, its start), and only one that has nothing left to learn is refused.
+    `turns="last"` learns the last turn of a conversation alone. `options` are handed to the chat template, such
+    as `enable_thinking`.
     """
 
     tokenizer: ChatTokenizer
@@ -93,11 +94,11 @@ class Encoder:
         """The tokens that a model is to go on from: text as it is, messages with the assistant's header after them."""
         try:
             if isinstance(prompt, str):
-                text: str = Opening(prompt)
+                text: str = BosText(prompt)
             else:
                 text = self._template.render(self._template.checked(prompt, row), header=True)
             (tokens,) = self._tokens([text])
-        except CannotEncode as error:
+        except EncodingError as error:
             raise ValueError(_cannot(row, error)) from error
         if self.max_length is None or len(tokens) <= self.max_length:
             return tokens
@@ -107,28 +108,28 @@ class Encoder:
 
     def conversation(
         self, messages: Sequence[Message], row: str = "the conversation", *, tools: Tools = None
-    ) -> list[Encoded]:
+    ) -> list[EncodedSequence]:
         """A conversation, its assistant turns learned: one sequence, or one a turn where the template rewrites turns.
 
         `tools` are the functions that the assistant may call, for the template to write.
         """
         return _all_fit(self._alone(self._conversation(messages, tools, row=row), row))
 
-    def answer(
+    def completion(
         self, prompt: Prompt, completion: Prompt | Sequence[str], row: str = "the pair", *, tools: Tools = None
-    ) -> Encoded:
+    ) -> EncodedSequence:
         """A prompt and the completion to learn.
 
         After text, the completion is text, and ends with the end token; of several turns it is a list of what is said
         and what is heard in turn, where only what is said is learned. After messages it is the assistant's message, as
         text or as messages.
         """
-        made = _all_fit(self._alone(self._answer(prompt, completion, tools, row=row), row))
+        made = _all_fit(self._alone(self._completion(prompt, completion, tools, row=row), row))
         return _one(made, row)
 
     def preference(
         self, prompt: Prompt | None, chosen: Prompt, rejected: Prompt, row: str = "the pair", *, tools: Tools = None
-    ) -> tuple[Encoded, Encoded]:
+    ) -> tuple[EncodedSequence, EncodedSequence]:
         """The answers chosen and rejected, each after the prompt.
 
         Where they are whole conversations, beginning with something else than the assistant, what both begin with is
@@ -136,25 +137,25 @@ class Encoder:
         """
         return self._alone(self._preference(prompt, chosen, rejected, tools, row=row), row)
 
-    def all(self, form: Form, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[Any]:
+    def encode_rows(self, form: RowFormat, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[Any]:
         """Encode rows of one form by its method, given the arguments of each, and its tools last where it has some.
 
         The same as one by one, but the tokenizer is called once for all of them. A row, or a sequence of a row, that is
-        too long has its `TooLong` in its place; any other mistake is raised. A preference has two sequences, other
+        too long has its `TooLongError` in its place; any other mistake is raised. A preference has two sequences, other
         forms a list.
         """
         works = [getattr(self, f"_{form}")(*row, row=name) for row, name in zip(rows, names, strict=True)]
         return self._together(works, names)
 
-    def _conversation(self, messages: Sequence[Message], tools: Any = None, *, row: str) -> Work[list[Encoded]]:
+    def _conversation(self, messages: Sequence[Message], tools: Any = None, *, row: str) -> Work[list[EncodedSequence]]:
         tools = self._template.checked_tools(tools, row)
         return (yield from self._learned(self._template.checked(messages, row, tools), 0, tools, row))
 
-    def _answer(
+    def _completion(
         self, prompt: Prompt, completion: Prompt | Sequence[str], tools: Any = None, *, row: str
-    ) -> Work[list[Encoded]]:
+    ) -> Work[list[EncodedSequence]]:
         if not isinstance(completion, str | list | tuple):
-            raise ValueError(f"the answer of {row} is {short(completion)}, but an answer is text or messages.")
+            raise ValueError(f"the answer of {row} is {shorten(completion)}, but an answer is text or messages.")
         if isinstance(prompt, str):
             return (yield from self._text_answer(prompt, completion, row))
         tools = self._template.checked_tools(tools, row)
@@ -168,7 +169,7 @@ class Encoder:
             )
         return (yield from self._learned([*messages, *answer], len(messages), tools, row))
 
-    def _text_answer(self, prompt: str, completion: str | Sequence[Any], row: str) -> Work[list[Encoded]]:
+    def _text_answer(self, prompt: str, completion: str | Sequence[Any], row: str) -> Work[list[EncodedSequence]]:
         turns = [completion] if isinstance(completion, str) else list(completion)
         if not all(isinstance(turn, str) for turn in turns):
             raise ValueError(
@@ -179,20 +180,20 @@ class Encoder:
                 f"the answer of {row} has {len(turns)} turns, but it begins and ends with what is said: give an "
                 "odd number of texts."
             )
-        tokens, *pieces = yield [Opening(prompt), *map(Continuation, turns)]
+        tokens, *pieces = yield [BosText(prompt), *map(ContinuationText, turns)]
         if not prompt:  # then the first turn itself begins the sequence
-            (begun,) = yield [Opening(turns[0])]
+            (begun,) = yield [BosText(turns[0])]
             pieces[0] = begun[len(tokens) :]
         mask = [0] * len(tokens)
         for place, piece in enumerate(pieces):
             spoken = place % 2 == 0
             added = piece + self._end if spoken else piece
             tokens, mask = tokens + added, mask + [int(spoken)] * len(added)
-        return [self._fitted(Encoded(tokens, mask), row)]
+        return [self._fitted(EncodedSequence(tokens, mask), row)]
 
     def _preference(
         self, prompt: Prompt | None, chosen: Prompt, rejected: Prompt, tools: Any = None, *, row: str
-    ) -> Work[tuple[Encoded, Encoded]]:
+    ) -> Work[tuple[EncodedSequence, EncodedSequence]]:
         if isinstance(chosen, list | tuple) and isinstance(rejected, list | tuple):
             known = self._template.checked_tools(tools, row)
             sides = self._template.checked(chosen, row, known), self._template.checked(rejected, row, known)
@@ -208,8 +209,8 @@ class Encoder:
                 prompt, chosen, rejected = sides[0][:shared], sides[0][shared:], sides[1][shared:]
         if prompt is None:
             raise ValueError(f"{row} has no prompt. Give one, or answers that are whole conversations.")
-        better = yield from self._answer(prompt, chosen, tools, row=f"{row} (chosen)")
-        worse = yield from self._answer(prompt, rejected, tools, row=f"{row} (rejected)")
+        better = yield from self._completion(prompt, chosen, tools, row=f"{row} (chosen)")
+        worse = yield from self._completion(prompt, rejected, tools, row=f"{row} (rejected)")
         return _one(better, f"{row} (chosen)"), _one(worse, f"{row} (rejected)")
 
     def observation(
@@ -224,7 +225,7 @@ class Encoder:
         if not chat:
             if not isinstance(observation, str):
                 raise ValueError("the observation is messages but the prompt was text. Give the observation as text.")
-            return self._tokens([Continuation(observation)])[0]
+            return self._tokens([ContinuationText(observation)])[0]
         row = "the observation"
         said = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         heard = self._template.checked(said, row)
@@ -242,7 +243,9 @@ class Encoder:
         if not text.startswith(opening) or cut < len(SAID):
             raise ValueError(self._refusal(1, row))
         until, whole = self._tokens([text[:cut], text])
-        between = whole[len(until) :] if whole[: len(until)] == until else self._tokens([Continuation(text[cut:])])[0]
+        between = (
+            whole[len(until) :] if whole[: len(until)] == until else self._tokens([ContinuationText(text[cut:])])[0]
+        )
         ended = between[:1] == list(after[-1:]) and between[0] in self._special
         return between[1:] if ended else between
 
@@ -252,7 +255,7 @@ class Encoder:
             known[roles] = self._template.drops_reasoning([{"role": role, "content": "."} for role in roles])
         return known[roles]
 
-    def _learned(self, messages: list[Message], first: int, tools: Tools, row: str) -> Work[list[Encoded]]:
+    def _learned(self, messages: list[Message], first: int, tools: Tools, row: str) -> Work[list[EncodedSequence]]:
         """Learn the assistant's turns from message `first` on."""
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if not said:
@@ -272,29 +275,29 @@ class Encoder:
         for index, encoded in zip(said, made, strict=True):
             try:
                 fitted.append(self._fitted(encoded, f"{row} (up to message {index})"))
-            except TooLong as error:
+            except TooLongError as error:
                 fitted.append(error)
         return fitted
 
-    def _marked(self, messages: list[Message], said: list[int], tools: Tools, row: str) -> Work[Encoded]:
+    def _marked(self, messages: list[Message], said: list[int], tools: Tools, row: str) -> Work[EncodedSequence]:
         """Learn what the template marks."""
         text, spans = self._template.render_marked(messages, tools)
-        with failing("the tokenizer fails"):
+        with as_encoding_error("the tokenizer fails"):
             made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens = self._texts.single_bos(list(made["input_ids"]))
-        mask = marked_tokens(made["offset_mapping"], spans)[-len(tokens) :]
+        mask = mask_of_spans(made["offset_mapping"], spans)[-len(tokens) :]
         # Marks cover every turn. Where some are not to be learned, the prompt of the first that is tells their end.
         if any(message["role"] == "assistant" for message in messages[: said[0]]):
             (before,) = yield [self._template.before_turn(messages, said[0], tools)]
             if tokens[: len(before)] != before:
                 raise ValueError(self._refusal(said[0], row))
             mask[: len(before)] = [0] * len(before)
-        return Encoded(tokens, mask)
+        return EncodedSequence(tokens, mask)
 
-    def _whole(self, messages: list[Message], said: list[int], tools: Tools) -> Work[Encoded | None]:
+    def _whole(self, messages: list[Message], said: list[int], tools: Tools) -> Work[EncodedSequence | None]:
         """All messages as one sequence; None where the template writes a turn of `said` otherwise than as the last."""
         text = self._template.render(messages, tools)
-        if not all(thought_of(messages[index]) in text for index in said):
+        if not all(reasoning_of(messages[index]) in text for index in said):
             return None
         inner = [index for index in said if index + 1 < len(messages)]
         tokens, *found = yield [
@@ -309,9 +312,11 @@ class Encoder:
             if end is None or tokens[: len(before)] != before:
                 return None
             mask[len(before) : end] = [1] * (end - len(before))
-        return Encoded(tokens, mask)
+        return EncodedSequence(tokens, mask)
 
-    def _each_turn(self, messages: list[Message], said: list[int], tools: Tools, row: str) -> Work[list[Encoded]]:
+    def _each_turn(
+        self, messages: list[Message], said: list[int], tools: Tools, row: str
+    ) -> Work[list[EncodedSequence]]:
         """A sequence for each turn of `said`: what the model reads before it, and the turn as the last."""
         texts: list[str] = []
         for index in said:
@@ -319,14 +324,16 @@ class Encoder:
             if turn is None:
                 raise ValueError(self._refusal(index, row))
             before, written = turn
-            texts += [before, before + written, Continuation(written)]
+            texts += [before, before + written, ContinuationText(written)]
         found = iter((yield texts))
         made = []
         for prompt, whole, rest in zip(found, found, found, strict=True):
             # A model goes on from the tokens of its prompt, even where other tokens would join the two texts.
             tokens = whole if whole[: len(prompt)] == prompt else prompt + rest
             end = self._turn_end(tokens, tokens, len(prompt)) or len(tokens)
-            made.append(Encoded(tokens, [0] * len(prompt) + [1] * (end - len(prompt)) + [0] * (len(tokens) - end)))
+            made.append(
+                EncodedSequence(tokens, [0] * len(prompt) + [1] * (end - len(prompt)) + [0] * (len(tokens) - end))
+            )
         return made
 
     def _turn_end(self, tokens: list[int], through: list[int], start: int) -> int | None:
@@ -357,7 +364,7 @@ class Encoder:
     def _alone(self, work: Work[Result], row: str) -> Result:
         """Do one row's work."""
         (made,) = self._together([work], [row])
-        if isinstance(made, TooLong):
+        if isinstance(made, TooLongError):
             raise made
         result: Result = made
         return result
@@ -373,13 +380,13 @@ class Encoder:
                     asked[place] = works[place].send(tokens)
                 except StopIteration as stop:
                     made[place] = stop.value
-                except TooLong as error:
+                except TooLongError as error:
                     made[place] = error
-                except CannotEncode as error:
+                except EncodingError as error:
                     raise ValueError(_cannot(names[place], error)) from error
             try:
                 found = iter(self._tokens([text for texts in asked.values() for text in texts]))
-            except CannotEncode as error:
+            except EncodingError as error:
                 raise ValueError(_cannot(self._faulty(asked, names), error)) from error
             told = {place: [next(found) for _ in texts] for place, texts in asked.items()}
         return made
@@ -389,19 +396,19 @@ class Encoder:
         for place, texts in asked.items():
             try:
                 self._tokens(texts)
-            except CannotEncode:
+            except EncodingError:
                 return names[place]
         return f"a row from {names[0]} on"
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        with failing("the tokenizer fails"):
+        with as_encoding_error("the tokenizer fails"):
             return self._texts(texts)
 
     # What is the same for every row is asked of the tokenizer once: each of these is slow there.
 
     @cached_property
-    def _template(self) -> Template:
-        return Template(self.tokenizer, self.options)
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.options)
 
     @cached_property
     def _texts(self) -> TextTokens:
@@ -433,14 +440,17 @@ class Encoder:
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}  # what was asked is asked again
 
-    def _fitted(self, encoded: Encoded, row: str) -> Encoded:
+    def _fitted(self, encoded: EncodedSequence, row: str) -> EncodedSequence:
         encoded = self._single_end(encoded)
         if self.max_length is not None and len(encoded) > self.max_length:
             if not self.truncate:
                 raise self._too_long(row, len(encoded))
-            length, encoded = len(encoded), Encoded(encoded.tokens[: self.max_length], encoded.mask[: self.max_length])
+            length, encoded = (
+                len(encoded),
+                EncodedSequence(encoded.tokens[: self.max_length], encoded.mask[: self.max_length]),
+            )
             if 1 not in encoded.mask:
-                raise TooLong(
+                raise TooLongError(
                     f"what {row} has to learn lies past token {self.max_length}, where it is cut. "
                     f"Raise max_length, or leave the row out.",
                     row,
@@ -450,7 +460,7 @@ class Encoder:
             raise ValueError(f"{row} has no token to learn. Leave it out.")
         return encoded
 
-    def _single_end(self, encoded: Encoded) -> Encoded:
+    def _single_end(self, encoded: EncodedSequence) -> EncodedSequence:
         """The sequence without an end token that is learned twice: one in the answer, one by the template."""
         tokens, mask = encoded.tokens, encoded.mask
         twice = [self._end[0]] * 2 if self._end and tokens.count(self._end[0]) > 1 else None
@@ -458,21 +468,21 @@ class Encoder:
         if not doubled:
             return encoded
         kept = [i for i in range(len(tokens)) if i not in doubled]
-        return Encoded([tokens[i] for i in kept], [max(mask[i], int(i + 1 in doubled)) for i in kept])
+        return EncodedSequence([tokens[i] for i in kept], [max(mask[i], int(i + 1 in doubled)) for i in kept])
 
-    def _too_long(self, row: str, length: int) -> TooLong:
+    def _too_long(self, row: str, length: int) -> TooLongError:
         limit = f"max_length is {self.max_length}. Raise it, drop the row, or set truncate."
-        return TooLong(f"{row} has {length} tokens, but {limit}", row, length)
+        return TooLongError(f"{row} has {length} tokens, but {limit}", row, length)
 
 
-def sft_batch(examples: Sequence[Encoded]) -> Batch:
+def sft_batch(examples: Sequence[EncodedSequence]) -> Batch:
     """A batch for `SFT(over="loss_mask")`."""
     from postlude.data.batch import Batch
 
     return Batch([each.tokens for each in examples], {"loss_mask": [each.mask for each in examples]})
 
 
-def preference_batch(pairs: Sequence[tuple[Encoded, Encoded]]) -> Batch:
+def preference_batch(pairs: Sequence[tuple[EncodedSequence, EncodedSequence]]) -> Batch:
     """A batch for `Preference`: the two of a pair side by side, kept together, their answers in "response_mask"."""
     from postlude.data.batch import Batch
 
@@ -481,24 +491,24 @@ def preference_batch(pairs: Sequence[tuple[Encoded, Encoded]]) -> Batch:
     return Batch([side.tokens for side in sides], {"response_mask": [side.mask for side in sides]}, groups)
 
 
-def _all_fit(made: Sequence[Any]) -> list[Encoded]:
-    """Sequences of one row, or the `TooLong` of the first that does not fit."""
+def _all_fit(made: Sequence[Any]) -> list[EncodedSequence]:
+    """Sequences of one row, or the `TooLongError` of the first that does not fit."""
     for each in made:
-        if isinstance(each, TooLong):
+        if isinstance(each, TooLongError):
             raise each
     return list(made)
 
 
-def _one(made: Sequence[Any], row: str) -> Encoded:
+def _one(made: Sequence[Any], row: str) -> EncodedSequence:
     if len(made) > 1:
         raise ValueError(
             f"the answer of {row} has {len(made)} turns, and the chat template writes earlier turns differently once "
             f"later ones follow, so they are {len(made)} sequences where one is needed. Keep the last turn alone."
         )
-    encoded: Encoded = made[0]
+    encoded: EncodedSequence = made[0]
     return encoded
 
 
-def _cannot(row: str, error: CannotEncode) -> str:
+def _cannot(row: str, error: EncodingError) -> str:
     reason = str(error) if str(error).endswith(".") else f"{error}."
     return f"{row} cannot be encoded: {reason} Mend the row, or leave it out."

@@ -14,12 +14,12 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from postlude.data.microbatch import IGNORE, ContextCut, Microbatch
+from postlude.data.microbatch import IGNORE, ContextShard, Microbatch
 from postlude.ops.packing import Packing
 from postlude.world.mesh import Axis
 
 
-def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch:
+def shard_context(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch:
     """Leave of `microbatch` this rank's part of every sequence: its chunks `rank` and `2 * size - 1 - rank`, adjacent.
 
     Positions stay those in the whole sequence. Every rank gets the same number of tokens, a multiple of `multiple_of`.
@@ -34,8 +34,14 @@ def cut(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch
             f"microbatch {microbatch.index} is padded or cut already, but only a whole one can be cut. "
             f"Cut it once, as pack made it."
         )
-    further = tuple(_cut(each, cp, multiple_of, depth) for depth, each in enumerate(microbatch.ahead, start=1))
-    return replace(_cut(microbatch, cp, multiple_of), ahead=further) if further else _cut(microbatch, cp, multiple_of)
+    further = tuple(
+        _cut(each, cp, multiple_of, depth) for depth, each in enumerate(microbatch.mtp_microbatches, start=1)
+    )
+    return (
+        replace(_cut(microbatch, cp, multiple_of), mtp_microbatches=further)
+        if further
+        else _cut(microbatch, cp, multiple_of)
+    )
 
 
 def _cut(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -> Microbatch:
@@ -77,11 +83,11 @@ def _cut(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -> 
         positions=positions,
         targets=take(microbatch.targets, IGNORE),
         columns={name: take(column, 0) for name, column in microbatch.columns.items()},
-        places=take(microbatch.places, -1),
+        batch_indices=take(microbatch.batch_indices, -1),
         routing=None if microbatch.routing is None else take(microbatch.routing, -1),
         target_count=before(depth + 1),
         padding=padding,
-        facts={},
+        column_stats={},
         context=_context(cp, widths, numbers, pieces) if cp.size > 1 else None,
     )
 
@@ -99,14 +105,14 @@ def _padded(lengths: tuple[int, ...], size: int, multiple_of: int) -> tuple[int,
     return tuple(padded)
 
 
-def _context(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: Packing) -> ContextCut:
+def _context(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: Packing) -> ContextShard:
     """The keys before the end of each chunk, and where they lie once every rank's are gathered in rank order."""
     device = queries.cu_seqlens.device
     keys = Packing.from_lengths([(number + 1) * width for width in widths for number in numbers], device)
     whole = Packing.from_lengths([_chunks(cp.size) * width for width in widths], device)
     chunk = keys.sequence_index()
     key_rows = _rows(cp, queries, chunk - chunk % 2, keys.positions())
-    return ContextCut(
+    return ContextShard(
         cp, queries, keys, key_rows, whole, _rows(cp, queries, 2 * whole.sequence_index(), whole.positions())
     )
 

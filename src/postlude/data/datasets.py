@@ -29,7 +29,7 @@ DOCUMENTS = (".", "_", "README", "LICENSE")
 
 @dataclass(frozen=True)
 class Rows:
-    """Every row of a dataset, in memory. `rows.where(i)` names row i to whoever must mend it."""
+    """Every row of a dataset, in memory. `rows.location(i)` names row i to whoever must mend it."""
 
     name: str
     """The file's name, or the folder's."""
@@ -48,7 +48,7 @@ class Rows:
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self.rows)
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Where row `index` stands, for an error about it."""
         return self.places[index]
 
@@ -66,7 +66,7 @@ class Rows:
             if missing:
                 others = f", as do {len(missing) - 1} more" if len(missing) > 1 else ""
                 raise ValueError(
-                    f'{self.where(missing[0])} has no value in column "{column}"{others}. '
+                    f'{self.location(missing[0])} has no value in column "{column}"{others}. '
                     f"Fill it in, or leave such rows out."
                 )
         return self

@@ -22,7 +22,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from postlude.data.chat import Encoder, Form
+    from postlude.data.chat import Encoder, RowFormat
 
 CHUNK = 256  # rows
 WORTH = 8 * CHUNK  # rows that make one more process worth its start
@@ -30,7 +30,7 @@ MOST = 16  # processes
 
 
 @dataclass(frozen=True)
-class Chunk:
+class EncodedChunk:
     """Rows that were encoded: their tokens and masks one after the other, and how long each sequence is.
 
     A preference has two sequences; a row of another form has one, or one a turn where the template asks for that.
@@ -47,13 +47,13 @@ class Chunk:
 
 def encode(
     encoder: Encoder,
-    form: Form,
+    form: RowFormat,
     rows: Sequence[Sequence[Any]],
     names: Sequence[str],
     *,
     processes: int | None = None,
-) -> Iterator[Chunk]:
-    """Encode rows of one form, as `Encoder.all` takes them; chunks come in the order of the rows.
+) -> Iterator[EncodedChunk]:
+    """Encode rows of one form, as `Encoder.encode_rows` takes them; chunks come in the order of the rows.
 
     How many processes there are changes nothing; by default as many as this machine has processors to spare and the
     rows are worth.
@@ -71,20 +71,22 @@ def encode(
         yield from _in_processes(packed, parts, processes)
 
 
-def _encoded(encoder: Encoder, form: Form, rows: Sequence[Sequence[Any]], names: Sequence[str], first: int) -> Chunk:
-    from postlude.data.chat import Encoded, TooLong
+def _encoded(
+    encoder: Encoder, form: RowFormat, rows: Sequence[Sequence[Any]], names: Sequence[str], first: int
+) -> EncodedChunk:
+    from postlude.data.chat import EncodedSequence, TooLongError
 
-    sequences: list[Encoded] = []
+    sequences: list[EncodedSequence] = []
     sources: list[int] = []
     too_long = []
-    for place, made in enumerate(encoder.all(form, rows, names)):
-        for each in [made] if isinstance(made, TooLong) else made:
-            if isinstance(each, TooLong):
+    for place, made in enumerate(encoder.encode_rows(form, rows, names)):
+        for each in [made] if isinstance(made, TooLongError) else made:
+            if isinstance(each, TooLongError):
                 too_long.append((first + place, each.row, each.length))
             else:
                 sequences.append(each)
                 sources.append(first + place)
-    return Chunk(
+    return EncodedChunk(
         np.array([token for each in sequences for token in each.tokens], np.int32),
         np.array([mark for each in sequences for mark in each.mask], np.uint8),
         np.array([len(each) for each in sequences], np.int64),
@@ -93,7 +95,7 @@ def _encoded(encoder: Encoder, form: Form, rows: Sequence[Sequence[Any]], names:
     )
 
 
-def _in_processes(packed: bytes, parts: Sequence[tuple[Any, ...]], count: int) -> Iterator[Chunk]:
+def _in_processes(packed: bytes, parts: Sequence[tuple[Any, ...]], count: int) -> Iterator[EncodedChunk]:
     """Each process has one part at a time. What they answer is given on in the order of the parts."""
     done: dict[int, Any] = {}
     processes = [_Process(packed) for _ in range(min(count, len(parts)))]
@@ -149,7 +151,7 @@ class _Process:
         self.part, self.first = part, rows[1][0]
         self.calls.send_bytes(pickle.dumps(rows))
 
-    def answer(self) -> Chunk | str:
+    def answer(self) -> EncodedChunk | str:
         """What it made of them, or a sentence that says why it could not."""
         try:
             found = pickle.loads(self.answers.recv_bytes())
@@ -158,7 +160,7 @@ class _Process:
                 f"a process that encodes rows ended with exit code {self.process.wait()} at the rows from {self.first} "
                 f"on; was memory short?"
             ) from None
-        return found if isinstance(found, str) else Chunk(*found)
+        return found if isinstance(found, str) else EncodedChunk(*found)
 
     def end(self) -> None:
         """End it, whatever it is at."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude.ops.collectives import heads_to_sequence, sequence_to_heads, sum_over_group
 from postlude.ops.packing import Packing, to_device
-from postlude.world.mesh import ALONE, Axis
+from postlude.world.mesh import SINGLE_RANK, Axis
 
 IGNORE = -100
 """The target of a position that predicts nothing: the last one of each sequence, and padding."""
@@ -20,7 +20,7 @@ ROUTING = "routing"
 
 
 @dataclass(frozen=True, eq=False)
-class ContextCut:
+class ContextShard:
     """What a rank that holds two chunks of each of `n` sequences needs to attend to all before them.
 
     Gather keys and values over `axis` in rank order, [size * T, ...], and take `key_rows` of them: what each of this
@@ -40,7 +40,7 @@ class ContextCut:
     whole_rows: Tensor
     """[whole.total] int64, the row of each of those tokens among all ranks' laid end to end in rank order."""
 
-    def to(self, device: torch.device | str) -> ContextCut:
+    def to(self, device: torch.device | str) -> ContextShard:
         """Return the same cut with every tensor on `device`."""
         return replace(
             self,
@@ -52,28 +52,28 @@ class ContextCut:
         )
 
 
-class ByHeads:
+class HeadExchange:
     """The tokens of a microbatch seen another way: whole sequences, of this rank's block of the heads.
 
     For work that goes along a sequence, such as a scan. Where sequences are whole anyway, nothing moves.
     """
 
-    def __init__(self, packing: Packing, context: ContextCut | None) -> None:
+    def __init__(self, packing: Packing, context: ContextShard | None) -> None:
         self.packing = packing if context is None else context.whole
-        self.axis = ALONE if context is None else context.axis
+        self.axis = SINGLE_RANK if context is None else context.axis
         self._rows = None if context is None else context.whole_rows
 
-    def own(self, heads: Tensor) -> Tensor:
+    def local_heads(self, heads: Tensor) -> Tensor:
         """What this rank works with of something that there is one of for each head: [heads, ...] -> its block."""
         return heads[slice(*self.axis.block(len(heads)))]
 
-    def enter(self, tensor: Tensor) -> Tensor:
+    def to_heads(self, tensor: Tensor) -> Tensor:
         """This rank's tokens of all heads [T, heads, ...] -> the whole sequences of its block, [total, own, ...]."""
         if self._rows is None:
             return tensor
         return sequence_to_heads(tensor, self.axis.group)[self._rows]
 
-    def leave(self, tensor: Tensor) -> Tensor:
+    def to_sequences(self, tensor: Tensor) -> Tensor:
         """The way back: [total, own, ...] -> [T, heads, ...]."""
         if self._rows is None:
             return tensor
@@ -82,7 +82,7 @@ class ByHeads:
 
 
 @dataclass(frozen=True)
-class ColumnFacts:
+class ColumnStats:
     """What the host saw of a column at the positions with a target, before it went to a device."""
 
     weighed: int
@@ -91,7 +91,7 @@ class ColumnFacts:
     most: float
 
     @classmethod
-    def of(cls, column: Tensor, targets: Tensor) -> ColumnFacts:
+    def of(cls, column: Tensor, targets: Tensor) -> ColumnStats:
         """Of a column [T, ...] and targets [T] on the host.
 
         By numpy: the device waits for what is known before a step, and torch wakes its threads even for this little.
@@ -123,7 +123,7 @@ class Microbatch:
     """[T] int64, the next token of the same sequence; `IGNORE` at each sequence's last position."""
     columns: Mapping[str, Tensor]
     """Each [T, ...]; entry t is the caller's value for token t + 1, zero at each sequence's last position."""
-    places: Tensor
+    batch_indices: Tensor
     """[T] int64, each token's place in the caller's sequences laid end to end; -1 for padding."""
     sequences: tuple[int, ...]
     """The place of each packed sequence in the caller's list."""
@@ -139,20 +139,20 @@ class Microbatch:
     """The number of positions *here* with a target (`targets != IGNORE`), on the host: no kernel need count them."""
     padding: int = 0
     """The number of tokens here that are padding, on the host."""
-    context: ContextCut | None = None
+    context: ContextShard | None = None
     """How to attend where each sequence is shared with other ranks; None where it is whole."""
-    ahead: tuple[Microbatch, ...] = ()
+    mtp_microbatches: tuple[Microbatch, ...] = ()
     """What the same positions predict further ahead, for each multi-token-prediction depth d = 1, 2, …: `tokens` are
     those d ahead, `targets` and `columns` those of the token after that. Past the end of a sequence it is padding."""
     routing: Tensor | None = None
     """[T, routers, top_k] integers, the experts that each token is sent to when it is the input; a token with a -1 in a
     router's row is sent where that router chooses. Unlike a column it is aligned to the token itself."""
-    facts: Mapping[str, ColumnFacts] = field(default_factory=dict)
+    column_stats: Mapping[str, ColumnStats] = field(default_factory=dict)
     """By column, what the host knows of it; made when the microbatch leaves the host."""
 
     def __post_init__(self) -> None:
         total = self.packing.total
-        for name in ("tokens", "positions", "targets", "places"):
+        for name in ("tokens", "positions", "targets", "batch_indices"):
             tensor: Tensor = getattr(self, name)
             if tensor.shape != (total,) or tensor.dtype != torch.int64:
                 raise ValueError(
@@ -185,9 +185,9 @@ class Microbatch:
         return self.packing.total
 
     @property
-    def by_heads(self) -> ByHeads:
+    def head_exchange(self) -> HeadExchange:
         """The whole sequences, for work along them that can be divided by heads instead."""
-        return ByHeads(self.packing, self.context)
+        return HeadExchange(self.packing, self.context)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -197,7 +197,7 @@ class Microbatch:
     @property
     def real(self) -> Tensor | None:
         """[T] bool, False at padding; None when there is no padding."""
-        return self.places >= 0 if self.padding else None
+        return self.batch_indices >= 0 if self.padding else None
 
     def column(self, name: str) -> Tensor:
         """Return the column `name`, [T, ...], aligned to the predicting position."""
@@ -231,19 +231,19 @@ class Microbatch:
 
     def to(self, device: torch.device | str) -> Microbatch:
         """Return the same microbatch with every tensor on `device`. What the host can know of its columns, it keeps."""
-        facts = self.facts
+        column_stats = self.column_stats
         if self.tokens.device.type == "cpu":
-            facts = {name: ColumnFacts.of(column, self.targets) for name, column in self.columns.items()}
+            column_stats = {name: ColumnStats.of(column, self.targets) for name, column in self.columns.items()}
         return replace(
             self,
-            facts=facts,
+            column_stats=column_stats,
             tokens=to_device(self.tokens, device),
             packing=self.packing.to(device),
             positions=to_device(self.positions, device),
             targets=to_device(self.targets, device),
             columns={name: to_device(column, device) for name, column in self.columns.items()},
-            places=to_device(self.places, device),
+            batch_indices=to_device(self.batch_indices, device),
             context=self.context and self.context.to(device),
-            ahead=tuple(each.to(device) for each in self.ahead),
+            mtp_microbatches=tuple(each.to(device) for each in self.mtp_microbatches),
             routing=None if self.routing is None else to_device(self.routing, device),
         )

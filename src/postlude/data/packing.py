@@ -16,7 +16,7 @@ from postlude.data.bins import BinPlan, plan_bins
 from postlude.data.microbatch import IGNORE, ROUTING, Microbatch
 from postlude.ops.packing import Packing, to_device
 
-RESERVED_COLUMNS = ("tokens", "positions", "targets", "places")
+RESERVED_COLUMNS = ("tokens", "positions", "targets", "batch_indices")
 COUNTS = ("sequences", "all_tokens")
 """What is counted of every batch, beside its columns. The sum of "mask" one token further ahead is called "mask +1"."""
 Sequences = Sequence[Sequence[int] | Tensor | NDArray[Any]] | Tensor
@@ -45,7 +45,7 @@ def pack(
         multiple_of: the number of microbatches is rounded up to a multiple of this, with empty ones if need be.
         groups: one per sequence; sequences of the same group stay in one microbatch, as a pair to compare must.
         depths: how many tokens further than the next one positions also predict, as a model with as many
-            multi-token-prediction depths asks (`Microbatch.ahead`).
+            multi-token-prediction depths asks (`Microbatch.mtp_microbatches`).
 
     Returns:
         The microbatches as `plan_bins` orders them, all on the device of the first sequence. Within one, sequences
@@ -121,7 +121,7 @@ def build(plan: BinPlan, numbers: Sequence[int], content: Content, depths: int =
     nearest, *further = (_built(plan, numbers, content, depth) for depth in range(depths + 1))
     if not further:
         return nearest
-    return [replace(each, ahead=tuple(ahead)) for each, *ahead in zip(nearest, *further, strict=True)]
+    return [replace(each, mtp_microbatches=tuple(ahead)) for each, *ahead in zip(nearest, *further, strict=True)]
 
 
 def _built(plan: BinPlan, numbers: Sequence[int], content: Content, depth: int) -> list[Microbatch]:
@@ -163,7 +163,7 @@ def _built(plan: BinPlan, numbers: Sequence[int], content: Content, depth: int) 
             positions=positions_of[at],
             targets=targets[at],
             columns={name: column[at] for name, column in columns.items()},
-            places=places_of[at],
+            batch_indices=places_of[at],
             sequences=tuple(plan.bins[number]),
             index=number,
             count=len(plan.bins),
@@ -223,9 +223,9 @@ def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bo
             f"the values are to go into shape {tuple(into.shape)}, but the batch has {microbatch.batch_tokens} tokens "
             f"of shape {tuple(values.shape[1:])}. Give zeros of shape {wanted}."
         )
-    kept = microbatch.targets != IGNORE if shifted else microbatch.places >= 0
+    kept = microbatch.targets != IGNORE if shifted else microbatch.batch_indices >= 0
     # What is left out adds zero to the first token: picking out the rest would wait for the device.
-    places = (microbatch.places + int(shifted)).where(kept, 0)
+    places = (microbatch.batch_indices + int(shifted)).where(kept, 0)
     into.index_add_(0, places, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
 
 

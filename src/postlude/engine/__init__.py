@@ -3,6 +3,6 @@
 from postlude.engine.engine import Engine
 from postlude.engine.reference import TokenScores
 from postlude.engine.result import Result, StepResult
-from postlude.optimizer import SGD, AdamW, Schedule
+from postlude.optimizer import SGD, AdamW, LRSchedule
 
-__all__ = ["SGD", "AdamW", "Engine", "Result", "Schedule", "StepResult", "TokenScores"]
+__all__ = ["SGD", "AdamW", "Engine", "LRSchedule", "Result", "StepResult", "TokenScores"]

@@ -20,15 +20,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from postlude.engine.condition import Condition
-from postlude.engine.optimizers import kind, part_of
-from postlude.engine.streaming import speaks_for
-from postlude.hf.tensors import MODEL
-from postlude.model.parallel import held, region
-from postlude.model.recast import Moves
-from postlude.optimizer import OptimizerConfig, Weights
-from postlude.parts import FORMAT, STATE, Catalogue, Part, Reader, Staging, damaged, joined, read_state
-from postlude.world.agreement import RankFailure, agreed, first_rank_says
+from postlude.engine.failure_state import FailureState
+from postlude.engine.optimizers import kind, state_shard
+from postlude.engine.streaming import is_owner
+from postlude.hf.tensor_sources import MODEL
+from postlude.model.parallel import local_shard, region
+from postlude.model.recast import RecastPlan
+from postlude.optimizer import OptimizerConfig, WeightStorage
+from postlude.sharded_tensors import (
+    FORMAT,
+    STATE,
+    CheckpointIndex,
+    ShardReader,
+    StagingBuffers,
+    TensorShard,
+    damaged_files,
+    merge_indexes,
+    read_state,
+)
+from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
 from postlude.world.mesh import Mesh
 
 ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files", "tensors")
@@ -38,7 +48,7 @@ RANDOM = "rng/"  # before a kind of generator, and a rank's number after it; the
 UNWRITTEN = "What was written is not a checkpoint; mend the cause and save again."
 
 
-class Trained(Protocol):
+class TrainingState(Protocol):
     """What has a state to save: a model in parts, its optimizer, and how far it has come."""
 
     step: int
@@ -55,7 +65,7 @@ class Trained(Protocol):
         ...
 
     @property
-    def condition(self) -> Condition:
+    def failure_state(self) -> FailureState:
         """Whether it is whole."""
         ...
 
@@ -70,7 +80,7 @@ class Trained(Protocol):
         ...
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> WeightStorage:
         """How its weights are stored."""
         ...
 
@@ -94,7 +104,7 @@ class Trained(Protocol):
         ...
 
 
-class Saving:
+class PendingSave:
     """A checkpoint on its way to disk. `wait` returns when it is there, or raises what went wrong."""
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -118,13 +128,13 @@ class Saving:
 
 
 def save(
-    trained: Trained,
+    trained: TrainingState,
     directory: str | os.PathLike[str],
     extra: Mapping[str, Any] | None,
     group: dist.ProcessGroup,
-    staging: Staging,
+    staging: StagingBuffers,
     describe: Callable[[Path], None],
-) -> Saving:
+) -> PendingSave:
     """Take a copy of the state now, and write it in the background, over a `group` of its own.
 
     `describe` puts the model's config into the directory, on the first rank. The copy is in `staging`, which must not
@@ -148,9 +158,9 @@ def save(
         return True
 
     with _telling(f"{target} could not be written", UNWRITTEN):
-        if not agreed(lambda: None, lambda _: prepare(), group):
+        if not gather_and_decide(lambda: None, lambda _: prepare(), group):
             raise FileExistsError(f"{target} exists already; a checkpoint is written to a new directory.")
-    staged = staging.take(parts_to_save(trained))
+    staged = staging.take(shards_to_save(trained))
     state = {
         "format": FORMAT,
         "step": trained.step,
@@ -163,20 +173,22 @@ def save(
         "extra": extra,
     }
 
-    def finish(written: list[Catalogue]) -> None:
-        entries = (state | joined(written)).items()
+    def finish(written: list[CheckpointIndex]) -> None:
+        entries = (state | merge_indexes(written)).items()
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries)
         (aside / STATE).write_text(f"{{\n{lines}\n}}\n")
         aside.rename(target)
 
     def write() -> None:
         with _telling(f"{target} could not be written", UNWRITTEN):
-            agreed(lambda: staged.write(aside / f"part-{dist.get_rank(group):05d}.safetensors"), finish, group)
+            gather_and_decide(
+                lambda: staged.write(aside / f"part-{dist.get_rank(group):05d}.safetensors"), finish, group
+            )
 
-    return Saving(write)
+    return PendingSave(write)
 
 
-def load(trained: Trained, directory: str | os.PathLike[str], moved: Moves | None = None) -> dict[str, Any]:
+def load(trained: TrainingState, directory: str | os.PathLike[str], moved: RecastPlan | None = None) -> dict[str, Any]:
     """Restore everything from a checkpoint of any layout. Returns the caller's `extra`.
 
     What can be refused is refused before anything is touched, on every rank alike. The first rank reads what the
@@ -184,7 +196,7 @@ def load(trained: Trained, directory: str | os.PathLike[str], moved: Moves | Non
     tensors are in one of another pattern; those that are not there keep their values, and moments start from zero.
     """
     source = Path(directory).expanduser().resolve()
-    state = first_rank_says(lambda: read_state(source, ENTRIES))
+    state = on_rank0(lambda: read_state(source, ENTRIES))
     _check_files(source, state["files"])
     if state["optimizer"] != (here := kind(trained.optimizer_config, trained.weights)):
         raise ValueError(
@@ -198,14 +210,14 @@ def load(trained: Trained, directory: str | os.PathLike[str], moved: Moves | Non
         wanted = {there.name(name): part for name, (part, _) in named.items() if there.has(name)}
         wanted |= {there.random(kind): _part(values) for kind, values in random.items() if there.random(kind)}
         _check_tensors(source, wanted, state["tensors"], there.spare)
-    reader = Reader(source, state)
+    reader = ShardReader(source, state)
     telling = _telling(f"{source} could not be read", "The engine may hold parts of it; load again.")
-    with trained.condition.writing("load"), telling:
-        agreed(lambda: reader.fill(wanted), lambda _: None)
+    with trained.failure_state.writing("load"), telling:
+        gather_and_decide(lambda: reader.read_into(wanted), lambda _: None)
     for name, (part, _) in named.items():
         if name.startswith(OPTIMIZER) and not there.has(name):
             part.values.zero_()
-    trained.condition.mended(weights=True)
+    trained.failure_state.mended(weights=True)
     trained.zero_grad()
     trained.step, trained.skipped = state["step"], state["skipped"]
     trained.optimizer_start, trained.began_later = state["optimizer_start"], there.began_later()
@@ -222,7 +234,7 @@ def load(trained: Trained, directory: str | os.PathLike[str], moved: Moves | Non
 class _There:
     """What a checkpoint holds, by the names that an engine of another pattern has for it."""
 
-    def __init__(self, state: Mapping[str, Any], moved: Moves | None) -> None:
+    def __init__(self, state: Mapping[str, Any], moved: RecastPlan | None) -> None:
         self.state, self.moved = state, moved
         self.fresh = frozenset(() if moved is None else moved.fresh)
 
@@ -284,23 +296,23 @@ def check(directory: str | os.PathLike[str]) -> None:
     """
     source = Path(directory).expanduser().resolve()
     state = read_state(source, ENTRIES)
-    _refuse_damaged(source, damaged(source, state["files"]))
+    _refuse_damaged(source, damaged_files(source, state["files"]))
     for name, entry in state["tensors"].items():
         if sum(math.prod(size) for _, _, size in entry["parts"]) != math.prod(entry["shape"]):
             raise ValueError(f"{source} does not hold all of {name}; load another checkpoint.")
 
 
-def parts_to_save(trained: Trained) -> dict[str, Part]:
+def shards_to_save(trained: TrainingState) -> dict[str, TensorShard]:
     """What this rank, of all that hold the same, is to write."""
     found = {}
     for name, (part, of) in _named(trained).items():
-        if part.values.numel() and speaks_for(name.rsplit("/", 1)[1], of, trained.mesh, trained.shared):
+        if part.values.numel() and is_owner(name.rsplit("/", 1)[1], of, trained.mesh, trained.shared):
             found[name] = part
     own = f"/{rank}" if (rank := dist.get_rank()) else ""
     return found | {f"{RANDOM}{kind}{own}": _part(values) for kind, values in _random_states(trained).items()}
 
 
-def _random_states(trained: Trained) -> dict[str, Tensor]:
+def _random_states(trained: TrainingState) -> dict[str, Tensor]:
     """The state of each of this rank's generators, by its kind."""
     found = {"cpu": torch.get_rng_state()}
     if trained.mesh.device_type == "cuda":
@@ -314,8 +326,8 @@ def _set_random_states(states: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _named(trained: Trained) -> dict[str, tuple[Part, Tensor]]:
-    """Weights and optimizer state, by names that are the same in every layout.
+def _named(trained: TrainingState) -> dict[str, tuple[TensorShard, Tensor]]:
+    """WeightStorage and optimizer state, by names that are the same in every layout.
 
     Each with the tensor that it is spread over ranks as. Of state in host memory, what the device still has to copy
     there is waited for.
@@ -326,16 +338,16 @@ def _named(trained: Trained) -> dict[str, tuple[Part, Tensor]]:
     for name, parameter in trained.parameters.items():
         for key, value in trained.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and key != "step":
-                found[f"{OPTIMIZER}{key}/{name}"] = part_of(value, parameter), parameter
+                found[f"{OPTIMIZER}{key}/{name}"] = state_shard(value, parameter), parameter
     return found
 
 
-def _part(tensor: Tensor) -> Part:
-    return Part(held(tensor), tuple(where.start for where in region(tensor)), tuple(tensor.shape))
+def _part(tensor: Tensor) -> TensorShard:
+    return TensorShard(local_shard(tensor), tuple(where.start for where in region(tensor)), tuple(tensor.shape))
 
 
 @contextmanager
-def _optimizer_state(trained: Trained, *, saved: bool) -> Iterator[None]:
+def _optimizer_state(trained: TrainingState, *, saved: bool) -> Iterator[None]:
     """Give the optimizer a state, to be overwritten, if one was saved; or what it had if that is refused."""
     before = dict(trained.optimizer.state)
     if not saved:
@@ -350,7 +362,7 @@ def _optimizer_state(trained: Trained, *, saved: bool) -> Iterator[None]:
         raise
 
 
-def _make_optimizer_state(trained: Trained) -> None:
+def _make_optimizer_state(trained: TrainingState) -> None:
     """Have the optimizer make its state: a step that changes nothing. Gradients that wait for a step keep waiting."""
     rates = [group["lr"] for group in trained.optimizer.param_groups]
     waiting = {name: parameter.grad for name, parameter in trained.parameters.items()}
@@ -380,10 +392,10 @@ def _check_files(source: Path, files: Mapping[str, Mapping[str, int]]) -> None:
 
     def wrong() -> list[str]:
         names = sorted(files)[dist.get_rank() :: dist.get_world_size()]
-        return damaged(source, {name: files[name] for name in names})
+        return damaged_files(source, {name: files[name] for name in names})
 
     try:
-        agreed(wrong, lambda found: _refuse_damaged(source, [name for part in found for name in part]))
+        gather_and_decide(wrong, lambda found: _refuse_damaged(source, [name for part in found for name in part]))
     except RankFailure as failure:
         raise failure.cause from None
 
@@ -395,7 +407,9 @@ def _refuse_damaged(source: Path, names: list[str]) -> None:
         )
 
 
-def _check_tensors(source: Path, wanted: Mapping[str, Part], saved: Mapping[str, Any], spare: Container[str]) -> None:
+def _check_tensors(
+    source: Path, wanted: Mapping[str, TensorShard], saved: Mapping[str, Any], spare: Container[str]
+) -> None:
     """What all ranks together want is what was saved, no less and, but for what is `spare`, no more.
 
     Each says briefly how its own compares.
@@ -421,7 +435,7 @@ def _check_tensors(source: Path, wanted: Mapping[str, Part], saved: Mapping[str,
         _refuse_other_model(source, missing, beyond, [sentence for _, _, other in found for sentence in other])
 
     try:
-        agreed(compare, decide)
+        gather_and_decide(compare, decide)
     except RankFailure as failure:
         raise failure.cause from None
 

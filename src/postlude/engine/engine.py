@@ -16,37 +16,37 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from postlude.data import Batch, Microbatch
-from postlude.engine import checkpoint, exporting, optimizers, streaming
-from postlude.engine.building import Builder
-from postlude.engine.condition import Condition
-from postlude.engine.dealing import Dealt, deal, of_step
-from postlude.engine.gradients import copies, no_gradient, sum_counted, total_norm
+from postlude.engine import checkpoint, export, optimizers, streaming
+from postlude.engine.batch_sharding import LocalBatch, shard_batch, with_step_counts
+from postlude.engine.failure_state import FailureState
+from postlude.engine.fsdp import all_reduce_shared
+from postlude.engine.gradients import all_reduce_counters, replica_count, total_norm, zero_gradient
 from postlude.engine.reference import Reference, TokenScores
 from postlude.engine.result import Result, StepResult
-from postlude.engine.scale import Ledger, ObjectiveProcessor, Scale, Tally, check_counts
-from postlude.engine.sharding import sum_shared
+from postlude.engine.scale import MetricAccumulator, MetricIndex, ObjectiveProcessor, Scale, check_counts
+from postlude.engine.stage_builder import StageBuilder
 from postlude.head import HeadConfig
-from postlude.hf.card import ModelCard
-from postlude.hf.export import describe
+from postlude.hf.export import hf_export_config
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family, into_ours
-from postlude.hf.load import fresh_or_filled
-from postlude.hf.reading import read_generation, read_model, read_moves, read_whole, with_depths
-from postlude.hf.source import Recast, Source
+from postlude.hf.family import Family, copy_from_hf
+from postlude.hf.load import init_or_load_weights
+from postlude.hf.model_card import ModelCard
+from postlude.hf.model_source import Recast, Source
+from postlude.hf.read_model import read_generation, read_model, read_model_with_mtp, read_recast_plan, with_mtp
 from postlude.layout import Layout
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.output import NO_VALUE_HEAD
 from postlude.model.parallel import region
-from postlude.model.recast import moves
+from postlude.model.recast import plan_recast
 from postlude.model.recompute import Recompute
 from postlude.objectives import Objective
-from postlude.ops.backend import ScanBackend
-from postlude.optimizer import AdamW, OptimizerConfig, Weights
-from postlude.parts import Staging
-from postlude.pipeline.order import Overlap, check_overlap
-from postlude.trace.recorder import SILENT, Recorder
-from postlude.world.agreement import first_rank_says
+from postlude.ops.kernels.capabilities import ScanBackend
+from postlude.optimizer import AdamW, OptimizerConfig, WeightStorage
+from postlude.pipeline.schedule import Overlap, check_overlap
+from postlude.sharded_tensors import StagingBuffers
+from postlude.trace.recorder import NO_RECORDER, Recorder
+from postlude.world.agreement import on_rank0
 from postlude.world.devices import group_device
 from postlude.world.mesh import Mesh
 
@@ -54,7 +54,7 @@ from postlude.world.mesh import Mesh
 class Engine:
     """A model spread over the ranks of a layout, with its optimizer. SPMD: every rank makes the same calls.
 
-    The caller hands the same global batch to every rank, or each its part (`Batch.held`); the engine packs it into
+    The caller hands the same global batch to every rank, or each its part (`Batch.sharded`); the engine packs it into
     microbatches of at most `budget` tokens, each rank its own, and puts results back in the caller's order. `device` is
     by default the rank's, as `ranks` chose it. With `critic` the model has a value head, from zero: it is trained,
     clipped, saved and loaded like every other parameter, and is no part of weights that are streamed or exported.
@@ -62,11 +62,11 @@ class Engine:
     objective that asks for them (`MTP`); without, they stay as they are. `recompute`, `scans` and `head` are
     `LanguageModel`'s.
     With `overlap` one microbatch's forward and another's backward take turns, so that exchanges with experts hide
-    behind compute, with the same result to the bit. Weights then stay whole for a step. With "zero_bubble" a pipeline's
-    backwards put off the gradients of weights, which are made in its bubble. With `gather_once`, and in a
+    behind compute, with the same result to the bit. WeightStorage then stay whole for a step. With "zero_bubble"
+    a pipeline's backwards put off the gradients of weights, which are made in its bubble. With `gather_once`, and in a
     pipeline, so do gradients, which are summed once a step instead of once a microbatch: where ranks shard a model,
     each needs room for all of its stage's, in fp32. One that shards nothing has them whole anyway. `weights` says how
-    they are stored between steps (`postlude.optimizer.Weights`): narrower than fp32 where no rank shares them.
+    they are stored between steps (`postlude.optimizer.WeightStorage`): narrower than fp32 where no rank shares them.
     `selection_bias_rate` is how far a step moves the selection biases of routers towards even load, whatever the
     learning rate is; None leaves what the model's config says, which is 0 for every model of a Hugging Face family.
 
@@ -91,7 +91,7 @@ class Engine:
         mtp: bool = False,
         overlap: Overlap = False,
         gather_once: bool = False,
-        weights: Weights = "fp32",
+        weights: WeightStorage = "fp32",
         selection_bias_rate: float | None = None,
         seed: int = 0,
         mesh: Mesh | None = None,
@@ -109,14 +109,14 @@ class Engine:
         self.budget, self.overlap, self.weights = budget, overlap, weights
         self.critic, self.mtp = critic, mtp
         self.block_types, self.families = blocks, families
-        source = with_depths(source, families, blocks) if mtp else source
+        source = with_mtp(source, families, blocks) if mtp else source
         self.family, self.config = read_model(source, families, blocks)
         if selection_bias_rate is not None:
             self.config = self.config.with_selection_bias_rate(selection_bias_rate)
-        self.fresh = read_moves(source, families, blocks).fresh if isinstance(source, Recast) else ()
+        self.fresh = read_recast_plan(source, families, blocks).fresh if isinstance(source, Recast) else ()
         self.generation = read_generation(source, blocks)
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        self.builder = Builder(
+        self.builder = StageBuilder(
             config=self.config,
             mesh=self.mesh,
             device=self.device,
@@ -132,17 +132,17 @@ class Engine:
             blocks=blocks,
         )
         self.stages, self.gathering, self.executor = self.builder.build(
-            lambda stage: fresh_or_filled(stage, source, self.family, seed, families)
+            lambda stage: init_or_load_weights(stage, source, self.family, seed, families)
         )
-        self.condition = Condition()
-        self.ledger = Ledger()
+        self.failure_state = FailureState()
+        self.metric_index = MetricIndex()
         self.step = self.skipped = 0
         self.optimizer_start, self.idle, self.began_later = 0, 0, dict[str, int]()
         self.optimizer_config = optimizer or AdamW()
         self.optimizer = self._build_optimizer(self.optimizer_config)
-        self._saving: checkpoint.Saving | None = None
+        self._saving: checkpoint.PendingSave | None = None
         self._saving_group: dist.ProcessGroup | None = None
-        self._staging = Staging()
+        self._staging = StagingBuffers()
 
     def _rebuild(self) -> None:
         """After a pass that failed."""
@@ -174,9 +174,9 @@ class Engine:
         return {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
 
     @property
-    def low_halves(self) -> dict[str, Tensor]:
+    def low_bits(self) -> dict[str, Tensor]:
         """What the bf16 `tensors` of split weights lack of fp32, of what this rank stores, by their global names."""
-        return self.optimizer.low_halves() if isinstance(self.optimizer, optimizers.AdamWMover) else {}
+        return self.optimizer.low_bits() if isinstance(self.optimizer, optimizers.ShardedAdamW) else {}
 
     @property
     def has_output(self) -> bool:
@@ -189,7 +189,7 @@ class Engine:
         objective: Objective,
         *,
         counts: Mapping[str, float] | None = None,
-        recorder: Recorder = SILENT,
+        recorder: Recorder = NO_RECORDER,
     ) -> Result:
         """Run the batch forward and backward, and add its gradients to those already there.
 
@@ -206,15 +206,15 @@ class Engine:
         dealt = self._deal(batch, counts)
         own = dealt.own
         if counts is not None:
-            own = [of_step(each, counts, self.config) for each in own]
+            own = [with_step_counts(each, counts, self.config) for each in own]
         tally = self._tally(objective, dealt, counts)
-        with self.condition.passing("forward_backward", self._rebuild, gradients=True):
+        with self.failure_state.passing("forward_backward", self._rebuild, gradients=True):
             for name in self.shared & self.parameters.keys():
                 if self._is_second_copy(name):
                     self.parameters[name].grad = None  # the first stage holds what was summed before
             for index, stage in self.stages.items():
                 stage.train()
-                with recorder.during("shards", "weights"):
+                with recorder.span("shards", "weights"):
                     self.gathering[index].begin(train=True)
             self.executor.run(
                 own,
@@ -226,11 +226,11 @@ class Engine:
             )
             self._finish_gradients()
             for block in self._blocks:
-                for name, share in block.measured().items():
+                for name, share in block.metrics().items():
                     tally.add_share(name, *share)
             metrics = tally.reduce(self._speaks)
-        self.condition.refuse(tally.refused, "forward_backward", gradients=True)
-        reductions = dict(self.ledger.lines.keys())
+        self.failure_state.refuse(tally.refused, "forward_backward", gradients=True)
+        reductions = dict(self.metric_index.lines.keys())
         return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens, reductions)
 
     def count(self, *batches: Batch) -> dict[str, float]:
@@ -241,21 +241,23 @@ class Engine:
                 total[name] = total.get(name, 0.0) + count
         return total
 
-    def _tally(self, objective: Objective, dealt: Dealt, counts: Mapping[str, float] | None = None) -> Tally:
+    def _tally(
+        self, objective: Objective, dealt: LocalBatch, counts: Mapping[str, float] | None = None
+    ) -> MetricAccumulator:
         """For a pass whose denominators all ranks know alike, or none begins it."""
         known = dealt.counts if counts is None else counts
         check_counts(objective, known, len(self.config.pattern.mtp))
-        return Tally(Scale(dealt.own, known, sharers=self.mesh.cp.size), self.ledger)
+        return MetricAccumulator(Scale(dealt.own, known, sharers=self.mesh.cp.size), self.metric_index)
 
-    def measure(self, batch: Batch, objective: Objective) -> Result:
+    def evaluate_loss(self, batch: Batch, objective: Objective) -> Result:
         """What `forward_backward` would find, without a backward: no gradient is made or changed."""
         dealt = self._deal(batch)
         tally = self._tally(objective, dealt)
-        with self.condition.passing("measure", self._rebuild):
+        with self.failure_state.passing("measure", self._rebuild):
             self._forward(dealt.own, lambda inputs: tally.evaluate(objective, inputs))
             metrics = tally.reduce(self._speaks)
-        self.condition.refuse(tally.refused, "measure")
-        reductions = dict(self.ledger.lines.keys())
+        self.failure_state.refuse(tally.refused, "measure")
+        reductions = dict(self.metric_index.lines.keys())
         return Result(metrics.pop("loss"), metrics, len(dealt.plan.bins), dealt.plan.tokens, reductions)
 
     def optimizer_step(self) -> StepResult:
@@ -263,7 +265,7 @@ class Engine:
         config, found = self.optimizer_config, self._norm_of_gradients()
         lr = config.lr * config.schedule.factor(self.step - self.optimizer_start)
         idle = bool(self.parameters) and all(each.grad is None for each in self.parameters.values())
-        with self.condition.writing("optimizer_step"):
+        with self.failure_state.writing("optimizer_step"):
             self.optimizer.move(lr, found)
             norm = float(found)  # the host waits for it when the device has all of the step
             finite = math.isfinite(norm)
@@ -279,22 +281,22 @@ class Engine:
         The weights stay what they are, to the last bit. If it is refused, so does the optimizer.
         """
         new = self._build_optimizer(optimizer)
-        if isinstance(new, optimizers.AdamWMover) and isinstance(self.optimizer, optimizers.AdamWMover):
-            new.take_low_halves(self.optimizer)
+        if isinstance(new, optimizers.ShardedAdamW) and isinstance(self.optimizer, optimizers.ShardedAdamW):
+            new.take_low_bits(self.optimizer)
         self.optimizer, self.optimizer_config = new, optimizer
         self.optimizer_start, self.idle, self.began_later = self.step, 0, {}
 
-    def _build_optimizer(self, config: OptimizerConfig) -> optimizers.AdamWMover | optimizers.SGDMover:
+    def _build_optimizer(self, config: OptimizerConfig) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
         matrices = frozenset[str]().union(*(stage.matrices for stage in self.stages.values()))
         return optimizers.build(config, self.parameters, matrices, self.weights)
 
     def zero_grad(self) -> None:
         """Forget the gradients, and what blocks have counted for the same step."""
-        self.condition.check()
-        self.condition.mended()
+        self.failure_state.check()
+        self.failure_state.mended()
         self.optimizer.zero_grad(set_to_none=True)
         for block in self._blocks:
-            for counted in block.counted():
+            for counted in block.count_buffers():
                 counted.zero_()
 
     def grad_norm(self) -> float:
@@ -303,12 +305,12 @@ class Engine:
 
     def weight_norm(self) -> float:
         """The norm of all weights, over every rank. It is not finite where one of them is not."""
-        return float(total_norm(((each, copies(each)) for each in self._own_parameters), self.device))
+        return float(total_norm(((each, replica_count(each)) for each in self._own_parameters), self.device))
 
     def _norm_of_gradients(self) -> Tensor:
-        self.condition.check(gradients=True)
+        self.failure_state.check(gradients=True)
         own = self._own_parameters
-        return total_norm(((each.grad, copies(each)) for each in own if each.grad is not None), self.device)
+        return total_norm(((each.grad, replica_count(each)) for each in own if each.grad is not None), self.device)
 
     @property
     def _own_parameters(self) -> list[nn.Parameter]:
@@ -317,7 +319,7 @@ class Engine:
             return list(self.parameters.values())
         return [each for name, each in self.parameters.items() if not self._is_second_copy(name)]
 
-    def evaluate(
+    def evaluate_tokens(
         self, batch: Batch, processor: Callable[[OutputInputs], Mapping[str, Tensor]], *, shifted: bool = True
     ) -> dict[str, list[Tensor]]:
         """Run any processor that returns per-token values [T, ...] by name, without gradients.
@@ -327,9 +329,9 @@ class Engine:
         the token whose position it stands at.
         """
         dealt = self._deal(batch)
-        with self.condition.passing("evaluation", self._rebuild):
+        with self.failure_state.passing("evaluation", self._rebuild):
             found = self._forward(dealt.own, lambda inputs: dict(processor(inputs)))
-            return dealt.bring_back(found, shifted=shifted, device=self.device)
+            return dealt.gather_results(found, shifted=shifted, device=self.device)
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
         """Log-prob of every token given those before it and, on request, the entropy of the distribution it is from."""
@@ -343,14 +345,14 @@ class Engine:
                 found["entropy"] = stats.entropy
             return found
 
-        found = self.evaluate(batch, processor)
+        found = self.evaluate_tokens(batch, processor)
         return TokenScores(found["logprob"], found.get("entropy"))
 
     def values(self, batch: Batch) -> list[Tensor]:
         """What the critic expects, [length] fp32 per sequence: entry i before token i is chosen; entry 0 is 0."""
         if not self.critic:
             raise ValueError(NO_VALUE_HEAD)
-        return self.evaluate(batch, lambda inputs: {"value": inputs.head.values(inputs.hidden)})["value"]
+        return self.evaluate_tokens(batch, lambda inputs: {"value": inputs.head.values(inputs.hidden)})["value"]
 
     def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
         """The k likeliest tokens in place of every token: log-probs and ids, each [length, k] per sequence."""
@@ -359,12 +361,12 @@ class Engine:
             logprobs, ids = inputs.head.topk(inputs.hidden, k, temperature=temperature)
             return {"logprobs": logprobs, "ids": ids}
 
-        found = self.evaluate(batch, processor)
+        found = self.evaluate_tokens(batch, processor)
         return found["logprobs"], found["ids"]
 
     def reference(self, *, offload: bool = False) -> Reference:
         """A frozen copy of the weights as they are now, with `logprobs` and `topk` of its own."""
-        self.condition.check()
+        self.failure_state.check()
         return Reference(self, offload=offload)
 
     def stream_weights(
@@ -384,8 +386,8 @@ class Engine:
         self, *, bucket_bytes: int = 1 << 30, dtype: torch.dtype | None = None
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """As `stream_weights`, bucket by bucket. Ranks may stop after any, if all of them do."""
-        self.condition.check()
-        low = None if dtype is None else self.low_halves  # the model computes with the upper halves alone
+        self.failure_state.check()
+        low = None if dtype is None else self.low_bits  # the model computes with the upper halves alone
         dtype = dtype or self.compute_dtype
         buckets = streaming.plan_buckets(self._pieces, bucket_bytes, dtype)
         return (
@@ -399,18 +401,18 @@ class Engine:
         own = model.state_dict()
         for piece, (_, tensor) in zip(self._pieces, self.stream_weights(), strict=True):
             for ours, place in piece.parts:
-                into_ours(tensor, place, own[ours], region(own[ours]))
+                copy_from_hf(tensor, place, own[ours], region(own[ours]))
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The whole gradient, tensor by tensor, as `stream_weights` names and orders them; fp32. Not the critic's."""
-        self.condition.check(gradients=True)
+        self.failure_state.check(gradients=True)
         own = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
         buckets = streaming.plan_buckets(self._pieces, 1 << 30, torch.float32)
         return streaming.stream(buckets, own, self.mesh, torch.float32, shared=self.shared)
 
     @cached_property
-    def _pieces(self) -> list[streaming.Piece]:
-        return streaming.plan_pieces(self.config, self.family, self.block_types)
+    def _pieces(self) -> list[streaming.StreamedTensor]:
+        return streaming.plan_tensors(self.config, self.family, self.block_types)
 
     def export_hf(
         self,
@@ -428,11 +430,11 @@ class Engine:
         to if `overwrite` says so. Where the first rank cannot write, every rank hears of it before the next bucket.
         `untied` writes a head that is tied to the embedding once more, as one of its own.
         """
-        self.condition.check()
+        self.failure_state.check()
         written = dtype or self.compute_dtype
-        model = exporting.Untied(self) if untied else self
-        describe(model.config, written, self.families)  # or a sentence
-        return exporting.export(model, directory, tokenizer, written, card=card or ModelCard(), overwrite=overwrite)
+        model = export.Untied(self) if untied else self
+        hf_export_config(model.config, written, self.families)  # or a sentence
+        return export.export(model, directory, tokenizer, written, card=card or ModelCard(), overwrite=overwrite)
 
     def export_model(
         self,
@@ -447,8 +449,8 @@ class Engine:
 
         What that is, `postlude.export_model` says.
         """
-        self.condition.check()
-        return exporting.export(
+        self.failure_state.check()
+        return export.export(
             self, directory, tokenizer, dtype or self.compute_dtype, card=card or ModelCard(), overwrite=overwrite
         )
 
@@ -465,11 +467,11 @@ class Engine:
         With the model's config, and the `tokenizer` if given, beside it, it can be loaded as a model, too. It is copied
         to host memory at once; without `wait` it is written in the background, and `finish_saving` tells how that went.
         """
-        self.condition.check()
+        self.failure_state.check()
         self.finish_saving()
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        description = exporting.description(self, self.compute_dtype, tokenizer)
+        description = export.description(self, self.compute_dtype, tokenizer)
         self._saving = checkpoint.save(self, directory, extra, self._saving_group, self._staging, description.write)
         if wait:
             self.finish_saving()
@@ -490,11 +492,11 @@ class Engine:
         stays is restored with its optimizer state; so are the schedule, the step and the random state. What is new
         keeps the weights that this engine has, and starts from no moments, as at a first step; `fresh` then names it.
         """
-        self.condition.check(load=True)
+        self.failure_state.check(load=True)
         if not recast:
             return checkpoint.load(self, directory)
-        before = first_rank_says(lambda: read_whole(Path(directory), self.families, self.block_types)[1])
-        moved = moves(before, self.config, self.block_types)
+        before = on_rank0(lambda: read_model_with_mtp(Path(directory), self.families, self.block_types)[1])
+        moved = plan_recast(before, self.config, self.block_types)
         extra = checkpoint.load(self, directory, moved)
         self.fresh = moved.fresh
         return extra
@@ -509,10 +511,10 @@ class Engine:
             gathering.end()
         return found
 
-    def _deal(self, batch: Batch, counts: Mapping[str, float] | None = None) -> Dealt:
+    def _deal(self, batch: Batch, counts: Mapping[str, float] | None = None) -> LocalBatch:
         """This rank's microbatches of a batch. Where one rank refuses its part, all do, and the engine stays whole."""
-        self.condition.check()
-        return deal(
+        self.failure_state.check()
+        return shard_batch(
             batch,
             self.mesh,
             budget=self.budget,
@@ -542,17 +544,17 @@ class Engine:
             gathering.end()
         for parameter in self.parameters.values():
             if parameter.grad is None:
-                parameter.grad = no_gradient(parameter)
+                parameter.grad = zero_gradient(parameter)
         for name in sorted(self.shared & self.parameters.keys()):
             gradient = self.parameters[name].grad
             assert gradient is not None
-            sum_shared(gradient, self.mesh)
+            all_reduce_shared(gradient, self.mesh)
 
     @property
     def _blocks(self) -> list[Block]:
         return [block for stage in self.stages.values() for block in stage.blocks]
 
     def _after_step(self) -> None:
-        sum_counted([counted for block in self._blocks for counted in block.counted()], self.mesh)
+        all_reduce_counters([counted for block in self._blocks for counted in block.count_buffers()], self.mesh)
         for block in self._blocks:
-            block.after_step()
+            block.after_optimizer_step()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from postlude.model.parallel import held
+from postlude.model.parallel import local_shard
 from postlude.ops.foreach import norms
 from postlude.world.mesh import Mesh
 
@@ -25,7 +25,7 @@ def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> T
     """
     chunks, shares = list[Tensor](), list[float]()
     for tensor, alike in tensors:
-        part = held(tensor)
+        part = local_shard(tensor)
         cut = [part] if part.numel() <= CHUNK else part.reshape(-1).split(CHUNK)
         chunks += cut
         shares += [1.0 / alike] * len(cut)
@@ -41,13 +41,13 @@ def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> T
     return squares.sqrt()
 
 
-def no_gradient(parameter: Tensor) -> Tensor:
+def zero_gradient(parameter: Tensor) -> Tensor:
     """Zeros to add gradients to: in fp32, though the parameter be narrower."""
     parameter.grad_dtype = None  # any
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
 
-def copies(parameter: Tensor) -> int:
+def replica_count(parameter: Tensor) -> int:
     """How many ranks hold the same part of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
@@ -62,15 +62,15 @@ def clip(parameters: Iterable[Tensor], limit: float, norm: float) -> None:
     parts = []
     for parameter in parameters:
         if parameter.grad is not None:
-            part = held(parameter)
-            part.grad = held(parameter.grad)
+            part = local_shard(parameter)
+            part.grad = local_shard(parameter.grad)
             parts.append(part)
     if parts:
         clip_grads_with_norm_(parts, limit, torch.full((), norm, dtype=torch.float32, device=parts[0].device))
 
 
 @torch.no_grad()
-def sum_counted(counted: Sequence[Tensor], mesh: Mesh) -> None:
+def all_reduce_counters(counted: Sequence[Tensor], mesh: Mesh) -> None:
     """Sum what each rank counted of its own tokens over all ranks of a stage: together, in one go an axis."""
     axes = [axis for axis in (mesh.dp, mesh.cp, mesh.tp) if axis.group is not None]
     if not counted or not axes:

@@ -22,7 +22,7 @@ def in_host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def carousel(units: Sequence[Unit], device: torch.device) -> None:
+def run_offloaded(units: Sequence[Unit], device: torch.device) -> None:
     """Do each unit's work on the GPU, while the next one's pieces come there and the last one's leave.
 
     Host memory may be read when the device has done all that it was given.

@@ -18,12 +18,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from postlude.engine.gradients import clip
-from postlude.engine.offload import PIECE_BYTES, Unit, carousel, in_host_memory
-from postlude.model.parallel import held, is_shared, region
-from postlude.ops.adamw import BLOCK, Eight, Moment, Place, Rates, adamw_step, blocks_of, key_of, now_at
-from postlude.ops.foreach import copy_each
-from postlude.optimizer import SGD, AdamW, OptimizerConfig, Weights
-from postlude.parts import Part
+from postlude.engine.offload import PIECE_BYTES, Unit, in_host_memory, run_offloaded
+from postlude.model.parallel import is_dtensor, local_shard, region
+from postlude.ops.adamw import (
+    BLOCK,
+    AdamWHyperparameters,
+    Moment,
+    QuantizedMoment,
+    TensorSlice,
+    adamw_step,
+    bias_corrections,
+    name_seed,
+    scales_shape,
+)
+from postlude.ops.foreach import foreach_copy
+from postlude.optimizer import SGD, AdamW, OptimizerConfig, WeightStorage
+from postlude.sharded_tensors import TensorShard
 
 FIRST, SECOND, LOW = "exp_avg", "exp_avg_sq", "low"  # as torch calls the first two
 CODES, SCALES = "_codes", "_scales"
@@ -33,32 +43,32 @@ def build(
     config: OptimizerConfig,
     parameters: Mapping[str, nn.Parameter],
     matrices: Collection[str],
-    weights: Weights = "fp32",
-) -> AdamWMover | SGDMover:
+    weights: WeightStorage = "fp32",
+) -> ShardedAdamW | ShardedSGD:
     """The optimizer over these parameters, which are stored as `weights` says. `matrices` names those that are one."""
     if isinstance(config, AdamW):
-        return AdamWMover(config, parameters, matrices, weights)
+        return ShardedAdamW(config, parameters, matrices, weights)
     if weights != "fp32":
         raise ValueError(f"weights={weights!r} are moved by AdamW alone, but the optimizer is SGD. Store them in fp32.")
-    return SGDMover(config, parameters, matrices)
+    return ShardedSGD(config, parameters, matrices)
 
 
-def kind(config: OptimizerConfig, weights: Weights) -> str:
+def kind(config: OptimizerConfig, weights: WeightStorage) -> str:
     """What a checkpoint's state is of. Another kind has no use for it."""
     moments = ", 8-bit moments" if isinstance(config, AdamW) and config.moments == "8bit" else ""
     return f"{type(config).__name__}{moments}{'' if weights == 'fp32' else f', {weights} weights'}"
 
 
-def part_of(state: Tensor, parameter: Tensor) -> Part:
+def state_shard(state: Tensor, parameter: Tensor) -> TensorShard:
     """Which part of a whole state this is that a rank keeps of its part of a parameter."""
-    like = state if is_shared(state) else parameter
+    like = state if is_dtensor(state) else parameter
     starts, shape = tuple(where.start for where in region(like)), tuple(like.shape)
-    if held(state).shape != held(like).shape:  # a number a block of them
-        starts, shape = (*starts[:-1], starts[-1] // BLOCK), blocks_of(shape)
-    return Part(held(state), starts, shape)
+    if local_shard(state).shape != local_shard(like).shape:  # a number a block of them
+        starts, shape = (*starts[:-1], starts[-1] // BLOCK), scales_shape(shape)
+    return TensorShard(local_shard(state), starts, shape)
 
 
-class AdamWMover(torch.optim.Optimizer):
+class ShardedAdamW(torch.optim.Optimizer):
     """AdamW, each parameter's state in plain tensors of what this rank stores of it.
 
     With `moments="8bit"` those of matrices are in eight bits; with `offload` the state of matrices is in host memory.
@@ -70,7 +80,7 @@ class AdamWMover(torch.optim.Optimizer):
         config: AdamW,
         parameters: Mapping[str, nn.Parameter],
         matrices: Collection[str],
-        weights: Weights = "fp32",
+        weights: WeightStorage = "fp32",
     ) -> None:
         self.config, self.weights = config, weights
         self.names = {parameter: name for name, parameter in parameters.items()}
@@ -104,7 +114,7 @@ class AdamWMover(torch.optim.Optimizer):
         """Move every parameter that has a gradient, by `scale` if there is one."""
         config, away = self.config, list[Unit]()
         for group in self.param_groups:
-            rates = Rates(group["lr"], config.betas, config.eps, group["weight_decay"])
+            rates = AdamWHyperparameters(group["lr"], config.betas, config.eps, group["weight_decay"])
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in moved:
                 if not self.state[parameter]:
@@ -118,7 +128,7 @@ class AdamWMover(torch.optim.Optimizer):
                     work(pieces)
                 else:
                     away.append((pieces, work))
-        carousel(away, self._device)
+        run_offloaded(away, self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -129,14 +139,14 @@ class AdamWMover(torch.optim.Optimizer):
         on_host = self.config.offload and parameter in self.matrices
         return parameter.dtype == torch.float32 and FIRST in self.state[parameter] and not on_host
 
-    def _step_wide(self, parameters: Sequence[nn.Parameter], rates: Rates) -> None:
+    def _step_wide(self, parameters: Sequence[nn.Parameter], rates: AdamWHyperparameters) -> None:
         if not parameters:
             return
         states = [self.state[parameter] for parameter in parameters]
         scale = None if self.scale is None else 1.0 / self.scale
         adamw(
-            [held(parameter) for parameter in parameters],
-            [held(_gradient(parameter)) for parameter in parameters],
+            [local_shard(parameter) for parameter in parameters],
+            [local_shard(_gradient(parameter)) for parameter in parameters],
             [state[FIRST] for state in states],
             [state[SECOND] for state in states],
             [],
@@ -153,38 +163,44 @@ class AdamWMover(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _units(self, parameters: Sequence[nn.Parameter], rates: Rates) -> Iterator[Unit]:
+    def _units(self, parameters: Sequence[nn.Parameter], rates: AdamWHyperparameters) -> Iterator[Unit]:
         """The work on each of these, in pieces where its state is in host memory."""
         if not parameters:
             return
         steps = [self.state[parameter]["step"] for parameter in parameters]
         scale = torch.ones(2, device=self._device) if self.scale is None else self.scale
         counted = torch.stack(steps) + scale[1]
-        copy_each(steps, list(counted.unbind()))
-        for parameter, now in zip(parameters, now_at(counted, rates).unbind(), strict=True):
+        foreach_copy(steps, list(counted.unbind()))
+        for parameter, now in zip(parameters, bias_corrections(counted, rates).unbind(), strict=True):
             yield from self._pieces(parameter, now, rates, scale)
 
-    def _pieces(self, parameter: nn.Parameter, now: Tensor, rates: Rates, scale: Tensor) -> Iterator[Unit]:
+    def _pieces(
+        self, parameter: nn.Parameter, now: Tensor, rates: AdamWHyperparameters, scale: Tensor
+    ) -> Iterator[Unit]:
         state = {name: each for name, each in self.state[parameter].items() if name != "step"}
-        weight, gradient, (first, *others) = held(parameter), held(_gradient(parameter)), region(parameter)
+        weight, gradient, (first, *others) = (
+            local_shard(parameter),
+            local_shard(_gradient(parameter)),
+            region(parameter),
+        )
         if not weight.numel():
             return
-        key, shape, names = key_of(self.names[parameter]), tuple(parameter.shape), list(state)
+        key, shape, names = name_seed(self.names[parameter]), tuple(parameter.shape), list(state)
         rows = len(weight)
         if self.config.offload and parameter in self.matrices:
             bytes_of_row = sum(each.numel() * each.element_size() for each in state.values()) // rows
             rows = max(1, PIECE_BYTES // max(bytes_of_row, 1))
         for start in range(0, len(weight), rows):
             cut = slice(start, start + rows)
-            place = Place.of((slice(first.start + start, first.stop), *others), shape)
+            place = TensorSlice.of((slice(first.start + start, first.stop), *others), shape)
             work = partial(_narrow_step, names, weight[cut], gradient[cut], now, rates, scale, place, key)
             yield [each[cut] for each in state.values()], work
 
-    def low_halves(self) -> dict[str, Tensor]:
+    def low_bits(self) -> dict[str, Tensor]:
         """What bf16 weights lack of fp32, of what this rank stores, by name: nothing before the first step."""
         return {name: self.state[each][LOW] for each, name in self.names.items() if LOW in self.state.get(each, {})}
 
-    def take_low_halves(self, other: AdamWMover) -> None:
+    def take_low_bits(self, other: ShardedAdamW) -> None:
         """Go on from the weights that another optimizer of the same parameters leaves, whose state is let go of."""
         for parameter in self.names:
             low = other.state.pop(parameter, {}).get(LOW)  # moments go first: there may be no room for both
@@ -194,12 +210,12 @@ class AdamWMover(torch.optim.Optimizer):
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state before the first step: zeros."""
-        part, matrix = held(parameter), parameter in self.matrices
+        part, matrix = local_shard(parameter), parameter in self.matrices
         shape, wanted = tuple(part.shape), dict[str, tuple[tuple[int, ...], torch.dtype]]()
         for name in (FIRST, SECOND):
             if matrix and self.config.moments == "8bit":
                 wanted[name + CODES] = shape, torch.uint8
-                wanted[name + SCALES] = blocks_of(shape), torch.float32
+                wanted[name + SCALES] = scales_shape(shape), torch.float32
             else:
                 wanted[name] = shape, torch.float32
         if parameter.dtype == torch.bfloat16 and self.weights == "split":
@@ -229,16 +245,16 @@ def _narrow_step(
     weight: Tensor,
     gradient: Tensor,
     now: Tensor,
-    rates: Rates,
+    rates: AdamWHyperparameters,
     scale: Tensor,
-    place: Place,
+    place: TensorSlice,
     key: int,
     pieces: Sequence[Tensor],
 ) -> None:
     state = dict(zip(names, pieces, strict=True))
 
     def moment(name: str) -> Moment:
-        return state[name] if name in state else Eight(state[name + CODES], state[name + SCALES])
+        return state[name] if name in state else QuantizedMoment(state[name + CODES], state[name + SCALES])
 
     adamw_step(
         weight,
@@ -254,7 +270,7 @@ def _narrow_step(
     )
 
 
-class SGDMover(torch.optim.SGD):
+class ShardedSGD(torch.optim.SGD):
     """Torch's SGD."""
 
     def __init__(self, config: SGD, parameters: Mapping[str, nn.Parameter], matrices: Collection[str]) -> None:

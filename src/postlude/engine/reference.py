@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from postlude.data import Batch
-from postlude.model.parallel import held
+from postlude.model.parallel import local_shard
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Reference:
     def __init__(self, engine: Scorer, *, offload: bool = False) -> None:
         self.engine = engine
         where = torch.device("cpu") if offload else engine.device
-        self.kept = {name: held(tensor).detach().to(where, copy=True) for name, tensor in engine.tensors.items()}
+        self.kept = {name: local_shard(tensor).detach().to(where, copy=True) for name, tensor in engine.tensors.items()}
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
         """As `Engine.logprobs`, by the frozen weights."""
@@ -78,7 +78,7 @@ class Reference:
         exchanged: list[tuple[Tensor, Tensor]] = []
         try:
             for name, tensor in self.engine.tensors.items():
-                pair = held(tensor), self.kept[name]
+                pair = local_shard(tensor), self.kept[name]
                 _swap(*pair)
                 exchanged.append(pair)
         except BaseException:  # such as a device without room for the largest tensor twice

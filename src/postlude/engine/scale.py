@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import IGNORE, Microbatch
-from postlude.model import Asks, OutputInputs
+from postlude.model import MTPOptions, OutputInputs
 from postlude.objectives import Loss, Metric, Objective
 from postlude.objectives.loss import Reduction
 from postlude.world.devices import group_device
@@ -72,7 +72,7 @@ class Scale:
     def weights(self, over: str, microbatch: Microbatch, depth: int = 0) -> Tensor:
         """[T], or [n] over "sequences"."""
         if depth:
-            return self.weights(over, microbatch.ahead[depth - 1])
+            return self.weights(over, microbatch.mtp_microbatches[depth - 1])
         match over:
             case "tokens":
                 return microbatch.targets != IGNORE
@@ -118,7 +118,7 @@ def check_counts(objective: Objective, counts: Mapping[str, float], depths: int)
         scale.count(over, depth)
 
 
-class Ledger:
+class MetricIndex:
     """The metrics that all ranks know of, each with a line of its own in what they sum together.
 
     It outlives a step: ranks tell each other names once, and then only numbers.
@@ -149,12 +149,12 @@ class Ledger:
         self.lines = {name: line for line, name in enumerate(known if len(known) <= USUAL_LINES else names)}
 
 
-class Tally:
+class MetricAccumulator:
     """Metrics of the microbatches seen on this rank, and their reduction over all ranks."""
 
-    def __init__(self, scale: Scale, ledger: Ledger | None = None) -> None:
+    def __init__(self, scale: Scale, metric_index: MetricIndex | None = None) -> None:
         self.scale = scale
-        self.ledger = ledger or Ledger()
+        self.metric_index = metric_index or MetricIndex()
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
         self.shares: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
         self.refused: Exception | None = None
@@ -233,7 +233,7 @@ class Tally:
         own = {(name, reduction): _folded(reduction, *rest) for name, (reduction, *rest) in entries.items()}
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         if alone:
-            self.ledger.learn(own)
+            self.metric_index.learn(own)
         sums, highest = self._numbers(own, alone)
         if highest[2] >= 0 and not alone:
             sentence: list[str | None] = [None if self.refused is None else str(self.refused)]
@@ -243,10 +243,10 @@ class Tally:
         if highest[0] != -highest[1]:
             everyone: list[list[Named]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(everyone, list(own))
-            self.ledger.learn(name for names in everyone for name in names)
+            self.metric_index.learn(name for names in everyone for name in names)
             sums, highest = self._numbers(own, alone)
         found = {}
-        for (name, reduction), line in self.ledger.lines.items():
+        for (name, reduction), line in self.metric_index.lines.items():
             first, second, present = sums[3 * line : 3 * line + 3]
             if present:
                 found[name] = _number(reduction, first, second, highest[3 + line])
@@ -255,21 +255,21 @@ class Tally:
     def _numbers(
         self, own: Mapping[Named, tuple[Tensor, Tensor, Tensor]], alone: bool
     ) -> tuple[list[float], list[float]]:
-        """Three sums a line of the ledger; and the highest of its digest, of the digest's negation, of the ranks that
-        refused a loss, and of one number a line.
+        """Three sums a line of the metric_index; and the highest of its digest, of the digest's negation, of the
+        ranks that refused a loss, and of one number a line.
 
         A rank with a metric that has no line says 0 instead of the digest, and so differs from itself.
         """
-        known, room = self.ledger.has(own), self.ledger.room
+        known, room = self.metric_index.has(own), self.metric_index.room
         device = next((first.device for first, _, _ in own.values()), torch.device("cpu") if alone else group_device())
         sums = torch.zeros(room, 3, dtype=torch.float64, device=device)
         highest = torch.full((3 + room,), float("-inf"), dtype=torch.float64, device=device)
-        highest[0].fill_(float(self.ledger.digest))
-        highest[1].fill_(-float(self.ledger.digest) if known else 0.0)
+        highest[0].fill_(float(self.metric_index.digest))
+        highest[1].fill_(-float(self.metric_index.digest) if known else 0.0)
         if self.refused is not None:
             highest[2].fill_(0.0 if alone else float(dist.get_rank()))
         for name, (first, second, extreme) in own.items() if known else ():
-            line = self.ledger.lines[name]
+            line = self.metric_index.lines[name]
             sums[line, 0], sums[line, 1], highest[3 + line] = first, second, extreme
             sums[line, 2].fill_(1.0)
         both = torch.cat((sums.flatten(), highest))
@@ -311,12 +311,12 @@ class ObjectiveProcessor:
     """The output processor of a step: what an objective makes of a microbatch is counted, and added to the loss."""
 
     objective: Objective
-    tally: Tally
+    tally: MetricAccumulator
 
     @property
-    def asks(self) -> Asks | None:
+    def mtp_options(self) -> MTPOptions | None:
         """How the objective asks for depths, where it says so."""
-        return getattr(self.objective, "asks", None)
+        return getattr(self.objective, "mtp_options", None)
 
     def __call__(self, inputs: OutputInputs, context: None) -> Tensor:
         """What is differentiated."""

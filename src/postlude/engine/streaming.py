@@ -17,22 +17,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from postlude.hf.family import Family, Place, into_theirs, their_tensors
-from postlude.hf.tensors import names_in_order
+from postlude.hf.family import Family, TensorMapping, copy_to_hf, map_to_hf
+from postlude.hf.tensor_sources import names_in_order
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
-from postlude.model.parallel import held, region
+from postlude.model.parallel import local_shard, region
 from postlude.ops.adamw import joined
 from postlude.world.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamedTensor:
     """One tensor as others know it, and which of ours stand in it, each at its place."""
 
     theirs: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[str, Place], ...]
+    parts: tuple[tuple[str, TensorMapping], ...]
     least: torch.dtype
     """The least precise dtype it is given in: fp32 for what the model keeps in fp32."""
 
@@ -50,23 +50,25 @@ class Piece:
         return self.size * self.dtype(asked).itemsize
 
 
-def plan_pieces(config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS) -> list[Piece]:
+def plan_tensors(
+    config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS
+) -> list[StreamedTensor]:
     """Every tensor of the model, in transformers' order; under our names and in our order where it has no family."""
     with torch.device("meta"):
         whole = LanguageModel(config, dtype=torch.bfloat16, blocks=blocks).state_dict()  # what is wider, is kept so
     shapes = ((name, tensor.shape) for name, tensor in whole.items())
     found = {}
-    for name, theirs in their_tensors(family, config, shapes).items():
+    for name, theirs in map_to_hf(family, config, shapes).items():
         widest = max((whole[ours].dtype for ours, _ in theirs.parts), key=lambda dtype: dtype.itemsize)
-        found[name] = Piece(name, theirs.shape, theirs.parts, widest)
+        found[name] = StreamedTensor(name, theirs.shape, theirs.parts, widest)
     order = [] if family is None else names_in_order(config, family, found)
     # What a family of your own names beyond what transformers' model has comes last.
     return [found[name] for name in dict.fromkeys([*order, *found]) if name in found]
 
 
-def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int, dtype: torch.dtype) -> list[list[Piece]]:
+def plan_buckets(pieces: Sequence[StreamedTensor], bucket_bytes: int, dtype: torch.dtype) -> list[list[StreamedTensor]]:
     """Consecutive pieces of at most `bucket_bytes` together; a larger piece has a bucket to itself."""
-    buckets: list[list[Piece]] = []
+    buckets: list[list[StreamedTensor]] = []
     filled = 0
     for piece in pieces:
         needed = piece.bytes(dtype)
@@ -80,7 +82,7 @@ def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int, dtype: torch.dtype)
 
 @torch.no_grad()
 def stream(
-    buckets: Sequence[Sequence[Piece]],
+    buckets: Sequence[Sequence[StreamedTensor]],
     tensors: Mapping[str, Tensor],
     mesh: Mesh,
     dtype: torch.dtype,
@@ -95,7 +97,7 @@ def stream(
     They come in `dtype`, but for those that are kept in a wider one.
     Every rank takes every tensor, in step: a rank that stops early leaves the others waiting.
     """
-    spoken = {name: tensor for name, tensor in tensors.items() if speaks_for(name, tensor, mesh, shared)}
+    spoken = {name: tensor for name, tensor in tensors.items() if is_owner(name, tensor, mesh, shared)}
     device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
     for bucket in buckets:
         words = [-(-piece.bytes(dtype) // 8) for piece in bucket]  # each begins where any dtype may
@@ -106,21 +108,21 @@ def stream(
             views.append(view)
             for ours, place in piece.parts:
                 if ours in spoken:
-                    part = held(spoken[ours])
+                    part = local_shard(spoken[ours])
                     if view.dtype != torch.bfloat16 and low is not None and ours in low:
                         part = joined(part, low[ours].to(part.device))
-                    into_theirs(view, place, part, region(spoken[ours]))
+                    copy_to_hf(view, place, part, region(spoken[ours]))
         if dist.is_initialized():
             dist.all_reduce(flat)
         yield from zip((piece.theirs for piece in bucket), views, strict=True)
 
 
-class Interruptible:
+class InterruptibleStream:
     """`stream`, of which the first rank may take less than all. It calls `end` after that, and all ranks stop there."""
 
     def __init__(
         self,
-        buckets: Sequence[Sequence[Piece]],
+        buckets: Sequence[Sequence[StreamedTensor]],
         tensors: Mapping[str, Tensor],
         mesh: Mesh,
         dtype: torch.dtype,
@@ -152,9 +154,9 @@ class Interruptible:
         return bool(flag.item())
 
 
-def speaks_for(name: str, tensor: Tensor, mesh: Mesh, shared: Collection[str]) -> bool:
+def is_owner(name: str, tensor: Tensor, mesh: Mesh, shared: Collection[str]) -> bool:
     """Whether this rank, of all that hold the same part, is the one to give it. `shared` ones the first end gives."""
-    if name in shared and mesh.ends.rank == 1:
+    if name in shared and mesh.first_and_last_stage.rank == 1:
         return False
     if not isinstance(tensor, DTensor):
         return mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0

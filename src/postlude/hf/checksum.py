@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.hf.tensor_source import SizedSource
-from postlude.hf.tensors import SafetensorsSource
+from postlude.hf.tensor_sources import SafetensorsSource
 
 LINE = 4096  # words of 8 bytes that are added before their place counts
 
 
-class Summed:
+class ChecksummedSource:
     """Tensors of a source, each added up as it is taken."""
 
     def __init__(self, source: SizedSource) -> None:
@@ -47,7 +47,7 @@ class Summed:
 
 def checksum(directory: Path) -> str:
     """Of the safetensors in a directory: names, dtypes, shapes and values. Memory's speed, not cryptography."""
-    return Summed(SafetensorsSource(directory)).checksum()
+    return ChecksummedSource(SafetensorsSource(directory)).checksum()
 
 
 def _named(sums: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from postlude.model import ModelConfig, Pattern
 from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig, SlidingAttentionConfig
-from postlude.ops.gating import Activation
+from postlude.ops.activation import Activation
 from postlude.ops.rotary import RotaryConfig
 
 if TYPE_CHECKING:

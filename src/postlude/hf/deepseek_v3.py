@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import MLP_NAMES, activation, model_config, rotary, yarn_magnitude
-from postlude.hf.depths import FIRST, LAST, DepthNames
 from postlude.hf.family import EXPERT, Family
+from postlude.hf.mtp_names import FIRST, LAST, MTPNames
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockConfig, LatentAttentionConfig, MLPConfig, MoEConfig
 
@@ -86,7 +86,7 @@ def experts_by_groups(hf: PretrainedConfig) -> MoEConfig:
     )
 
 
-DEPTHS = DepthNames(
+DEPTHS = MTPNames(
     layers=lambda config: config.pattern.layers[-1:],
     layer="model.layers.{layer}",
     start=lambda config: len(config.pattern),  # numbered on from the trunk's

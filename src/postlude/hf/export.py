@@ -17,20 +17,20 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from postlude.hf.card import MARK, ModelCard
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family, into_theirs, their_tensors
-from postlude.hf.own import OWN, OwnConfig
-from postlude.hf.reading import CONFIG, GENERATION, SPECIAL_TOKENS, read_generation
-from postlude.hf.tensors import INDEX, SINGLE, hf_config
+from postlude.hf.family import Family, copy_to_hf, map_to_hf
+from postlude.hf.model_card import MARK, ModelCard
+from postlude.hf.postlude_format import POSTLUDE_CONFIG, PostludeConfig
+from postlude.hf.read_model import CONFIG, GENERATION, SPECIAL_TOKENS, read_generation
+from postlude.hf.tensor_sources import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import region
-from postlude.parts import STATE
-from postlude.safetensors_file import Entry, write
+from postlude.safetensors_file import TensorInfo, write
+from postlude.sharded_tensors import STATE
 
 MAX_SHARD_BYTES = 5 * 1024**3
-CONFIGS, CARD = (CONFIG, OWN), "README.md"
+CONFIGS, CARD = (CONFIG, POSTLUDE_CONFIG), "README.md"
 TOKENIZER = frozenset({
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
@@ -58,7 +58,7 @@ def export_hf(
     A directory that holds a model is only written to if `overwrite` says so; files that are not a model's are left
     alone. Returns the directory.
     """
-    describe(model.config, next(model.parameters()).dtype, families)  # or a sentence
+    hf_export_config(model.config, next(model.parameters()).dtype, families)  # or a sentence
     return export_model(
         model,
         directory,
@@ -85,18 +85,18 @@ def export_model(
     """As `export_hf` where a Hugging Face family describes the model; any other is written as Postlude's own.
 
     That is a directory of the same files, but with `postlude.json` in the place of config.json and tensors under our
-    names: `load_model`, `Engine` and every command read it, transformers does not. See `hf/own.py`.
+    names: `load_model`, `Engine` and every command read it, transformers does not. See `hf/postlude_format.py`.
     """
     if model.stage.count != 1 or model.layout.world_size != 1:
         raise ValueError(
             f"stage {model.stage.index} of {model.stage.count} in {model.layout} is a part of a model; export_hf "
             "writes whole ones. Use Engine.export_hf."
         )
-    family, written = describe_any(model.config, next(model.parameters()).dtype, families, model.block_types)
+    family, written = export_config(model.config, next(model.parameters()).dtype, families, model.block_types)
     settings = read_generation(model.config) if generation is None else generation
-    return write_hf(
+    return write_model_directory(
         directory,
-        Description(written, tokenizer, settings),
+        ModelFiles(written, tokenizer, settings),
         _entries(model, family),
         hf_tensors(model, family),
         max_shard_bytes,
@@ -106,10 +106,10 @@ def export_model(
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelFiles:
     """What a model directory holds beside its weights: the config, the tokenizer, and how to generate."""
 
-    hf: PretrainedConfig | OwnConfig | None
+    hf: PretrainedConfig | PostludeConfig | None
     """Our own where transformers has none of such a model; None where that cannot be written either."""
     tokenizer: PreTrainedTokenizerBase | None
     generation: Mapping[str, Any]
@@ -127,7 +127,7 @@ class Description:
         (directory / GENERATION).write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
 
 
-def refuse_overwriting(directory: str | os.PathLike[str], overwrite: bool) -> Path:
+def check_export_target(directory: str | os.PathLike[str], overwrite: bool) -> Path:
     """Where an export goes. A file there is refused, and so is a model unless it may be overwritten."""
     target = Path(directory).expanduser().resolve()
     if target.exists() and not target.is_dir():
@@ -143,10 +143,10 @@ def refuse_overwriting(directory: str | os.PathLike[str], overwrite: bool) -> Pa
     return target
 
 
-def write_hf(
+def write_model_directory(
     directory: str | os.PathLike[str],
-    description: Description,
-    entries: Mapping[str, Entry],
+    description: ModelFiles,
+    entries: Mapping[str, TensorInfo],
     tensors: Iterator[tuple[str, Tensor]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
@@ -154,7 +154,7 @@ def write_hf(
     overwrite: bool = False,
 ) -> Path:
     """Write a model directory from its description and tensors, which come in the order of `entries`."""
-    target = refuse_overwriting(directory, overwrite)
+    target = check_export_target(directory, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside, old = (target.parent / f".{target.name}.{kind}" for kind in ("partial", "replaced"))
     shutil.rmtree(aside, ignore_errors=True)  # what an export that was killed left
@@ -167,7 +167,7 @@ def write_hf(
         aside.mkdir()
         description.write(aside)
         _write_tensors(entries, tensors, aside, max_shard_bytes)
-        library = "postlude" if isinstance(description.hf, OwnConfig) else "transformers"
+        library = "postlude" if isinstance(description.hf, PostludeConfig) else "transformers"
         text = card.text(target.name, _facts(description.hf, _total(entries)), library=library)
         (aside / CARD).write_text(text, encoding="utf-8")
         _replace(target, aside, old)
@@ -176,14 +176,14 @@ def write_hf(
     return target
 
 
-def _total(entries: Mapping[str, Entry]) -> int:
+def _total(entries: Mapping[str, TensorInfo]) -> int:
     return sum(entry.bytes for entry in entries.values())
 
 
-def _facts(hf: PretrainedConfig | OwnConfig | None, total: int) -> dict[str, str]:
+def _facts(hf: PretrainedConfig | PostludeConfig | None, total: int) -> dict[str, str]:
     if hf is None:
         return {}
-    if isinstance(hf, OwnConfig):
+    if isinstance(hf, PostludeConfig):
         architecture = f"Postlude's own, `{hf.config.pattern}`"
     else:
         architecture = ", ".join(hf.architectures or ())
@@ -197,31 +197,31 @@ def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[st
     Each is a view of the model's own memory, where it is that and no more.
     """
     own = model.state_dict()
-    for theirs in their_tensors(family, model.config, ((name, tensor.shape) for name, tensor in own.items())).values():
+    for theirs in map_to_hf(family, model.config, ((name, tensor.shape) for name, tensor in own.items())).values():
         (name, place), *others = theirs.parts
         if place.is_plain and not others:
             yield theirs.name, own[name][place.ours].view(theirs.shape)
             continue
         whole = torch.empty(theirs.shape, dtype=own[name].dtype, device=own[name].device)
         for name, place in theirs.parts:
-            into_theirs(whole, place, own[name], region(own[name]))
+            copy_to_hf(whole, place, own[name], region(own[name]))
         yield theirs.name, whole
 
 
-def _entries(model: LanguageModel, family: Family | None) -> dict[str, Entry]:
+def _entries(model: LanguageModel, family: Family | None) -> dict[str, TensorInfo]:
     """What `hf_tensors` gives, before it does."""
     own = model.state_dict()
-    found = their_tensors(family, model.config, ((name, tensor.shape) for name, tensor in own.items()))
-    return {name: Entry(own[theirs.parts[0][0]].dtype, theirs.shape) for name, theirs in found.items()}
+    found = map_to_hf(family, model.config, ((name, tensor.shape) for name, tensor in own.items()))
+    return {name: TensorInfo(own[theirs.parts[0][0]].dtype, theirs.shape) for name, theirs in found.items()}
 
 
-def describe(
+def hf_export_config(
     config: ModelConfig, dtype: torch.dtype, families: Mapping[str, Family] = FAMILIES
 ) -> tuple[Family, PretrainedConfig]:
     """The family and the transformers config to export a model as."""
     hf = hf_config(config)
     family = families[hf.model_type]
-    if not is_described(config, families):
+    if not has_hf_config(config, families):
         raise ValueError(
             "the model's config was changed after it was read from its Hugging Face config, so the two describe "
             "different models; change the transformers config and load from that instead."
@@ -242,32 +242,32 @@ def untied(config: ModelConfig) -> ModelConfig:
     return replace(config, tied_head=False, hf_config={**config.hf_config, "tie_word_embeddings": False})
 
 
-def describe_any(
+def export_config(
     config: ModelConfig,
     dtype: torch.dtype,
     families: Mapping[str, Family] = FAMILIES,
     blocks: Mapping[str, type[Block]] = BLOCKS,
-) -> tuple[Family | None, PretrainedConfig | OwnConfig]:
+) -> tuple[Family | None, PretrainedConfig | PostludeConfig]:
     """As `describe`, or Postlude's own words for a model that no family describes."""
-    if is_described(config, families):
-        return describe(config, dtype, families)
-    own = OwnConfig(config, dtype, blocks)
+    if has_hf_config(config, families):
+        return hf_export_config(config, dtype, families)
+    own = PostludeConfig(config, dtype, blocks)
     own.to_json()  # or a sentence
     return None, own
 
 
-def is_described(config: ModelConfig, families: Mapping[str, Family] = FAMILIES) -> bool:
+def has_hf_config(config: ModelConfig, families: Mapping[str, Family] = FAMILIES) -> bool:
     """Whether a transformers config still says all that this one does: it has a family, and nothing was changed."""
     family = families.get(config.family or "")
     if family is None or not config.hf_config:
         return False
-    return family.ahead(family.to_model(hf_config(config)), len(config.pattern.mtp)) == config
+    return family.with_mtp(family.to_model(hf_config(config)), len(config.pattern.mtp)) == config
 
 
 def _write_tensors(
-    entries: Mapping[str, Entry], tensors: Iterator[tuple[str, Tensor]], directory: Path, max_shard_bytes: int
+    entries: Mapping[str, TensorInfo], tensors: Iterator[tuple[str, Tensor]], directory: Path, max_shard_bytes: int
 ) -> None:
-    shards: list[dict[str, Entry]] = [{}]
+    shards: list[dict[str, TensorInfo]] = [{}]
     filled = 0
     for name, entry in entries.items():
         if shards[-1] and filled + entry.bytes > max_shard_bytes:

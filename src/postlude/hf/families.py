@@ -18,7 +18,7 @@ from postlude.hf.nemotron_h import NEMOTRON_H
 from postlude.hf.olmo3 import OLMO3
 from postlude.hf.qwen2 import QWEN2
 from postlude.hf.qwen3 import QWEN3
-from postlude.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_SEEING, QWEN3_5_SEEING
+from postlude.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_VISION, QWEN3_5_VISION
 from postlude.hf.qwen3_moe import QWEN3_MOE
 from postlude.hf.qwen3_next import QWEN3_NEXT
 
@@ -40,8 +40,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             QWEN3,
             QWEN3_5,
             QWEN3_5_MOE,
-            QWEN3_5_MOE_SEEING,
-            QWEN3_5_SEEING,
+            QWEN3_5_MOE_VISION,
+            QWEN3_5_VISION,
             QWEN3_MOE,
             QWEN3_NEXT,
         )

@@ -1,8 +1,8 @@
 """Family: how one Hugging Face model family maps onto Postlude, as plain data and pure functions.
 
-A tensor of ours stands in theirs at one or more `Place`s: all of it in one of another name, one expert in each, or
-beside others of ours in one that they keep fused, interleaved or transposed. Loading, export, weight streaming and
-comparison all go by the same places.
+A tensor of ours stands in theirs at one or more `TensorMapping`s: all of it in one of another name, one expert in
+each, or beside others of ours in one that they keep fused, interleaved or transposed. Loading, export, weight
+streaming and comparison all go by the same places.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from postlude.hf.depths import LAYER, DepthNames
+from postlude.hf.mtp_names import LAYER, MTPNames
 from postlude.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Region: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorMapping:
     """Where a stretch of one of our tensors stands in one of theirs, which has `shape`.
 
     See theirs as `split` (the same elements in the same order), pick `index` of that and put its dimensions in `order`:
@@ -57,13 +57,13 @@ class Place:
         return not (self.split or self.index or self.order)
 
     def within(self, theirs: Tensor) -> Tensor:
-        """Theirs, whole -> a view of what is ours in it, in a shape of the place's own."""
+        """HFTensor, whole -> a view of what is ours in it, in a shape of the place's own."""
         view = theirs.view(self.split) if self.split else theirs
         view = view[self.index] if self.index else view
         return view.permute(self.order) if self.order else view
 
     def read(self, theirs: Tensor) -> Tensor:
-        """Theirs, whole -> the stretch of ours."""
+        """HFTensor, whole -> the stretch of ours."""
         return self.within(theirs).reshape(self.stretch)
 
     def write(self, theirs: Tensor, stretch: Tensor) -> None:
@@ -74,7 +74,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Inside:
-    """A tensor of ours inside one of theirs, which keeps others beside it: as a `Place` says, by a name in the layer.
+    """A tensor of ours inside one of theirs, which keeps others beside it: as a `TensorMapping` says, by a name
+    in the layer.
 
     `{expert}` in the name is allowed: then ours is stacked, and this is said of each expert's tensor.
     """
@@ -114,7 +115,7 @@ class Family:
     names: Names | Callable[[ModelConfig], Names]
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     layer: str = f"model.layers.{LAYER}"
-    depths: DepthNames | None = None
+    depths: MTPNames | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     packed: Mapping[str, Callable[[SizedSource], SizedSource]] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class Family:
             found["multi-token prediction, read where mtp is on"] = self.depths.beginnings(config, names)
         return found
 
-    def ahead(self, config: ModelConfig, count: int) -> ModelConfig:
+    def with_mtp(self, config: ModelConfig, count: int) -> ModelConfig:
         """The config of a model of the family with so many depths; as it is, where its files could not hold them."""
         return config if self.depths is None or not count else self.depths.added(config, count)
 
@@ -167,7 +168,7 @@ class Family:
                 yield f"{theirs}.{leaf}"
 
 
-def places(family: Family | None, config: ModelConfig, name: str, shape: Sequence[int]) -> Iterator[Place]:
+def places(family: Family | None, config: ModelConfig, name: str, shape: Sequence[int]) -> Iterator[TensorMapping]:
     """Where our tensor of this name and whole shape stands in theirs.
 
     Without a family it stands under our own name. Nowhere, if it is `OURS_ALONE`.
@@ -179,24 +180,24 @@ def places(family: Family | None, config: ModelConfig, name: str, shape: Sequenc
     if EXPERT not in theirs.theirs:
         yield _place(theirs, theirs.theirs, tuple(shape), whole)
         for copy in () if family is None else family.copies(name, config):
-            yield Place(copy, tuple(shape), ours=whole, copy=True)
+            yield TensorMapping(copy, tuple(shape), ours=whole, copy=True)
         return
     for expert in range(shape[0]):
         name_of_one = theirs.theirs.replace(EXPERT, str(expert))
         yield _place(theirs, name_of_one, tuple(shape[1:]), (slice(expert, expert + 1), *whole[1:]))
 
 
-def _place(within: Inside, theirs: str, shape: tuple[int, ...], ours: Region) -> Place:
-    return Place(theirs, within.shape or shape, within.split, within.index, within.order, ours)
+def _place(within: Inside, theirs: str, shape: tuple[int, ...], ours: Region) -> TensorMapping:
+    return TensorMapping(theirs, within.shape or shape, within.split, within.index, within.order, ours)
 
 
 @dataclass(frozen=True)
-class Theirs:
+class HFTensor:
     """One of their tensors, and which of ours stand in it, each at its place."""
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[str, Place], ...]
+    parts: tuple[tuple[str, TensorMapping], ...]
 
     @property
     def is_copy(self) -> bool:
@@ -204,20 +205,20 @@ class Theirs:
         return all(place.copy for _, place in self.parts)
 
 
-def their_tensors(
+def map_to_hf(
     family: Family | None, config: ModelConfig, shapes: Iterable[tuple[str, Sequence[int]]]
-) -> dict[str, Theirs]:
+) -> dict[str, HFTensor]:
     """All tensors of theirs that ours, of these names and whole shapes, stand in; by name, in the order of ours."""
-    found: dict[str, Theirs] = {}
+    found: dict[str, HFTensor] = {}
     for name, shape in shapes:
         for place in places(family, config, name, shape):
             before = found.get(place.theirs)
             parts = () if before is None else before.parts
-            found[place.theirs] = Theirs(place.theirs, place.shape, (*parts, (name, place)))
+            found[place.theirs] = HFTensor(place.theirs, place.shape, (*parts, (name, place)))
     return found
 
 
-def overlap(place: Place, held: Region) -> tuple[Region, Region] | None:
+def overlap(place: TensorMapping, held: Region) -> tuple[Region, Region] | None:
     """Of a stretch of ours and the region that a rank holds: what both have, counted in each. None if nothing."""
     starts = [max(one.start, other.start) for one, other in zip(place.ours, held, strict=True)]
     stops = [min(one.stop, other.stop) for one, other in zip(place.ours, held, strict=True)]
@@ -233,7 +234,7 @@ def overlap(place: Place, held: Region) -> tuple[Region, Region] | None:
     return counted(place.ours), counted(held)
 
 
-def into_ours(theirs: Tensor, place: Place, part: Tensor, held: Region) -> None:
+def copy_from_hf(theirs: Tensor, place: TensorMapping, part: Tensor, held: Region) -> None:
     """Copy what a rank holds of one of ours, `part` at `held`, out of one of theirs, whole."""
     common = overlap(place, held)
     if common is not None:
@@ -241,7 +242,7 @@ def into_ours(theirs: Tensor, place: Place, part: Tensor, held: Region) -> None:
         part[here].copy_(place.read(theirs)[inside])
 
 
-def into_theirs(theirs: Tensor, place: Place, part: Tensor, held: Region) -> None:
+def copy_to_hf(theirs: Tensor, place: TensorMapping, part: Tensor, held: Region) -> None:
     """Copy what a rank holds of one of ours, `part` at `held`, into one of theirs. The rest of the place becomes 0."""
     common = overlap(place, held)
     if common is None:

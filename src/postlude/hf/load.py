@@ -13,26 +13,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import OURS_ALONE, Family, Theirs, into_ours, overlap, their_tensors
-from postlude.hf.reading import (
+from postlude.hf.family import OURS_ALONE, Family, HFTensor, copy_from_hf, map_to_hf, overlap
+from postlude.hf.model_source import PlainSource, Recast, Source
+from postlude.hf.read_model import (
     GGUF_NEEDS,
     existing,
     first_line,
     read_model,
-    read_moves,
-    read_whole,
+    read_model_with_mtp,
+    read_recast_plan,
     tensors_in,
     weights_at,
-    with_depths,
+    with_mtp,
 )
-from postlude.hf.source import Given, Recast, Source
 from postlude.hf.tensor_source import SizedSource, TensorSource
-from postlude.hf.tensors import MemorySource, ModuleSource, hf_config
+from postlude.hf.tensor_sources import MemorySource, ModuleSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
-from postlude.model.parallel import held, region
+from postlude.model.parallel import local_shard, region
 from postlude.world.mesh import Mesh
 
 
@@ -62,14 +62,14 @@ def load_model(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, but {dtype!r} was given.")
     if mtp:
-        source = with_depths(source, families, blocks)
+        source = with_mtp(source, families, blocks)
     family, config = read_model(source, families, blocks)
     with torch.device("meta"):
         model = LanguageModel(config, mesh=mesh, stage=stage, dtype=dtype or _dtype(config), blocks=blocks)
     if torch.device(device).type == "meta":
         return model
     model = model.to_empty(device=device)
-    fresh_or_filled(model, source, family, seed, families)
+    init_or_load_weights(model, source, family, seed, families)
     return model
 
 
@@ -90,7 +90,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         raise FileNotFoundError(f"{path} has no tokenizer that can be read: {why}. Fetch its files again.") from error
 
 
-def fresh_or_filled(
+def init_or_load_weights(
     model: LanguageModel,
     source: Source,
     family: Family | None,
@@ -119,11 +119,11 @@ def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> 
 def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapping[str, Family]) -> None:
     """The source's weights for what stays, and fresh ones for the rest."""
     blocks = model.block_types
-    moved = read_moves(source, families, blocks)
+    moved = read_recast_plan(source, families, blocks)
     family, before = read_model(source.source, families, blocks)[0], moved.before
     tensors = _tensors(source.source, family, before)
     if tensors is None:  # drawn by the names that they have there
-        device = held(next(model.parameters())).device
+        device = local_shard(next(model.parameters())).device
         drawn = load_model(
             source.source, dtype=torch.float32, device=device, seed=seed, families=families, blocks=blocks
         )
@@ -136,7 +136,7 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapp
     own = model.state_dict()
     kept = {then: own[now] for now, then in moved.kept.items() if now in own}
     _copy(tensors, family, before, kept)
-    if model.predicts_ahead:
+    if model.has_mtp:
         _compare_copies(tensors, family, before, kept)
 
 
@@ -145,13 +145,13 @@ def _start_from_nothing(model: LanguageModel) -> None:
     """Zeros for what no source stores."""
     unstored = [parameter for name, parameter in model.named_parameters() if name in OURS_ALONE]
     for tensor in (*model.buffers(), *unstored):
-        held(tensor).zero_()
+        local_shard(tensor).zero_()
 
 
 @torch.no_grad()
 def _copy(tensors: TensorSource, family: Family | None, config: ModelConfig, own: Mapping[str, Tensor]) -> None:
     """Copy what this rank holds of its `own` tensors, which go by the names they have in the source's config."""
-    for theirs in their_tensors(family, config, ((name, target.shape) for name, target in own.items())).values():
+    for theirs in map_to_hf(family, config, ((name, target.shape) for name, target in own.items())).values():
         if theirs.is_copy:
             continue
         here = [
@@ -162,7 +162,7 @@ def _copy(tensors: TensorSource, family: Family | None, config: ModelConfig, own
         if here:  # else it is none of this rank's experts
             whole = _take(tensors, theirs)
             for place, target, where in here:
-                into_ours(whole, place, held(target), where)
+                copy_from_hf(whole, place, local_shard(target), where)
 
 
 def _compare_copies(
@@ -170,12 +170,12 @@ def _compare_copies(
 ) -> None:
     """Say so where depths come with an embedding or a head that is not the model's, which they will have from now."""
     available = set(tensors.names())
-    for theirs in their_tensors(family, config, ((name, target.shape) for name, target in own.items())).values():
+    for theirs in map_to_hf(family, config, ((name, target.shape) for name, target in own.items())).values():
         if not theirs.is_copy or theirs.name not in available:
             continue
         whole = _take(tensors, theirs)
         for name, place in theirs.parts:
-            part, where = held(own[name]), region(own[name])
+            part, where = local_shard(own[name]), region(own[name])
             common = overlap(place, where)
             if common is None:
                 continue
@@ -190,11 +190,11 @@ def _compare_copies(
 
 def wanted_tensors(
     config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> dict[str, Theirs]:
+) -> dict[str, HFTensor]:
     """Every tensor of theirs that a whole model of this config is made of, by name."""
     with torch.device("meta"):
         whole = LanguageModel(config, blocks=blocks).state_dict()
-    return their_tensors(family, config, ((name, tensor.shape) for name, tensor in whole.items()))
+    return map_to_hf(family, config, ((name, tensor.shape) for name, tensor in whole.items()))
 
 
 def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> int | None:
@@ -209,7 +209,7 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
     path = weights_at(given)
     if path is None or not path.is_dir():
         return None
-    family, config = (read_whole if isinstance(source, Recast) else read_model)(given, families)
+    family, config = (read_model_with_mtp if isinstance(source, Recast) else read_model)(given, families)
     return check_tensors(tensors_in(path, family, config), family, config)
 
 
@@ -225,7 +225,7 @@ def check_tensors(
     return len(wanted.keys() & available)
 
 
-def _account(tensors: Mapping[str, Theirs], available: set[str], family: Family | None, config: ModelConfig) -> None:
+def _account(tensors: Mapping[str, HFTensor], available: set[str], family: Family | None, config: ModelConfig) -> None:
     wanted = set(tensors)
     missing = sorted(name for name in wanted - available if not tensors[name].is_copy)
     if missing:
@@ -271,7 +271,7 @@ def _check_tied(tensors: TensorSource, family: Family | None, config: ModelConfi
         )
 
 
-def _take(tensors: TensorSource, theirs: Theirs) -> Tensor:
+def _take(tensors: TensorSource, theirs: HFTensor) -> Tensor:
     tensor = tensors.take(theirs.name)
     _compare(theirs.name, tensor.shape, theirs.shape)
     return tensor
@@ -282,7 +282,7 @@ def _compare(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
         raise ValueError(f"{name} is {tuple(found)} in the source, but the config asks for {tuple(wanted)}.")
 
 
-def _tensors(source: Given, family: Family | None, config: ModelConfig) -> TensorSource | None:
+def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) -> TensorSource | None:
     path = weights_at(source)
     if path is None:
         return None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ACTIVATIONS, model_config
 from postlude.hf.deepseek_v3 import experts_by_groups
-from postlude.hf.depths import FIRST, LAST, DepthNames
 from postlude.hf.family import EXPERT, Family, Names
 from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_names, time_step_limit
+from postlude.hf.mtp_names import FIRST, LAST, MTPNames
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig
 
@@ -88,7 +88,7 @@ def names(config: ModelConfig) -> Names:
     return {**NAMES, **(mamba_names("mixer", config) if "M" in config.blocks else {})}
 
 
-DEPTHS = DepthNames(
+DEPTHS = MTPNames(
     layers=lambda config: tuple(SYMBOLS[kind] for kind in config.hf_config["mtp_layers_block_type"]),
     layer="mtp.layers.{layer}",
     names={

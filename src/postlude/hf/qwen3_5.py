@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from postlude.hf.decoder import activation
-from postlude.hf.depths import LAYER
 from postlude.hf.family import Family, Inside, Names, rows
+from postlude.hf.mtp_names import LAYER
 from postlude.hf.qwen3_next import (
     DEPTHS,
     NAMES,
@@ -20,7 +20,7 @@ from postlude.hf.qwen3_next import (
     hybrid_config,
     shared_experts,
 )
-from postlude.hf.stacked import StackedSource
+from postlude.hf.stacked_experts import StackedExpertsSource
 from postlude.model import ModelConfig
 from postlude.model.blocks import GatedDeltaConfig, MLPConfig, MoEConfig
 
@@ -79,7 +79,7 @@ COUNTED = replace(DEPTHS, count="mtp_num_hidden_layers", unsaid=0)
 QWEN3_5 = Family("qwen3_5_text", to_dense, names, depths=COUNTED)
 QWEN3_5_MOE = Family("qwen3_5_moe_text", to_moe, names, depths=COUNTED)
 
-QWEN3_5_SEEING = Family(
+QWEN3_5_VISION = Family(
     "qwen3_5",
     lambda hf: to_dense(text_config(hf)),
     names,
@@ -92,10 +92,10 @@ QWEN3_5_SEEING = Family(
     depths=COUNTED,
     left_out={"model.visual.": "what sees"},
 )
-QWEN3_5_MOE_SEEING = replace(
-    QWEN3_5_SEEING,
+QWEN3_5_MOE_VISION = replace(
+    QWEN3_5_VISION,
     model_type="qwen3_5_moe",
     to_model=lambda hf: to_moe(text_config(hf)),
     names=stacked_names,
-    seen=StackedSource,  # some of those published have the experts of multi-token prediction one by one
+    seen=StackedExpertsSource,  # some of those published have the experts of multi-token prediction one by one
 )

@@ -15,8 +15,8 @@ from postlude.hf.decoder import (
     rotary,
     rotary_dim,
 )
-from postlude.hf.depths import DepthNames
 from postlude.hf.family import Family, Inside, Names
+from postlude.hf.mtp_names import MTPNames
 from postlude.hf.qwen3_moe import MOE_NAMES, experts_or_dense
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, GatedDeltaConfig, MLPConfig, MoEConfig
@@ -162,7 +162,7 @@ def _by_head(theirs: str, heads: int, size: int, stretches: Sequence[int]) -> li
     return found
 
 
-DEPTHS = DepthNames(
+DEPTHS = MTPNames(
     layers=lambda config: ("*E" if "E" in config.blocks else "*-",),
     layer="mtp.layers.{layer}",
     names={

@@ -2,12 +2,12 @@
 
 from postlude.model.config import ModelConfig
 from postlude.model.language_model import LanguageModel
-from postlude.model.output import Asks, OutputHead, OutputInputs, OutputProcessor
+from postlude.model.output import MTPOptions, OutputHead, OutputInputs, OutputProcessor
 from postlude.model.pattern import Pattern, PatternError
 
 __all__ = [
-    "Asks",
     "LanguageModel",
+    "MTPOptions",
     "ModelConfig",
     "OutputHead",
     "OutputInputs",

@@ -59,7 +59,7 @@ class ModelConfig:
         return self.pattern.kinds
 
     @property
-    def own_depths(self) -> int:
+    def mtp_module_count(self) -> int:
         """How many multi-token-prediction depths have parameters of their own."""
         depths = len(self.pattern.mtp)
         return min(1, depths) if self.mtp_repeated else depths
@@ -78,7 +78,7 @@ class ModelConfig:
         """
         layers = map(self.pattern.layer, range(len(self.pattern)))
         choices = {
-            f"layers.{layer.index}.{name}": self.blocks[symbol].choice
+            f"layers.{layer.index}.{name}": self.blocks[symbol].router_shape
             for layer in layers
             for symbol, name in zip(layer.blocks, layer.names, strict=True)
         }
@@ -98,11 +98,11 @@ class ModelConfig:
             )
         return replace(self, blocks={**self.blocks, **biased})
 
-    def fits(self, layout: Layout) -> None:
+    def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that cannot divide this model, in a sentence with the nearest that can."""
         self.stage_layers(Stage(0, layout.stages))
         for symbol in self.symbols:
-            self.blocks[symbol].fits(layout, self.pattern.symbols[symbol])
+            self.blocks[symbol].check_layout(layout, self.pattern.symbols[symbol])
 
     def stage_layers(self, stage: Stage) -> range:
         """Logical layers of one pipeline stage: where the pattern is cut, else balanced by cost."""

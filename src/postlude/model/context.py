@@ -13,24 +13,24 @@ from torch import Tensor
 from postlude.data import Microbatch
 from postlude.model.recompute import Recompute
 from postlude.ops.attention import Scores
-from postlude.ops.backend import ScanBackend
-from postlude.ops.few_rows import COUNTERS
+from postlude.ops.decode_linear import COUNTERS
+from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, rotary_table
-from postlude.trace.recorder import SILENT, Recorder
+from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.mesh import Mesh
 
 Inputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]
-Recur = Callable[[Inputs, States], tuple[Tensor, States]]
+DecodeStep = Callable[[Inputs, States], tuple[Tensor, States]]
 Scan = Callable[[Inputs, Packing], tuple[Tensor, States]]
 Stores = tuple[Tensor, ...]
-AttendStores = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
-GoOn = Callable[[Inputs, Stores, AttendStores], Tensor]
-Begin = Callable[[Inputs, Packing], Tensor]
+AttendCache = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
+DecodeAttend = Callable[[Inputs, Stores, AttendCache], Tensor]
+PrefillAttend = Callable[[Inputs, Packing], Tensor]
 
 
-class Running(Protocol):
+class DecodeState(Protocol):
     """What blocks keep of sequences that are generated token by token, and how they go on from it.
 
     A forward holds the next tokens of some sequences, equally many of each and side by side, and all tokens so far of
@@ -46,7 +46,9 @@ class Running(Protocol):
         """
         ...
 
-    def grow(self, name: str, inputs: Inputs, new: Inputs, go_on: GoOn, begin: Begin) -> Tensor:
+    def attend_latents(
+        self, name: str, inputs: Inputs, new: Inputs, go_on: DecodeAttend, begin: PrefillAttend
+    ) -> Tensor:
         """Keep what is `new` of block `name`, each [T, kv_heads, width], and make outputs of it and what was before.
 
         `go_on(inputs, stores, attend)` takes n next tokens [n, ...] and what is kept of all, each
@@ -57,7 +59,7 @@ class Running(Protocol):
         """
         ...
 
-    def recur(self, name: str, inputs: Inputs, step: Recur, scan: Scan) -> Tensor:
+    def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
         """Go on from the states of block `name`, and keep the new ones; a sequence's states are of one size for ever.
 
         `step(inputs, states)` takes one token [n, ...] of each of n sequences and their states [n, ...], and returns
@@ -67,7 +69,7 @@ class Running(Protocol):
         """
         ...
 
-    def chose(self, name: str, choice: Tensor) -> None:
+    def record_routing(self, name: str, choice: Tensor) -> None:
         """Hear which experts block `name` sends this rank's tokens to, [T / tp, top_k]."""
         ...
 
@@ -84,15 +86,15 @@ class ForwardContext:
         microbatch: Microbatch,
         mesh: Mesh | None = None,
         *,
-        running: Running | None = None,
+        decode_state: DecodeState | None = None,
         recompute: Recompute = "none",
         scans: ScanBackend = "auto",
         routers: Sequence[str] = (),
-        recorder: Recorder = SILENT,
+        recorder: Recorder = NO_RECORDER,
     ) -> None:
         self.microbatch = microbatch
-        self.mesh = mesh or Mesh.alone()
-        self.running = running
+        self.mesh = mesh or Mesh.single_rank()
+        self.decode_state = decode_state
         self.recompute = recompute
         self.scans = scans
         self.routers = routers
@@ -103,11 +105,11 @@ class ForwardContext:
         self._done: set[str] = set()
         self._tables: dict[tuple[RotaryConfig, int], tuple[Tensor, Tensor]] = {}
 
-    def ahead(self) -> list[ForwardContext]:
+    def mtp_contexts(self) -> list[ForwardContext]:
         """The same for each multi-token-prediction depth's part of the microbatch; depths choose experts themselves."""
         return [
             ForwardContext(each, self.mesh, recompute=self.recompute, scans=self.scans, recorder=self.recorder)
-            for each in self.microbatch.ahead
+            for each in self.microbatch.mtp_microbatches
         ]
 
     @property
@@ -131,7 +133,7 @@ class ForwardContext:
 
     @property
     def counters(self) -> Tensor:
-        """For programs of one kernel of this forward that count themselves: see `few_rows.add_product`."""
+        """For programs of one kernel of this forward that count themselves: see `few_rows.linear_add`."""
         if self._counters is None:
             self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.microbatch.tokens.device)
         return self._counters

@@ -13,14 +13,14 @@ from torch import Tensor
 from postlude.data import Microbatch
 from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
-from postlude.model.blocks import BLOCKS, Block, Part
+from postlude.model.blocks import BLOCKS, Block, SeparateUnit
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
-from postlude.model.context import ForwardContext, Running
-from postlude.model.mtp import MTP, Ahead, Made, closed, closing, for_processor
+from postlude.model.context import DecodeState, ForwardContext
+from postlude.model.mtp import MTP, LazyDepths, PlannedDepths, closed, closing, for_processor
 from postlude.model.output import (
-    Asks,
-    Depths,
+    MTPDepths,
+    MTPOptions,
     OutputHead,
     OutputInputs,
     OutputProcessor,
@@ -29,31 +29,31 @@ from postlude.model.output import (
 )
 from postlude.model.parallel import (
     ColumnLinear,
-    Gathered,
+    FSDPUnit,
     RMSNorm,
     ValueHead,
     VocabularyEmbedding,
-    held,
-    is_shared,
+    default_dtype,
+    is_dtensor,
     local,
-    made_in,
+    local_shard,
     region,
     role_of,
 )
 from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.routing import check_routing
-from postlude.model.schedule_plan import LEAVING, Planned, SchedulePlan
+from postlude.model.schedule_plan import OUTPUT, PlannedStep, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.model.steps import Step, compute
-from postlude.ops.backend import ScanBackend
-from postlude.ops.linear_logprobs import Logits
-from postlude.trace.recorder import SILENT, Recorder
+from postlude.ops.kernels.capabilities import ScanBackend
+from postlude.ops.linear_logprobs import LogitConfig
+from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.mesh import Mesh
 
 DEFAULT_HEAD = HeadConfig()
 
 
-class LanguageModel(Gathered):
+class LanguageModel(FSDPUnit):
     """A decoder on packed sequences. It builds the layers of its `stage` only, under their global names.
 
     `mesh` says which part of every layer this rank holds; by default it is alone and holds all. `recompute` says what
@@ -83,14 +83,14 @@ class LanguageModel(Gathered):
         super().__init__()
         self.config = config
         self.routers = config.routers
-        self.mesh = mesh or Mesh.alone()
+        self.mesh = mesh or Mesh.single_rank()
         self.recompute = recompute
         self.scans = scans
         self.head_config = head
         self.block_types = blocks
         check_recompute(recompute)
         self.stage = stage or Stage()
-        with made_in(dtype):
+        with default_dtype(dtype):
             self._make(blocks, value_head)
         self._check_storage()
         self.matrices = frozenset(name for name, _ in self.named_parameters() if role_of(self, name) == "matrix")
@@ -124,11 +124,11 @@ class LanguageModel(Gathered):
     @property
     def logical_layers(self) -> tuple[LogicalLayer, ...]:
         """The layers of this stage, in order, those of multi-token prediction included."""
-        ahead = self.mtp.layers if self.predicts_ahead else ()
+        ahead = self.mtp.layers if self.has_mtp else ()
         return (*(cast(LogicalLayer, layer) for layer in self.layers.values()), *ahead)
 
     @property
-    def predicts_ahead(self) -> bool:
+    def has_mtp(self) -> bool:
         """Whether this stage holds multi-token-prediction depths."""
         return self.stage.last and bool(self.config.pattern.mtp)
 
@@ -140,8 +140,8 @@ class LanguageModel(Gathered):
         targets: Tensor | bool | None = None,
         output_processor: OutputProcessor | None = None,
         output_processor_context: Any = None,
-        running: Running | None = None,
-        recorder: Recorder = SILENT,
+        decode_state: DecodeState | None = None,
+        recorder: Recorder = NO_RECORDER,
     ) -> Any:
         """Run this stage. The last one returns what the output processor returns, as it is.
 
@@ -152,7 +152,7 @@ class LanguageModel(Gathered):
         told of exchanges and waits, there and on the way back.
         """
         processor, context = self._processor(targets, output_processor, output_processor_context)
-        forward = self._context(microbatch, running, recorder)
+        forward = self._context(microbatch, decode_state, recorder)
         embedding = self._embedding()
         hidden = self.layers(self._enter(hidden, embedding, forward), forward)
         if not self.stage.last:
@@ -167,12 +167,12 @@ class LanguageModel(Gathered):
         targets: Tensor | bool | None = None,
         output_processor: OutputProcessor | None = None,
         output_processor_context: Any = None,
-        recorder: Recorder = SILENT,
+        recorder: Recorder = NO_RECORDER,
     ) -> SchedulePlan:
         """The same, not yet run, in pieces that can be interleaved with another microbatch's.
 
         With data parallelism, whole weights must be there while it runs: its steps are not run by calling a layer.
-        Multi-token-prediction depths are among them if the processor says in its `asks` that it asks for them.
+        Multi-token-prediction depths are among them if the processor says in its `mtp_options` that it asks for them.
         """
         processor, given = self._processor(targets, output_processor, output_processor_context)
         context = self._context(microbatch, recorder=recorder)
@@ -182,51 +182,51 @@ class LanguageModel(Gathered):
             return {"embedding": embedding, "hidden": self._enter(hidden, embedding, context)}
 
         def leave(hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
-            return {LEAVING: hidden}
+            return {OUTPUT: hidden}
 
         # What is used at both ends is read at both, so that its gradient is one sum, as in a forward at once.
         inside = [each for layer in self.layers.values() for each in cast(LogicalLayer, layer).planned(context)]
         last = (
             self._planned_end(processor, given, context)
             if self.stage.last
-            else [Planned(compute("leave", leave, once=True), context, name="leave")]
+            else [PlannedStep(compute("leave", leave, once=True), context, name="leave")]
         )
         return SchedulePlan(
-            [Planned(compute("enter", enter, once=True), context, name="enter", completes=(self,)), *inside, *last],
+            [PlannedStep(compute("enter", enter, once=True), context, name="enter", completes=(self,)), *inside, *last],
             context,
-            put_off=not (self.predicts_ahead and self.mtp.repeated),  # a weight that is used twice has one gradient
+            deferred_wgrad=not (self.has_mtp and self.mtp.repeated),  # a weight that is used twice has one gradient
         )
 
-    def _planned_end(self, processor: OutputProcessor, given: Any, context: ForwardContext) -> list[Planned]:
+    def _planned_end(self, processor: OutputProcessor, given: Any, context: ForwardContext) -> list[PlannedStep]:
         """A plan's steps from the last layer to what the processor returns, with depths that it says it asks for."""
-        asks: Asks | None = getattr(processor, "asks", None)
-        depths: list[Planned] = []
+        mtp_options: MTPOptions | None = getattr(processor, "mtp_options", None)
+        depths: list[PlannedStep] = []
         reads: tuple[str, ...] = closed(0)
-        others = self.mtp.layers if self.predicts_ahead else ()
-        if asks is not None and others:
-            depths, others = list(self.mtp.planned(context, self._embed, asks)), ()
+        others = self.mtp.layers if self.has_mtp else ()
+        if mtp_options is not None and others:
+            depths, others = list(self.mtp.planned(context, self._embed, mtp_options)), ()
             reads += tuple(name for depth in range(self.mtp.depths) for name in closed(depth + 1))
 
         def leave(*read: Any) -> Mapping[str, Any]:
             (hidden, embedding, context), *ahead = (read[start : start + 3] for start in range(0, len(reads), 3))
-            made = Made(asks, ahead) if asks is not None and ahead else None
-            return {LEAVING: self._leave(hidden, embedding, processor, given, context, made)}
+            made = PlannedDepths(mtp_options, ahead) if mtp_options is not None and ahead else None
+            return {OUTPUT: self._leave(hidden, embedding, processor, given, context, made)}
 
         return [
             closing(0, self.norm, context),
             *depths,
-            Planned(Step("leave", "compute", reads, leave, once=True), context, name="leave", completes=others),
+            PlannedStep(Step("leave", "compute", reads, leave, once=True), context, name="leave", completes=others),
         ]
 
     def _context(
-        self, microbatch: Microbatch, running: Running | None = None, recorder: Recorder = SILENT
+        self, microbatch: Microbatch, decode_state: DecodeState | None = None, recorder: Recorder = NO_RECORDER
     ) -> ForwardContext:
         if microbatch.routing is not None:
             check_routing(microbatch.routing, self.routers)
         return ForwardContext(
             microbatch,
             self.mesh,
-            running=running,
+            decode_state=decode_state,
             recompute=self.recompute,
             scans=self.scans,
             routers=tuple(self.routers),
@@ -240,22 +240,22 @@ class LanguageModel(Gathered):
         processor: OutputProcessor,
         given: Any,
         context: ForwardContext,
-        made: Depths | None = None,
+        made: MTPDepths | None = None,
     ) -> Any:
         """From the final states to what the processor returns. `made` are depths that a plan has made."""
         inputs = self._outputs(hidden, context, embedding)
-        if self.predicts_ahead:
-            ahead = made or Ahead(self.mtp, hidden, context, embedding, self._embed)
+        if self.has_mtp:
+            ahead = made or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
             inputs = replace(inputs, hidden=for_processor(hidden), ahead=ahead)
         return processor(inputs, given)
 
-    def draft(self, hidden: Tensor, microbatch: Microbatch, running: Running) -> OutputInputs:
+    def draft(self, hidden: Tensor, microbatch: Microbatch, decode_state: DecodeState) -> OutputInputs:
         """What the first multi-token-prediction depth makes of the final states of running sequences, [T / tp, H].
 
         The microbatch's tokens are those after each state. For a generator, which has the token after a sequence's last
         state only once it is drawn from it; see `OutputInputs.depths` for what training asks.
         """
-        context = self._context(microbatch, running)
+        context = self._context(microbatch, decode_state)
         return self._outputs(self.mtp[0](hidden, self._embed(microbatch.tokens), context), context)
 
     def output_head(self, embedding: Tensor | None = None) -> OutputHead:
@@ -266,7 +266,7 @@ class LanguageModel(Gathered):
             )
         return OutputHead(
             weight=self._head_weight(embedding),
-            how=Logits(
+            logit_config=LogitConfig(
                 vocab_start=self.mesh.tp.block(self.config.vocab_size)[0],
                 vocab_size=self.config.vocab_size,
                 logit_scale=self.config.logit_scale,
@@ -288,10 +288,10 @@ class LanguageModel(Gathered):
         """This rank's part of the embedding, where this stage has one."""
         return local(self.embedding.weight) if hasattr(self, "embedding") else None
 
-    def apart(self) -> tuple[Part, ...]:
+    def sharded_separately(self) -> tuple[SeparateUnit, ...]:
         """What is sharded by itself, wherever it stands: what the blocks say, and the value head, which is fp32."""
-        found = [part for block in self.blocks for part in block.apart()]
-        return (*found, *([] if self.value_head is None else [Part(self.value_head, fp32=True)]))
+        found = [part for block in self.blocks for part in block.sharded_separately()]
+        return (*found, *([] if self.value_head is None else [SeparateUnit(self.value_head, fp32=True)]))
 
     @torch.no_grad()
     def reset(self, seed: int = 0, *, only: Container[str] | None = None) -> None:
@@ -311,7 +311,7 @@ class LanguageModel(Gathered):
                 reset_parameter(role_of(self, name), whole, std, generator, norm=1.0 - self.config.norm_offset)
             else:
                 owners[owner].reset(name.removeprefix(owner), whole, std, generator)
-            held(parameter).copy_(whole[region(parameter)])
+            local_shard(parameter).copy_(whole[region(parameter)])
         for buffer in self.buffers():
             buffer.zero_()
 
@@ -319,12 +319,12 @@ class LanguageModel(Gathered):
         """A plain parameter would be trained apart on every tensor-parallel rank."""
         if self.mesh.tp.size == 1:
             return
-        apart = {id(each) for part in self.apart() if part.experts for each in part.module.parameters()}
+        apart = {id(each) for part in self.sharded_separately() if part.experts for each in part.module.parameters()}
         for name, parameter in self.named_parameters():
-            if not is_shared(parameter) and id(parameter) not in apart:
+            if not is_dtensor(parameter) and id(parameter) not in apart:
                 raise TypeError(
                     f"{name} is a plain parameter, which tp={self.mesh.tp.size} ranks would each change on their own; "
-                    "make it with postlude.model.parallel.stored."
+                    "make it with postlude.model.parallel.sharded_parameter."
                 )
 
     def _enter(self, hidden: Tensor | None, embedding: Tensor | None, context: ForwardContext) -> Tensor:

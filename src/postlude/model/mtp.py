@@ -2,7 +2,8 @@
 
 Depth d takes what the depth before it left at a position (the trunk's final states, for the first) and the embedding of
 the token d ahead, makes one state of both, and passes it through layers of its own. With the model's own head that
-predicts the token after. The tokens ahead come with the microbatch, shifted before it was cut: see `Microbatch.ahead`.
+predicts the token after. The tokens ahead come with the microbatch, shifted before it was cut: see
+`Microbatch.mtp_microbatches`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.output import Asks, OutputInputs
+from postlude.model.output import MTPOptions, OutputInputs
 from postlude.model.parallel import Linear, RMSNorm
-from postlude.model.schedule_plan import Owner, Planned
+from postlude.model.schedule_plan import PlannedStep, StepOwner
 from postlude.model.stack import LogicalLayer
 from postlude.model.steps import compute
 from postlude.world.mesh import Mesh
@@ -64,7 +65,7 @@ class MTP(nn.ModuleList):
 
     def __init__(self, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
         self.depths = len(config.pattern.mtp)
-        super().__init__(MTPDepth(depth, config, mesh, blocks) for depth in range(config.own_depths))
+        super().__init__(MTPDepth(depth, config, mesh, blocks) for depth in range(config.mtp_module_count))
 
     @property
     def repeated(self) -> bool:
@@ -78,7 +79,7 @@ class MTP(nn.ModuleList):
 
     def at_depths(self, context: ForwardContext) -> Iterator[tuple[MTPDepth, ForwardContext]]:
         """For each depth what makes it, and its own context, from that of the trunk."""
-        contexts = context.ahead()
+        contexts = context.mtp_contexts()
         if len(contexts) < self.depths:
             raise ValueError(
                 f"the model predicts {self.depths} tokens further ahead, but the microbatch was packed for "
@@ -87,11 +88,11 @@ class MTP(nn.ModuleList):
         for number, own in enumerate(contexts[: self.depths]):
             yield cast(MTPDepth, self[number % len(self)]), own
 
-    def planned(self, context: ForwardContext, embed: Embed, asks: Asks) -> Iterator[Planned]:
+    def planned(self, context: ForwardContext, embed: Embed, mtp_options: MTPOptions) -> Iterator[PlannedStep]:
         """All depths for a schedule plan, after the trunk's `closing`: each ends with its own."""
         for number, (depth, own) in enumerate(self.at_depths(context)):
             first_use = number < len(self)
-            yield _joining(depth, number, own, embed, asks, used_again=self.repeated and first_use)
+            yield _joining(depth, number, own, embed, mtp_options, used_again=self.repeated and first_use)
             for layer in depth.layers.values():
                 begin, *others = cast(LogicalLayer, layer).planned(own)
                 done = begin.completes if first_use else ()
@@ -101,14 +102,14 @@ class MTP(nn.ModuleList):
 
 
 def _joining(
-    depth: MTPDepth, number: int, context: ForwardContext, embed: Embed, asks: Asks, *, used_again: bool
-) -> Planned:
+    depth: MTPDepth, number: int, context: ForwardContext, embed: Embed, mtp_options: MTPOptions, *, used_again: bool
+) -> PlannedStep:
     def join(hidden: Tensor, embedding: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
         embedded = embed(context.microbatch.tokens, embedding)
-        return {"hidden": depth.join(*_entering(hidden, embedded, number, stop_trunk=asks.stop_trunk))}
+        return {"hidden": depth.join(*_entering(hidden, embedded, number, stop_trunk=mtp_options.stop_trunk))}
 
     again = (depth,) if used_again else ()
-    return Planned(compute("join", join, once=True), context, name=f"mtp.{number} join", used_again=again)
+    return PlannedStep(compute("join", join, once=True), context, name=f"mtp.{number} join", used_again=again)
 
 
 def _entering(hidden: Tensor, embedded: Tensor, number: int, *, stop_trunk: bool) -> tuple[Tensor, Tensor]:
@@ -118,7 +119,7 @@ def _entering(hidden: Tensor, embedded: Tensor, number: int, *, stop_trunk: bool
     return hidden if number else hidden.detach(), embedded.detach()
 
 
-def closing(depth: int, norm: RMSNorm, context: ForwardContext) -> Planned:
+def closing(depth: int, norm: RMSNorm, context: ForwardContext) -> PlannedStep:
     """The planned step that gives the final states of a depth, 0 for the trunk, to the next one and to the processor.
 
     The embedding is given along, for a head that is tied to it: so its gradients are summed in the order of a forward
@@ -129,7 +130,7 @@ def closing(depth: int, norm: RMSNorm, context: ForwardContext) -> Planned:
         normed = norm(hidden)
         return {"hidden": normed, **dict(zip(closed(depth), (normed, embedding, context), strict=True))}
 
-    return Planned(compute("norm", close, once=True), context, Owner("norm"), "norm")
+    return PlannedStep(compute("norm", close, once=True), context, StepOwner("norm"), "norm")
 
 
 def for_processor(hidden: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ def closed(depth: int) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class LazyDepths:
     """What the depths of a model make of one microbatch, when it is asked for: what nobody asks for costs nothing."""
 
     mtp: MTP
@@ -155,7 +156,7 @@ class Ahead:
     embed: Embed
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
-        """See `postlude.model.output.Depths`."""
+        """See `postlude.model.output.MTPDepths`."""
         hidden = self.hidden
         for number, (depth, context) in enumerate(self.mtp.at_depths(self.context)):
             embedded = self.embed(context.microbatch.tokens, self.embedding)
@@ -164,19 +165,19 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Made:
+class PlannedDepths:
     """The same, made by the steps of a plan before it is asked for."""
 
-    asks: Asks
+    mtp_options: MTPOptions
     outputs: Sequence[tuple[Tensor, Tensor | None, ForwardContext]]
     """Of each depth its states, the embedding, and its context."""
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
-        """See `postlude.model.output.Depths`."""
-        if stop_trunk != self.asks.stop_trunk:
+        """See `postlude.model.output.MTPDepths`."""
+        if stop_trunk != self.mtp_options.stop_trunk:
             raise ValueError(
-                f"the processor asks for depths with stop_trunk={stop_trunk}, but its `asks` says "
-                f"stop_trunk={self.asks.stop_trunk}, and so they were made. Say there what it asks for."
+                f"the processor asks for depths with stop_trunk={stop_trunk}, but its `mtp_options` says "
+                f"stop_trunk={self.mtp_options.stop_trunk}, and so they were made. Say there what it asks for."
             )
         for hidden, embedding, context in self.outputs:
             weight = embedding if inputs.config.tied_head and embedding is not None else inputs.head.weight

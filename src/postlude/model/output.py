@@ -19,10 +19,10 @@ from postlude.layout import Layout
 from postlude.model.config import ModelConfig
 from postlude.model.parallel import ValueHead
 from postlude.ops.collectives import gather_alike, gather_from_sequence
-from postlude.ops.linear_logprobs import Logits, TokenStats, linear_logprobs
+from postlude.ops.linear_logprobs import LogitConfig, TokenStats, linear_logprobs
 from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
 from postlude.ops.logprobs_at import linear_logprobs_at
-from postlude.world.mesh import ALONE, Axis
+from postlude.world.mesh import SINGLE_RANK, Axis
 
 NO_VALUE_HEAD = "this model has no value head: make it with Engine(..., critic=True) or LanguageModel(value_head=True)."
 
@@ -31,13 +31,13 @@ NO_VALUE_HEAD = "this model has no value head: make it with Engine(..., critic=T
 class OutputHead:
     """The output projection of this rank, tying resolved.
 
-    `weight` [rows, H] holds vocabulary entries from `how.vocab_start` on; `how` says the rest of how logits are made of
-    it, and who holds its other rows. `value_head` is there if the model was built with one.
+    `weight` [rows, H] holds vocabulary entries from `logit_config.vocab_start` on; `how` says the rest of how
+    logits are made of it, and who holds its other rows. `value_head` is there if the model was built with one.
     """
 
     weight: Tensor
-    how: Logits
-    tp: Axis = ALONE
+    logit_config: LogitConfig
+    tp: Axis = SINGLE_RANK
     value_head: ValueHead | None = None
     counted: tuple[Tensor, int] | None = None
     """Targets [T] and how many of them are not -100, where the host knows: the microbatch's own."""
@@ -51,8 +51,8 @@ class OutputHead:
 
         Holds them all: prefer `logprobs` where that is what you need.
         """
-        logits = self.how.shape(F.linear(self.gather(hidden), self.weight, self.how.bias))
-        size = self.how.vocab_size or self.how.vocab_start + len(self.weight)
+        logits = self.logit_config.shape(F.linear(self.gather(hidden), self.weight, self.logit_config.bias))
+        size = self.logit_config.vocab_size or self.logit_config.vocab_start + len(self.weight)
         if self.tp.group is not None:
             width = -(-size // self.tp.size)
             logits = gather_alike(F.pad(logits, (0, width - logits.shape[1])).T, self.tp.group).T
@@ -82,7 +82,7 @@ class OutputHead:
             targets,
             target_count=self._count(targets, target_count),
             temperature=temperature,
-            how=self.how,
+            logit_config=self.logit_config,
             entropy=entropy,
             topk=topk,
             lse=lse,
@@ -115,7 +115,7 @@ class OutputHead:
             columns,
             target_count=self._count(targets, target_count),
             temperature=temperature,
-            how=self.how,
+            logit_config=self.logit_config,
             entropy=entropy,
             lse=lse,
             hit=hit,
@@ -138,7 +138,7 @@ class OutputHead:
             ids,
             target_count=self._count(targets, target_count),
             temperature=temperature,
-            how=self.how,
+            logit_config=self.logit_config,
         )
 
     def values(self, hidden: Tensor) -> Tensor:
@@ -178,10 +178,10 @@ class OutputInputs:
     layout: Layout
     config: ModelConfig
     reports: Mapping[str, Tensor] = field(default_factory=dict)
-    ahead: Depths | None = None
+    ahead: MTPDepths | None = None
 
     def depths(self, *, stop_trunk: bool = False, stop_head: bool = False) -> Iterator[OutputInputs]:
-        """What each multi-token-prediction depth gives, run when it is asked for; see `Depths`."""
+        """What each multi-token-prediction depth gives, run when it is asked for; see `MTPDepths`."""
         if self.ahead is None:
             raise ValueError(
                 f"pattern {self.config.pattern} has no multi-token-prediction depths; write them after a '/', as in "
@@ -194,7 +194,7 @@ class OutputInputs:
         return gather_alike(values, self.head.tp.group)
 
 
-class Depths(Protocol):
+class MTPDepths(Protocol):
     """What the multi-token-prediction depths of a model make of one microbatch, when they are asked."""
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
@@ -207,7 +207,7 @@ class Depths(Protocol):
 
 
 @dataclass(frozen=True)
-class Asks:
+class MTPOptions:
     """How a processor asks for depths. One that says so beforehand, in an attribute `asks`, has them made by a plan.
 
     Their steps are then steps of the schedule plan, which hides their exchanges, before the processor is called. Those
@@ -218,7 +218,10 @@ class Asks:
 
 
 class OutputProcessor(Protocol):
-    """Turns hidden states and the head into whatever the caller wants. It may have an attribute `asks`: see `Asks`."""
+    """Turns hidden states and the head into whatever the caller wants.
+
+    It may have an attribute `asks`: see `MTPOptions`.
+    """
 
     def __call__(self, inputs: OutputInputs, context: Any) -> Any:
         """What this returns is what the model returns."""

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from postlude.model.recompute import Recompute, recomputed
+from postlude.ops.activation import Activation, gated_linear
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
-from postlude.ops.gating import Activation, gated_linear
-from postlude.ops.linear import linear, linears, side_by_side
-from postlude.ops.norm import rms_norm, rms_norm_beside
-from postlude.world.mesh import ALONE, Axis
+from postlude.ops.linear import adjacent_view, linear, linear_group
+from postlude.ops.norm import rms_norm, rms_norm_with_residual
+from postlude.world.mesh import SINGLE_RANK, Axis
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,11 +46,12 @@ def role_of(model: nn.Module, name: str) -> Role:
     )
 
 
-def stored(*shape: int, axis: Axis, dim: int | None, dtype: torch.dtype | None = None) -> nn.Parameter:
+def sharded_parameter(*shape: int, axis: Axis, dim: int | None, dtype: torch.dtype | None = None) -> nn.Parameter:
     """An uninitialised parameter of this whole shape, cut along dimension `dim`; None gives every rank a copy.
 
-    One with a `dtype` of its own has it whatever the model's is. To be gathered in it too, its module is a `Part`.
-    Where the other ranks are only imagined it is a plain tensor of the size that this one holds.
+    One with a `dtype` of its own has it whatever the model's is. To be gathered in it too, its module is a
+    `SeparateUnit`. Where the other ranks are only without_processes it is a plain tensor of the size that this
+    one holds.
     """
     held = list(shape)
     if dim is not None:
@@ -75,7 +76,7 @@ def stored(*shape: int, axis: Axis, dim: int | None, dtype: torch.dtype | None =
 
 
 @contextlib.contextmanager
-def made_in(dtype: torch.dtype | None) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Parameters made inside that ask for no dtype of their own have this one; None leaves torch's default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
@@ -85,7 +86,7 @@ def made_in(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def is_shared(parameter: Tensor) -> TypeGuard[DTensor]:
+def is_dtensor(parameter: Tensor) -> TypeGuard[DTensor]:
     """Whether it is part of a whole that several ranks hold."""
     if type(parameter) in (Tensor, nn.Parameter):
         return False
@@ -96,7 +97,7 @@ def is_shared(parameter: Tensor) -> TypeGuard[DTensor]:
 
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a stored parameter, for use in a forward. The gradient of a copy is this rank's addend."""
-    if not is_shared(parameter):
+    if not is_dtensor(parameter):
         return parameter
     from torch.distributed.tensor import Partial
 
@@ -105,9 +106,9 @@ def local(parameter: Tensor) -> Tensor:
     return part
 
 
-def held(parameter: Tensor) -> Tensor:
+def local_shard(parameter: Tensor) -> Tensor:
     """The very memory this rank stores of a parameter or its gradient, whatever it is cut over. No gradient."""
-    if not is_shared(parameter):
+    if not is_dtensor(parameter):
         return parameter.detach() if parameter.requires_grad else parameter
     with torch.no_grad():
         part: Tensor = parameter.to_local()
@@ -115,9 +116,9 @@ def held(parameter: Tensor) -> Tensor:
 
 
 def region(parameter: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole parameter `held` is."""
+    """Which part of the whole parameter `local_shard` is."""
     bounds = [(0, size) for size in parameter.shape]
-    if is_shared(parameter):
+    if is_dtensor(parameter):
         mesh = parameter.device_mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None  # this rank stores part of it
@@ -131,14 +132,15 @@ def region(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
-class Gathered(nn.Module):
-    """A module whose weights are gathered, and their gradients summed, together: a layer, a `Part`, a whole stage.
+class FSDPUnit(nn.Module):
+    """A module whose weights are gathered, and their gradients summed, together: a layer, a `SeparateUnit`, a
+    whole stage.
 
     Data parallelism does both around its forward. Where its work is done in other ways than by calling it, what was
     added to its gradients since is summed by a backward through this.
     """
 
-    def hand_over(self, nothing: Tensor) -> Tensor:
+    def trigger_grad_reduce(self, nothing: Tensor) -> Tensor:
         """As it is: what counts is the call."""
         return nothing.clone()
 
@@ -148,10 +150,10 @@ class Linear(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
-        self.weight = stored(out_features, in_features, axis=tp, dim=None)
-        self.bias = stored(out_features, axis=tp, dim=None) if bias else None
+        self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=None)
+        self.bias = sharded_parameter(out_features, axis=tp, dim=None) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
@@ -162,18 +164,18 @@ class Linear(nn.Module):
         return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias))
 
 
-class WideLinear(Gathered):
+class FP32Linear(FSDPUnit):
     """Token by token in fp32, with a whole copy of the weight on every rank, stored in fp32 whatever the model's dtype.
 
-    Its owner declares it a `Part` with `fp32`, so that it is gathered in fp32 too.
+    Its owner declares it a `SeparateUnit` with `fp32`, so that it is gathered in fp32 too.
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
-        self.weight = stored(out_features, in_features, axis=tp, dim=None, dtype=torch.float32)
-        self.bias = stored(out_features, axis=tp, dim=None, dtype=torch.float32) if bias else None
+        self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=None, dtype=torch.float32)
+        self.bias = sharded_parameter(out_features, axis=tp, dim=None, dtype=torch.float32) if bias else None
 
     def forward(self, hidden: Tensor, recompute: Recompute = "none") -> Tensor:
         """[T, in] -> [T, out] fp32."""
@@ -184,31 +186,31 @@ class WideLinear(Gathered):
         return linear(hidden.float(), local(self.weight).float(), None if bias is None else bias.float())
 
 
-class ValueHead(Gathered):
+class ValueHead(FSDPUnit):
     """One number a token, hidden · weight in fp32, with a whole copy of the weight on every rank, stored in fp32."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "vector"}
 
-    def __init__(self, size: int, *, tp: Axis = ALONE) -> None:
+    def __init__(self, size: int, *, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
-        self.weight = stored(size, axis=tp, dim=None, dtype=torch.float32)
+        self.weight = sharded_parameter(size, axis=tp, dim=None, dtype=torch.float32)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, size] -> [T] fp32."""
         return hidden.float() @ local(self.weight).float()
 
 
-class HeadVectors(Gathered):
+class PerHeadVectors(FSDPUnit):
     """Vectors of one number a head: each rank has its block of them. Stored in fp32 whatever the model's dtype.
 
-    Its owner declares it a `Part` with `fp32`, so that they are gathered in fp32 too.
+    Its owner declares it a `SeparateUnit` with `fp32`, so that they are gathered in fp32 too.
     """
 
-    def __init__(self, names: Sequence[str], heads: int, *, tp: Axis = ALONE) -> None:
+    def __init__(self, names: Sequence[str], heads: int, *, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
         self.roles: Mapping[str, Role] = dict.fromkeys(names, "vector")
         for name in names:
-            self.register_parameter(name, stored(heads, axis=tp, dim=0, dtype=torch.float32))
+            self.register_parameter(name, sharded_parameter(heads, axis=tp, dim=0, dtype=torch.float32))
 
     def forward(self, hidden: Tensor) -> dict[str, Tensor]:
         """Each vector by its name, [heads / tp] fp32, in memory of its own: what is gathered is let go of again.
@@ -218,15 +220,15 @@ class HeadVectors(Gathered):
         return {name: local(vector).float().clone() for name, vector in self.named_parameters()}
 
 
-class ChannelKernels(nn.Module):
+class DepthwiseConvWeights(nn.Module):
     """A convolution's kernel [width] for each channel. Each rank has its block of the channels."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
-    def __init__(self, channels: int, width: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
+    def __init__(self, channels: int, width: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
-        self.weight = stored(channels, width, axis=tp, dim=0)
-        self.bias = stored(channels, axis=tp, dim=0) if bias else None
+        self.weight = sharded_parameter(channels, width, axis=tp, dim=0)
+        self.bias = sharded_parameter(channels, axis=tp, dim=0) if bias else None
 
 
 class ColumnLinear(nn.Module):
@@ -234,37 +236,38 @@ class ColumnLinear(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
-        self.weight = stored(out_features, in_features, axis=tp, dim=0)
-        self.bias = stored(out_features, axis=tp, dim=0) if bias else None
+        self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=0)
+        self.bias = sharded_parameter(out_features, axis=tp, dim=0) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out / tp]."""
         return linear(hidden, local(self.weight), _local_or_none(self.bias))
 
 
-def products(hidden: Tensor, *layers: Linear | ColumnLinear, one: bool = False) -> tuple[Tensor, ...]:
-    """What each of `layers` makes of the same tokens, [T, in] -> [T, out] each. `one`: as `linears` says."""
+def apply_linears(hidden: Tensor, *layers: Linear | ColumnLinear, one: bool = False) -> tuple[Tensor, ...]:
+    """What each of `layers` makes of the same tokens, [T, in] -> [T, out] each. `one`: as `linear_group` says."""
     weights, biases = [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers]
-    return linears(hidden, weights, biases, one=one)
+    return linear_group(hidden, weights, biases, one=one)
 
 
-def joined_weight(layers: Sequence[Linear | ColumnLinear]) -> Tensor | None:
-    """The weights of these layers as one, where `lay_together` has put them so and none has a bias; else None."""
+def fused_weight(layers: Sequence[Linear | ColumnLinear]) -> Tensor | None:
+    """The weights of these layers as one, where `fuse_weights` has put them so and none has a bias; else None."""
     if any(layer.bias is not None for layer in layers):
         return None
-    return side_by_side([local(layer.weight) for layer in layers])
+    return adjacent_view([local(layer.weight) for layer in layers])
 
 
 @torch.no_grad()
-def lay_together(layers: Sequence[Linear | ColumnLinear]) -> None:
-    """Put the weights of these layers one after the other in memory, so that `products` of them can be one product.
+def fuse_weights(layers: Sequence[Linear | ColumnLinear]) -> None:
+    """Put the weights of these layers one after the other in memory, so that `apply_linears` of them can be one
+    product.
 
     Names and values stay as they are. For plain parameters, whose memory nothing else looks at.
     """
     weights: list[Tensor] = [layer.weight for layer in layers]
-    if side_by_side(weights) is None:
+    if adjacent_view(weights) is None:
         parts = torch.cat(weights).split([len(weight) for weight in weights])
         for weight, part in zip(weights, parts, strict=True):
             weight.data = part
@@ -275,11 +278,11 @@ class RowLinear(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = ALONE) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = stored(out_features, in_features, axis=tp, dim=1)
-        self.bias = stored(out_features, axis=tp, dim=None) if bias else None
+        self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=1)
+        self.bias = sharded_parameter(out_features, axis=tp, dim=None) if bias else None
 
     def forward(self, features: Tensor) -> Tensor:
         """[T, in / tp] -> [T / tp, out]."""
@@ -304,11 +307,11 @@ class VocabularyEmbedding(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix"}
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, tp: Axis = ALONE) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
         self.tp = tp
         self.start, self.stop = tp.block(vocab_size)
-        self.weight = stored(vocab_size, hidden_size, axis=tp, dim=0)
+        self.weight = sharded_parameter(vocab_size, hidden_size, axis=tp, dim=0)
 
     def forward(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
         """[T] -> [T / tp, H]. `weight` is this rank's part of its own, where the caller has it at hand."""
@@ -328,19 +331,19 @@ class RMSNorm(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
 
-    def __init__(self, size: int, eps: float, *, tp: Axis = ALONE, offset: float = 0.0) -> None:
+    def __init__(self, size: int, eps: float, *, tp: Axis = SINGLE_RANK, offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
         self.offset = offset
-        self.weight = stored(size, axis=tp, dim=None)
+        self.weight = sharded_parameter(size, axis=tp, dim=None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
         return rms_norm(hidden, local(self.weight), self.eps, self.offset)
 
-    def beside(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def with_residual(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """`hidden` [..., size] to go on with, and what `forward` makes of it: their gradients are added in one."""
-        return rms_norm_beside(hidden, local(self.weight), self.eps, self.offset)
+        return rms_norm_with_residual(hidden, local(self.weight), self.eps, self.offset)
 
 
 class NoNorm(nn.Module):
@@ -350,7 +353,7 @@ class NoNorm(nn.Module):
         """As it is."""
         return hidden
 
-    def beside(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def with_residual(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """As it is, twice."""
         return hidden, hidden
 
@@ -360,13 +363,13 @@ class ColumnRMSNorm(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
 
-    def __init__(self, size: int, eps: float, *, tp: Axis = ALONE, offset: float = 0.0) -> None:
+    def __init__(self, size: int, eps: float, *, tp: Axis = SINGLE_RANK, offset: float = 0.0) -> None:
         super().__init__()
         self.offset = offset
         self.size = size
         self.eps = eps
         self.tp = tp
-        self.weight = stored(size, axis=tp, dim=0)
+        self.weight = sharded_parameter(size, axis=tp, dim=0)
 
     def forward(self, features: Tensor) -> Tensor:
         """[T, size / tp] -> [T, size / tp]."""

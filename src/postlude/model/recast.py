@@ -22,7 +22,7 @@ TRUNK = "the trunk"
 
 
 @dataclass(frozen=True)
-class Moves:
+class RecastPlan:
     """Where the tensors of a model were under another pattern, all by our names."""
 
     before: ModelConfig
@@ -54,7 +54,7 @@ def recast(config: ModelConfig, pattern: str | Pattern, blocks: Mapping[str, Blo
     return replace(after, blocks={symbol: known[symbol] for symbol in after.symbols})
 
 
-def moves(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS) -> Moves:
+def plan_recast(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS) -> RecastPlan:
     """What becomes of every tensor of a model that gets another config of the same sizes.
 
     A block stays if there was one of its symbol at its place; of another symbol, too, where both go by one name and
@@ -78,7 +78,7 @@ def moves(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, type[Blo
         kept[name] = earlier
     stayed, there = set(kept.values()), {part for part in parts.values() if part is not None}
     gone = [part for part in _parts(before) if part not in there]
-    return Moves(
+    return RecastPlan(
         before,
         after,
         kept,
@@ -128,7 +128,7 @@ def _sections(config: ModelConfig) -> dict[str, list[tuple[str, str]]]:
 
     pattern = config.pattern
     found = {TRUNK: named("layers", map(pattern.layer, range(len(pattern))))}
-    for depth in range(config.own_depths):
+    for depth in range(config.mtp_module_count):
         found[f"mtp.{depth}"] = named(f"mtp.{depth}.layers", pattern.depth_layers(depth))
     return found
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from postlude.ops.linear import as_now
+from postlude.ops.linear import bind_wgrad
 
 Recompute = Literal["none", "selective", "full"]
 Result = TypeVar("Result")
@@ -52,7 +52,7 @@ def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept())
-    result: Result = checkpoint(as_now(function), *arguments, **options)
+    result: Result = checkpoint(bind_wgrad(function), *arguments, **options)
     return result
 
 

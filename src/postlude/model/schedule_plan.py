@@ -5,7 +5,7 @@ between ranks. What lies between two cuts is a piece, whose graph ends at its ed
 itself. So the forward of one microbatch and the backward of another can take turns, and each one's exchanges are under
 way while the other computes:
 
-    in_turn(next_one.forward_moves(), this_one.backward_moves(loss))
+    interleave(next_one.forward_steps(), this_one.backward_steps(loss))
 
 The gradients of weights, which nobody waits for, are made while an exchange is under way, too.
 """
@@ -23,27 +23,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import Gathered
+from postlude.model.parallel import FSDPUnit
 from postlude.model.recompute import recomputed
 from postlude.model.steps import Step, run_step
-from postlude.ops.exchange import Way
-from postlude.ops.linear import Later, make_gradients, putting_off
+from postlude.ops.all_to_all import AllToAllPlan
+from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad
 
-Moves = Generator[None, None, Any]
+StepGenerator = Generator[None, None, Any]
 """Work that pauses wherever something is under way, so that other work can be done; in the end it returns a result."""
-Complete = Callable[[Gathered], None]
+OnGradsReady = Callable[[FSDPUnit], None]
 """Told of a module when a backward has added all that it adds to its gradients."""
 
 
 @dataclass(frozen=True, eq=False)
-class Owner:
+class StepOwner:
     """One use of a block: each is its own."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedStep:
     """A step of a plan, and the context it runs in.
 
     What it writes is read by its `owner`'s steps alone, but for the names in `SHARED`, and by steps without an owner:
@@ -52,10 +52,10 @@ class Planned:
 
     step: Step
     context: ForwardContext
-    owner: Owner | None = None
+    owner: StepOwner | None = None
     name: str = ""
     """What a timeline calls it."""
-    completes: tuple[Gathered, ...] = ()
+    completes: tuple[FSDPUnit, ...] = ()
     """Modules of which no step comes before this one, so that with its backward all of theirs is done. A cut is made
     before it."""
     used_again: tuple[nn.Module, ...] = ()
@@ -64,7 +64,7 @@ class Planned:
 
 
 SHARED = ("hidden", "embedding")
-LEAVING = "leaving"
+OUTPUT = "leaving"
 """What the last step writes: the result of the forward, any tree."""
 
 
@@ -95,7 +95,7 @@ class Value:
 
 
 @dataclass(slots=True)
-class Piece:
+class PlanSegment:
     """Steps between two cuts, and the names of what is read after the second.
 
     A forward pauses before a step that waits, so a backward `pauses` once for the same owner, before its last piece, or
@@ -103,7 +103,7 @@ class Piece:
     followed by work of the other.
     """
 
-    steps: tuple[Planned, ...]
+    steps: tuple[PlannedStep, ...]
     lasting: frozenset[str]
     name: str
     pauses: bool = False
@@ -116,42 +116,42 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Crossing:
+class AsyncExchange:
     """An exchange between two pieces."""
 
     step: Step
     name: str
     left: Value = field(default_factory=lambda: Value(None))
     arrived: Value = field(default_factory=lambda: Value(None))
-    way: Way | None = None
+    way: AllToAllPlan | None = None
 
 
 class SchedulePlan:
     """Made by `LanguageModel.build_schedule_plan`, for one forward and one backward after it.
 
-    `steps` begin from no values and end with one that writes `LEAVING`. With `put_off` the gradients of weights are
+    `steps` begin from no values and end with one that writes `OUTPUT`. With deferred_wgrad the gradients of weights are
     made apart from those of activations.
     """
 
-    def __init__(self, steps: Sequence[Planned], context: ForwardContext, *, put_off: bool = True) -> None:
+    def __init__(self, steps: Sequence[PlannedStep], context: ForwardContext, *, deferred_wgrad: bool = True) -> None:
         self.context = context
         self.parts = _cut(steps)
-        self.later: Later | None = [] if put_off else None
-        self.left: list[tuple[int, list[Gathered]]] = []  # how many were put off up to where these modules were done
+        self.later: DeferredWgrads | None = [] if deferred_wgrad else None
+        self.left: list[tuple[int, list[FSDPUnit]]] = []  # how many were put off up to where these modules were done
 
     def forward(self) -> Any:
         """All of it at once. Returns what the last step wrote, as it is."""
-        return in_turn(self.forward_moves())[0]
+        return interleave(self.forward_steps())[0]
 
-    def backward(self, output: Tensor, gradient: Tensor | None = None, complete: Complete | None = None) -> None:
-        """All of it at once. See `backward_moves`."""
-        in_turn(self.backward_moves(output, gradient, complete))
+    def backward(self, output: Tensor, gradient: Tensor | None = None, complete: OnGradsReady | None = None) -> None:
+        """All of it at once. See `backward_steps`."""
+        interleave(self.backward_steps(output, gradient, complete))
 
-    def forward_moves(self) -> Moves:
+    def forward_steps(self) -> StepGenerator:
         """Run every step. Returns what the last one wrote, as it is."""
         recorder, values = self.context.recorder, dict[str, Value]()
         for part in self.parts:
-            if isinstance(part, Crossing):
+            if isinstance(part, AsyncExchange):
                 moved, along = part.step.reads
                 part.left, part.way = values[moved], values[along].tensor
                 assert part.way is not None
@@ -163,39 +163,39 @@ class SchedulePlan:
                 continue
             if part.steps[0].step.waits:
                 yield
-            with recorder.during("forward", part.name):
+            with recorder.span("forward", part.name):
                 found = self._run(part, {name: value.tensor for name, value in values.items()})
-            if LEAVING in found:
-                return found[LEAVING]
+            if OUTPUT in found:
+                return found[OUTPUT]
             kept = {name: Value.of(each) for name, each in found.items() if name in part.lasting}
             part.written = [value for value in kept.values() if value.edge is not None]
             values = {name: value for name, value in values.items() if name in part.lasting} | kept
-        raise AssertionError(f"no step writes {LEAVING!r}")
+        raise AssertionError(f"no step writes {OUTPUT!r}")
 
-    def backward_moves(
+    def backward_steps(
         self,
         output: Tensor,
         gradient: Tensor | None = None,
-        complete: Complete | None = None,
+        complete: OnGradsReady | None = None,
         *,
         weights: bool = True,
-    ) -> Moves:
+    ) -> StepGenerator:
         """Differentiate `output`, which was made from what the forward returned: add to every parameter's gradient.
 
         `gradient` is that of `output`, if it is no scalar. Without `weights`, what is put off is left for
-        `make_weights`; `complete` is told of modules with what they have here, and there again.
+        `flush_wgrads`; `complete` is told of modules with what they have here, and there again.
         """
         make = self._make if weights else _leave
         recorder = self.context.recorder
         edges: list[Any] = [output]
         upstream: list[Tensor | None] = [gradient]
         later, fresh = self.later if self.later is not None else [], 0
-        done: list[Gathered] = []
-        again = [module for part in self.parts if isinstance(part, Piece) for module in part.used_again]
+        done: list[FSDPUnit] = []
+        again = [module for part in self.parts if isinstance(part, PlanSegment) for module in part.used_again]
         with _summed(again) as summed:
             while self.parts:
                 part = self.parts.pop()
-                if isinstance(part, Crossing):
+                if isinstance(part, AsyncExchange):
                     arriving = part.arrived.take()
                     if arriving is not None and part.left.edge is not None:
                         assert part.way is not None
@@ -218,7 +218,7 @@ class SchedulePlan:
                         upstream.append(found)
                 part.written = []
                 if edges:
-                    with recorder.during("backward", part.name):
+                    with recorder.span("backward", part.name):
                         torch.autograd.backward(edges, upstream)
                 edges, upstream = [], []
                 summed.add(part.used_again)
@@ -227,13 +227,13 @@ class SchedulePlan:
                 if completed and not weights:
                     self.left.append((len(later), completed))
                 done += completed
-                if not any(isinstance(each, Crossing) for each in self.parts[-3:]):
+                if not any(isinstance(each, AsyncExchange) for each in self.parts[-3:]):
                     make(len(later))  # no exchange is near whose time they could fill
                     self._tell(done, complete)
         make(len(later))
         self._tell(done, complete)
 
-    def make_weights(self, complete: Complete | None = None) -> None:
+    def flush_wgrads(self, complete: OnGradsReady | None = None) -> None:
         """The gradients of weights that a backward has left, module by module, each of which is then told of."""
         made = 0
         for count, modules in self.left:
@@ -242,10 +242,10 @@ class SchedulePlan:
             made = count
         self.left = []
 
-    def _run(self, piece: Piece, values: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, piece: PlanSegment, values: dict[str, Any]) -> dict[str, Any]:
         """What the steps of a piece write, by name. Where all is recomputed, steps to be run once are left out."""
         before = values
-        with putting_off(self.later):
+        with defer_wgrad(self.later):
             if self.context.recompute != "full":
                 values = _written(piece.steps, values)
             else:
@@ -256,14 +256,14 @@ class SchedulePlan:
     def _make(self, count: int) -> None:
         """The first so many of the gradients that were put off. How many there are, ranks need not agree on."""
         if self.later and count:
-            with self.context.recorder.during("weights", "gradients"):
-                make_gradients(self.later[:count])
+            with self.context.recorder.span("weights", "gradients"):
+                flush_wgrad(self.later[:count])
                 del self.later[:count]
 
-    def _tell(self, done: list[Gathered], complete: Complete | None) -> None:
+    def _tell(self, done: list[FSDPUnit], complete: OnGradsReady | None) -> None:
         """Of the modules that are done: at the same place on every rank, since what is told may wait for the others."""
         if complete is not None and done:
-            with self.context.recorder.during("shards", "gradients"):
+            with self.context.recorder.span("shards", "gradients"):
                 for module in done:
                     complete(module)
         done.clear()
@@ -317,7 +317,7 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(found))
 
 
-def _written(steps: Iterable[Planned], values: dict[str, Any]) -> dict[str, Any]:
+def _written(steps: Iterable[PlannedStep], values: dict[str, Any]) -> dict[str, Any]:
     """The values with those that steps write."""
     values = dict(values)
     for each in steps:
@@ -329,7 +329,7 @@ def _leave(count: int) -> None:
     """Make none."""
 
 
-def in_turn(*all_moves: Moves) -> list[Any]:
+def interleave(*all_moves: StepGenerator) -> list[Any]:
     """Run them in turn, each while what the others began is under way. Returns what each returns."""
     results: dict[int, Any] = {}
     while len(results) < len(all_moves):
@@ -342,9 +342,9 @@ def in_turn(*all_moves: Moves) -> list[Any]:
     return [results[index] for index in range(len(all_moves))]
 
 
-def _cut(steps: Iterable[Planned]) -> list[Piece | Crossing]:
+def _cut(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]:
     """Pieces and crossings in order, each piece with the names that are read after it."""
-    groups: list[list[Planned]] = [[]]
+    groups: list[list[PlannedStep]] = [[]]
     for each in steps:
         if each.step.kind == "exchange":
             groups += [[each], []]
@@ -353,10 +353,10 @@ def _cut(steps: Iterable[Planned]) -> list[Piece | Crossing]:
             groups.append([])
         groups[-1].append(each)
     groups = [group for group in groups if group]
-    parts: list[Piece | Crossing] = []
+    parts: list[PlanSegment | AsyncExchange] = []
     for index, group in enumerate(groups):
         if group[0].step.kind == "exchange":
-            parts.append(Crossing(group[0].step, group[0].name))
+            parts.append(AsyncExchange(group[0].step, group[0].name))
             continue
         owner = group[-1].owner
         read = {
@@ -370,12 +370,12 @@ def _cut(steps: Iterable[Planned]) -> list[Piece | Crossing]:
         waited = any(each.step.waits for earlier in groups[:index] for each in earlier if each.owner is begun)
         last = all(each.owner is not begun for later in groups[index + 1 :] for each in later)
         name = _together([each.name for each in group])
-        parts.append(Piece(tuple(group), frozenset(read), name, pauses=waited and last))
-    pausing = [part for part in parts if isinstance(part, Piece) and part.pauses]
+        parts.append(PlanSegment(tuple(group), frozenset(read), name, pauses=waited and last))
+    pausing = [part for part in parts if isinstance(part, PlanSegment) and part.pauses]
     if pausing:
         pausing[-1].pauses = False
         end = parts[-1]
-        assert isinstance(end, Piece)  # an exchange ends nothing
+        assert isinstance(end, PlanSegment)  # an exchange ends nothing
         end.pauses = True
     return parts
 

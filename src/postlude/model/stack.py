@@ -12,15 +12,15 @@ from postlude.layout import Stage
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import Gathered
+from postlude.model.parallel import FSDPUnit
 from postlude.model.pattern import Layer
 from postlude.model.recompute import Recompute, recomputed
-from postlude.model.schedule_plan import Owner, Planned
+from postlude.model.schedule_plan import PlannedStep, StepOwner
 from postlude.model.steps import Step, run_steps
 from postlude.world.mesh import Mesh
 
 
-class LogicalLayer(Gathered):
+class LogicalLayer(FSDPUnit):
     """The blocks of one logical layer in order, under names that are distinct within it."""
 
     def __init__(
@@ -47,11 +47,11 @@ class LogicalLayer(Gathered):
         """The layer's whole work, in order."""
         return tuple(step for block in self.blocks for step in block.steps())
 
-    def planned(self, context: ForwardContext) -> tuple[Planned, ...]:
+    def planned(self, context: ForwardContext) -> tuple[PlannedStep, ...]:
         """The same for a schedule plan. Asked again, it is another use of the same weights."""
         found = [
-            Planned(step, context, owner, f"{self.name} {name}.{step.name}")
-            for name, block, owner in zip(self.block_names, self.blocks, map(Owner, self.block_names), strict=True)
+            PlannedStep(step, context, owner, f"{self.name} {name}.{step.name}")
+            for name, block, owner in zip(self.block_names, self.blocks, map(StepOwner, self.block_names), strict=True)
             for step in block.steps()
         ]
         return (replace(found[0], completes=(self,)), *found[1:])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from postlude.model.context import ForwardContext
 from postlude.model.recompute import Recompute, recomputed
-from postlude.ops.exchange import Way
+from postlude.ops.all_to_all import AllToAllPlan
 
 Run = Callable[..., Mapping[str, Any]]
 
@@ -23,7 +23,7 @@ class Step:
     """One named piece of a layer: `run(*reads, context)` returns the values it writes, by name.
 
     `compute` works on this rank, and with others where all wait for each other; an `exchange` moves the value it reads
-    first along the `Way` it reads second, and can be begun and waited for apart. The residual stream is called
+    first along the `AllToAllPlan` it reads second, and can be begun and waited for apart. The residual stream is called
     `hidden`. `again` says whether the step as a whole may be run again where activations are recomputed selectively;
     exchanges never are. `once` says that it is not, either, where a plan recomputes everything between exchanges.
     `waits` says that the host waits here for what an earlier step asked for.
@@ -44,9 +44,9 @@ def compute(name: str, run: Run, *, again: bool = True, once: bool = False, wait
 
 
 def exchange(name: str, moved: str, *, along: str) -> Step:
-    """A step that moves the value called `moved` along the `Way` called `along`."""
+    """A step that moves the value called `moved` along the `AllToAllPlan` called `along`."""
 
-    def run(rows: Tensor, way: Way, context: ForwardContext) -> Mapping[str, Tensor]:
+    def run(rows: Tensor, way: AllToAllPlan, context: ForwardContext) -> Mapping[str, Tensor]:
         return {moved: way(rows, name, context.recorder)}
 
     return Step(name, "exchange", (moved, along), run)
@@ -64,7 +64,7 @@ def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) ->
 def run_step(step: Step, values: dict[str, Any], context: ForwardContext) -> None:
     """Run one step on the values that it reads, and add those that it writes."""
     mode: Recompute = context.recompute if step.again and context.recompute == "selective" else "none"
-    with context.recorder.during("wait", step.name) if step.waits else contextlib.nullcontext():
+    with context.recorder.span("wait", step.name) if step.waits else contextlib.nullcontext():
         values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))
 
 

@@ -6,7 +6,7 @@ Their settings are what configs are made of, so the room is entered without torc
 from postlude.objectives.correction import RolloutCorrection
 from postlude.objectives.custom import load_objective
 from postlude.objectives.distill import Distill
-from postlude.objectives.divergence import ReferenceKL
+from postlude.objectives.kl import ReferenceKL
 from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, smallest, total
 from postlude.objectives.mtp import MTP, MTPProcessor
 from postlude.objectives.policy import PolicyGradient

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.checks import Within
+from postlude.checks import Bounds
 
 Numbers = Sequence[Any] | Tensor
 
@@ -30,7 +30,7 @@ def grpo(
     With `leave_one_out` the mean is of the others in the group. Without `scale_by_std` nothing is divided (Dr. GRPO).
     Where all rewards of a group are equal, or there is only one, advantages are exactly 0.
     """
-    Within(least=0).check("eps", eps)
+    Bounds(least=0).check("eps", eps)
     values, index, count = _grouped(rewards, groups)
     size = torch.zeros(count, dtype=torch.float64).index_add_(0, index, torch.ones_like(values))
     average = torch.zeros_like(size).index_add_(0, index, values) / size

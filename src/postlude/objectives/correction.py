@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from postlude.checks import one_of
+from postlude.checks import check_choice
 from postlude.objectives.checks import interval
-from postlude.objectives.divergence import bounded
+from postlude.objectives.kl import bounded
 from postlude.objectives.weights import sequence_mean, spread
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class RolloutCorrection:
     """Bounds outside which a sequence counts for nothing."""
 
     def __post_init__(self) -> None:
-        one_of("level", self.level, get_args(Level))
+        check_choice("level", self.level, get_args(Level))
         for name in ("truncate", "mask", "sequence_mask"):
             interval(name, getattr(self, name))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from postlude.checks import NonNegative, Positive, Within, check, one_of
+from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_choice
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned
@@ -49,8 +49,8 @@ class Distill:
     Columns: "teacher_ids" and "teacher_logprobs", [k] a token; the weights that `over` names.
     """
 
-    forward: Annotated[float, Within(least=0, most=1)] = 1.0
-    """Share of the forward divergence; the rest is the reverse one."""
+    forward: Annotated[float, Bounds(least=0, most=1)] = 1.0
+    """Fraction of the forward divergence; the rest is the reverse one."""
     outside: Outside = "bucket"
     """What becomes of tokens that are not among the teacher's k."""
     nll: NonNegative = 0.0
@@ -61,8 +61,8 @@ class Distill:
     """The weights: "tokens", or a column."""
 
     def __post_init__(self) -> None:
-        one_of("outside", self.outside, get_args(Outside))
-        check(self)
+        check_choice("outside", self.outside, get_args(Outside))
+        check_bounds(self)
         per_token(self.over)
         if self.forward < 1.0 and self.outside == "ignore":
             raise ValueError(
@@ -114,7 +114,7 @@ class Distill:
 
 def _check_ids(inputs: OutputInputs) -> None:
     """Refuse a teacher of another vocabulary, by what the host saw of its ids."""
-    facts, size = inputs.microbatch.facts.get(TEACHER_IDS), inputs.config.vocab_size
+    facts, size = inputs.microbatch.column_stats.get(TEACHER_IDS), inputs.config.vocab_size
     if facts is not None and (facts.least < 0 or facts.most >= size):
         wrong = facts.least if facts.least < 0 else facts.most
         raise ValueError(

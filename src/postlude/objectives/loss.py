@@ -22,7 +22,7 @@ class Metric:
     values: Tensor
     over: str = "tokens"
     depth: int = 0
-    """How many tokens further ahead than the next its positions predict; see `Microbatch.ahead`."""
+    """How many tokens further ahead than the next its positions predict; see `Microbatch.mtp_microbatches`."""
 
 
 def mean(values: Tensor, over: str = "tokens", *, depth: int = 0) -> Metric:
@@ -58,7 +58,7 @@ class Loss:
     Where the weight is zero a value counts for nothing, even if it is not a number. A scalar stands for a sum over this
     microbatch that has its weights in it already; over "sequences", a sum over whole ones, alike on every rank that
     shares them. Losses over different things add up: `policy + 0.1 * penalty`. With a `depth` the positions are those
-    of `microbatch.ahead`, which predict as many tokens further ahead, and so are the weights.
+    of `microbatch.mtp_microbatches`, which predict as many tokens further ahead, and so are the weights.
     """
 
     values: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from postlude.checks import Within
+from postlude.checks import Bounds
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, Objective, mean
 from postlude.objectives.weights import learned
@@ -13,7 +13,7 @@ from postlude.objectives.weights import learned
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from postlude.model import Asks, OutputInputs
+    from postlude.model import MTPOptions, OutputInputs
 
 
 class MTPProcessor(Protocol):
@@ -46,15 +46,15 @@ class MTP:
     context: Any = None
 
     def __post_init__(self) -> None:
-        Within(least=0).check("weight", self.weight)
+        Bounds(least=0).check("weight", self.weight)
         per_token(self.over)
 
     @property
-    def asks(self) -> Asks:
+    def mtp_options(self) -> MTPOptions:
         """How depths are asked for: a schedule plan wants to know beforehand."""
-        from postlude.model import Asks
+        from postlude.model import MTPOptions
 
-        return Asks(stop_trunk=self.stop_trunk)
+        return MTPOptions(stop_trunk=self.stop_trunk)
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
         """What the objective says that it is a mean over, and the weights of each depth."""

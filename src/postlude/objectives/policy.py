@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from postlude.checks import NonNegative, Positive, Within, check, one_of
+from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_choice
 from postlude.objectives.checks import per_token
 from postlude.objectives.correction import Corrected, RolloutCorrection
-from postlude.objectives.divergence import ReferenceKL, bounded, estimate
+from postlude.objectives.kl import ReferenceKL, bounded, estimate
 from postlude.objectives.loss import Loss, Metric, largest, mean
 from postlude.objectives.weights import learned, sequence_mean, spread
 
@@ -84,7 +84,7 @@ class PolicyGradient:
     """How far the ratio may fall below 1."""
     clip_high: NonNegative = 0.2
     """How far the ratio may rise above 1."""
-    dual_clip: Annotated[float, Within(above=1)] | None = None
+    dual_clip: Annotated[float, Bounds(above=1)] | None = None
     """A bound on the loss of bad answers, as a multiple of the advantage; none for no bound."""
     correction: RolloutCorrection | None = None
     """Weights for a sampler that is not quite the trained policy."""
@@ -102,9 +102,9 @@ class PolicyGradient:
     """A constant to divide by instead of the number of tokens (Dr. GRPO)."""
 
     def __post_init__(self) -> None:
-        one_of("surrogate", self.surrogate, get_args(Surrogate))
-        one_of("ratio", self.ratio, get_args(Ratio))
-        check(self)
+        check_choice("surrogate", self.surrogate, get_args(Surrogate))
+        check_choice("ratio", self.ratio, get_args(Ratio))
+        check_bounds(self)
         per_token(self.over)
         if self.clip_low > 1.0:
             raise ValueError(f"clip_low is {self.clip_low:g}, but a ratio is never below 0. Use 1 for no lower bound.")
@@ -221,7 +221,7 @@ class PolicyGradient:
         if ROLLOUT in microbatch.columns:
             rollout = microbatch.column(ROLLOUT).float()
             found["rollout_kl"] = mean(estimate(rollout, old), over)
-            found["rollout_gap_max"] = largest((old - rollout).abs(), over)
+            found["rollout_logprob_diff_max"] = largest((old - rollout).abs(), over)
         if corrected is not None:
             found |= {"correction": mean(corrected.weights, over), "corrected": mean(corrected.changed, over)}
         return found

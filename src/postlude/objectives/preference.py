@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from postlude.checks import NonNegative, Positive, check, one_of
+from postlude.checks import NonNegative, Positive, check_bounds, check_choice
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned, sequence_mean
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 REFERENCE = "reference_logprobs"
 """Log-prob of each token under the model the training started from. Not read without `reference`."""
 
-Form = Literal["sigmoid", "ipo"]
+LossType = Literal["sigmoid", "ipo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Preference:
     Columns: `mask`, 1 for the tokens of the answers ("tokens" for all); "reference_logprobs" with `reference`.
     """
 
-    form: Form = "sigmoid"
+    loss_type: LossType = "sigmoid"
     """How the difference becomes a loss: sigmoid is DPO's."""
     beta: Positive = 0.1
     """How sharply differences count."""
@@ -61,16 +61,16 @@ class Preference:
     """The column that marks answers."""
 
     def __post_init__(self) -> None:
-        one_of("form", self.form, get_args(Form))
-        check(self)
+        check_choice("loss_type", self.loss_type, get_args(LossType))
+        check_bounds(self)
         per_token(self.mask)
         if not 0.0 <= self.label_smoothing < 0.5:
             raise ValueError(
                 f"label_smoothing is {self.label_smoothing:g}, but the share of wrong labels is in [0, 0.5). "
                 "Swap the answers if most labels are wrong."
             )
-        if self.form == "ipo" and (self.label_smoothing or self.margin):
-            raise ValueError('form="ipo" has a margin of its own, 1 / 2β. Leave label_smoothing and margin at 0.')
+        if self.loss_type == "ipo" and (self.label_smoothing or self.margin):
+            raise ValueError('loss_type="ipo" has a margin of its own, 1 / 2β. Leave label_smoothing and margin at 0.')
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
         """What it is a mean over: the name of weights, and how many tokens further ahead than the next they are."""
@@ -107,7 +107,7 @@ class Preference:
         """The loss of each pair, given how much more the chosen answer has gained, Δ_c - Δ_r."""
         from torch.nn.functional import logsigmoid
 
-        if self.form == "ipo":
+        if self.loss_type == "ipo":
             return (difference - 0.5 / self.beta).square()
         margins = self.beta * difference - self.margin
         wrong = self.label_smoothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from postlude.checks import NonNegative, check
+from postlude.checks import NonNegative, check_bounds
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned
@@ -34,7 +34,7 @@ class SFT:
     """Weight of the squared log-normaliser."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_bounds(self)
         per_token(self.over)
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from postlude.checks import Positive, check
+from postlude.checks import Positive, check_bounds
 from postlude.objectives.checks import per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.weights import learned
@@ -41,7 +41,7 @@ class ValueLoss:
 
     def __post_init__(self) -> None:
         per_token(self.over)
-        check(self)
+        check_bounds(self)
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
         """What it is a mean over: the name of weights, and how many tokens further ahead than the next they are."""

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from postlude.checks import one_of
+from postlude.checks import check_choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ def weights(
     """
     import torch
 
-    one_of("mean", mean, get_args(Mean))
+    check_choice("mean", mean, get_args(Mean))
     read = [torch.as_tensor(mask).to(torch.float32, copy=True) for mask in masks]
     for mask in read:
         mask[:1] = 0.0
@@ -77,7 +77,7 @@ def learned(microbatch: Microbatch, over: str) -> Learned:
         raise ValueError(
             f'column "{over}" has shape {tuple(values.shape)}, but weights are one number a token, [{len(microbatch)}].'
         )
-    facts = microbatch.facts.get(over)
+    facts = microbatch.column_stats.get(over)
     targets = microbatch.targets.masked_fill(values == 0, IGNORE)
     return Learned(targets, values, None if facts is None else facts.weighed)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from postlude.ops.backend import Backend, takes_triton
+from postlude.ops.kernels.capabilities import Backend, use_kernel
 
 BLOCK = 64
 OCTAVE = 8
@@ -35,7 +35,7 @@ ROWS_AT_ONCE = 1 << 22  # numbers that torch looks at, in several fp32 copies
 
 
 @dataclass(frozen=True)
-class Rates:
+class AdamWHyperparameters:
     """What a step is made with, beside the numbers themselves."""
 
     lr: float
@@ -45,14 +45,14 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlice:
     """Where a part of a tensor stands in the whole, seen as [matrices, rows, columns]."""
 
     starts: tuple[int, int, int]
     whole: tuple[int, int, int]
 
     @classmethod
-    def of(cls, region: tuple[slice, ...], shape: tuple[int, ...]) -> Place:
+    def of(cls, region: tuple[slice, ...], shape: tuple[int, ...]) -> TensorSlice:
         """The place of a `region` of a tensor of this shape. Of four dimensions or more the first alone may be cut."""
         starts = [0, 0, *(each.start for each in region)]
         lead = math.prod(shape[1:-2]) if len(shape) > 3 else 1
@@ -63,34 +63,34 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Eight:
+class QuantizedMoment:
     """Numbers in eight bits: `codes` of their own shape, uint8, and `scales` [..., blocks of the last dimension]."""
 
     codes: Tensor
     scales: Tensor
 
     @classmethod
-    def zeros_like(cls, tensor: Tensor) -> Eight:
+    def zeros_like(cls, tensor: Tensor) -> QuantizedMoment:
         """Zeros of this shape."""
         codes = torch.zeros(tensor.shape, dtype=torch.uint8, device=tensor.device)
-        scales = torch.zeros(blocks_of(tuple(tensor.shape)), dtype=torch.float32, device=tensor.device)
+        scales = torch.zeros(scales_shape(tuple(tensor.shape)), dtype=torch.float32, device=tensor.device)
         return cls(codes, scales)
 
 
-Moment = Tensor | Eight
+Moment = Tensor | QuantizedMoment
 
 
-def blocks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales of numbers of this shape."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
-def key_of(name: str) -> int:
+def name_seed(name: str) -> int:
     """What sets the random numbers of this tensor apart from those of others."""
     return zlib.crc32(name.encode())
 
 
-def now_at(steps: Tensor, rates: Rates) -> Tensor:
+def bias_corrections(steps: Tensor, rates: AdamWHyperparameters) -> Tensor:
     """The numbers of steps, from 1, [n] -> for each, itself and how much of either average is there: [n, 3] fp32."""
     there = [-torch.expm1(steps.double() * (math.log(beta) if beta else -math.inf)) for beta in rates.betas]
     return torch.stack([steps.double(), *there], 1).float()
@@ -103,26 +103,27 @@ def adamw_step(
     first: Moment,
     second: Moment,
     now: Tensor,
-    rates: Rates,
+    rates: AdamWHyperparameters,
     *,
     low: Tensor | None = None,
     scale: Tensor | None = None,
     key: int = 0,
-    place: Place | None = None,
+    place: TensorSlice | None = None,
     backend: Backend = "auto",
 ) -> None:
     """Move `weight` by its `gradient`, and both moments, all in place.
 
     `weight` is fp32, or bf16; with `low` (int16, its shape) as its other half, without, rounded at random. `now` is
-    an entry of what `now_at` says of the step. `scale` [2] fp32 multiplies the gradient by its first entry; where its
-    second is zero, nothing is changed. Neither is looked at on the host. `place` is where in a larger tensor it stands.
+    an entry of what `bias_corrections` says of the step. `scale` [2] fp32 multiplies the gradient by its first
+    entry; where its second is zero, nothing is changed. Neither is looked at on the host. `place` is where in a
+    larger tensor it stands.
     """
     if scale is None:
         scale = torch.ones(2, device=weight.device)
     if place is None:
-        place = Place.of(tuple(slice(0, size) for size in weight.shape), tuple(weight.shape))
-    if takes_triton("adamw_step", backend, weight.device, torch.float32):
-        kernel = importlib.import_module("postlude.ops.adamw_triton")  # triton is not everywhere
+        place = TensorSlice.of(tuple(slice(0, size) for size in weight.shape), tuple(weight.shape))
+    if use_kernel("adamw_step", backend, weight.device, torch.float32):
+        kernel = importlib.import_module("postlude.ops.kernels.adamw")  # triton is not everywhere
         kernel.launch(weight, gradient, first, second, now, rates, low, scale, key, place)
         return
     columns, rows = weight.shape[-1], weight.numel() // max(weight.shape[-1], 1)
@@ -147,10 +148,10 @@ def adamw_step(
 def _parts(moment: Moment, columns: int) -> list[Tensor]:
     if isinstance(moment, Tensor):
         return [moment.view(-1, columns)]
-    return [moment.codes.view(-1, columns), moment.scales.view(-1, blocks_of((columns,))[0])]
+    return [moment.codes.view(-1, columns), moment.scales.view(-1, scales_shape((columns,))[0])]
 
 
-def _index(rows: Tensor, columns: int, inner: int, place: Place) -> Tensor:
+def _index(rows: Tensor, columns: int, inner: int, place: TensorSlice) -> Tensor:
     """Each number's place in the whole tensor, counted row by row: [rows, columns] int64."""
     (matrix, row, column), (_, all_rows, all_columns) = place.starts, place.whole
     whole_rows = (matrix + rows // inner) * all_rows + row + rows % inner
@@ -182,7 +183,7 @@ def _reference(
     first: list[Tensor],
     second: list[Tensor],
     now: Tensor,
-    rates: Rates,
+    rates: AdamWHyperparameters,
     scale: Tensor,
     drawn: tuple[Tensor, Tensor, Tensor],
 ) -> None:
@@ -258,7 +259,7 @@ def narrowed_second(values: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
 
 def _narrowed(size: Tensor, drawn: Tensor, top: int, *, from_zero: bool) -> tuple[Tensor, Tensor]:
     rows, columns = size.shape
-    blocks = blocks_of((columns,))[0]
+    blocks = scales_shape((columns,))[0]
     padded = torch.nn.functional.pad(size, (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
     scales = padded.amax(-1)
     share = size / scales.clamp_min(torch.finfo(torch.float32).tiny).repeat_interleave(BLOCK, -1)[:, :columns]

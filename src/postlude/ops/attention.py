@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from postlude.ops.backend import takes_triton
+from postlude.ops.kernels.capabilities import use_kernel
 from postlude.ops.packing import Packing, to_device
 
 FLASH_WIDTH = 256  # the widest head that flash attention takes
@@ -54,16 +54,16 @@ class PackedAttention(Protocol):
 
 def attend(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores) -> Tensor:
     """The fastest implementation that computes exactly this on the tensors' device and dtype."""
-    implementation: PackedAttention = per_sequence_attention
+    implementation: PackedAttention = reference_attention
     if query.is_cuda:
-        if fused_fits(query, (query.shape[-1], value.shape[-1]), scores):
-            implementation = fused_attention
-        elif max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH and flash_fits(query, scores):
+        if prefers_triton(query, (query.shape[-1], value.shape[-1]), scores):
+            implementation = triton_packed_attention
+        elif max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH and flash_supports(query, scores):
             implementation = varlen_attention
     return implementation(query, key, value, queries, keys, scores)
 
 
-def fused_fits(query: Tensor, widths: tuple[int, int], scores: Scores) -> bool:
+def prefers_triton(query: Tensor, widths: tuple[int, int], scores: Scores) -> bool:
     """Whether the Triton kernels are the fastest: on Hopper, with heads of a power of two up to 128.
 
     `widths` are those of keys and of values; of `query` device and dtype count. Nothing else has a word for a softcap.
@@ -74,15 +74,15 @@ def fused_fits(query: Tensor, widths: tuple[int, int], scores: Scores) -> bool:
     measured = torch.cuda.get_device_capability(query.device) in FUSED_ON
     if not measured or not (fast or scores.softcap is not None):
         return False
-    return takes_triton("attention", "auto", query.device, query.dtype)
+    return use_kernel("attention", "auto", query.device, query.dtype)
 
 
-def flash_fits(query: Tensor, scores: Scores) -> bool:
+def flash_supports(query: Tensor, scores: Scores) -> bool:
     """Whether flash attention has a kernel for this device and dtype, and a word for these scores."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scores.softcap is None
 
 
-def per_sequence_attention(
+def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
 ) -> Tensor:
     """The reference: each sequence by itself, those alike in length side by side, on any device and dtype."""
@@ -117,22 +117,22 @@ def per_sequence_attention(
     return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
-def fused_attention(
+def triton_packed_attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
 ) -> Tensor:
     """Triton kernels over all sequences at once, for any scores. CUDA, bf16 or fp16, and Triton's interpreter."""
     _check_lengths(queries, keys)
     if queries.count == 0:
         return _nothing(query, key, value, scores)
-    if queries is keys and queries.max_length >= LONG and dense_fits(query, value, queries, scores):
+    if queries is keys and queries.max_length >= LONG and prefers_cudnn(query, value, queries, scores):
         return _long_apart(query, key, value, queries, scores)
-    kernels = importlib.import_module("postlude.ops.attention_triton")  # which needs triton
+    kernels = importlib.import_module("postlude.ops.kernels.attention")  # which needs triton
     options = {"scale": scores.scale, "window": scores.window, "softcap": scores.softcap, "sinks": scores.sinks}
     output: Tensor = kernels.triton_attention(query, key, value, queries, keys, **options)
     return output
 
 
-def dense_fits(query: Tensor, value: Tensor, packing: Packing, scores: Scores) -> bool:
+def prefers_cudnn(query: Tensor, value: Tensor, packing: Packing, scores: Scores) -> bool:
     """Whether cuDNN has a kernel, backward included, for a sequence with these scores."""
     plain = scores.softcap is None and scores.sinks is None
     widths = query.shape[-1] == value.shape[-1] <= 128 and query.shape[-1] % FLASH_STEP == 0
@@ -161,7 +161,9 @@ def _long_apart(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sco
     outputs = []
     for run, q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
         long = run.max_length >= LONG
-        outputs.append(dense_attention(q, k, v, scores.scale) if long else fused_attention(q, k, v, run, run, scores))
+        outputs.append(
+            dense_attention(q, k, v, scores.scale) if long else triton_packed_attention(q, k, v, run, run, scores)
+        )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -170,7 +172,7 @@ def varlen_attention(
 ) -> Tensor:
     """Flash attention over all sequences at once. CUDA, bf16 or fp16."""
     if scores.softcap is not None:
-        raise ValueError(f"varlen_attention has no softcap (got {scores.softcap}); use per_sequence_attention.")
+        raise ValueError(f"varlen_attention has no softcap (got {scores.softcap}); use reference_attention.")
     _check_lengths(queries, keys)
     if queries.count == 0:
         return _nothing(query, key, value, scores)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.backend import Backend, takes_triton
+from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.packing import Packing
 
 WIDEST = 8  # taps for which the Triton kernels are written out
@@ -37,7 +37,7 @@ def convolve(
         refused = f"its kernels have {WIDEST} taps at most, and this has {kernel.shape[1]}"
     elif inputs.numel() == 0:
         refused = "there are no tokens"
-    if takes_triton("convolve", backend, inputs.device, inputs.dtype, refused=refused):
+    if use_kernel("convolve", backend, inputs.device, inputs.dtype, refused=refused):
         convolved: Tensor = _TritonConvolution.apply(inputs, kernel, bias, packing.positions().int(), silu)
         return convolved
     output: Tensor = _Convolution.apply(
@@ -133,14 +133,14 @@ class _TritonConvolution(Function):
     def forward(ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
         ctx.save_for_backward(inputs, kernel, bias, positions)
         ctx.silu = silu
-        kernels = importlib.import_module("postlude.ops.convolution_triton")
+        kernels = importlib.import_module("postlude.ops.kernels.convolution")
         output: Tensor = kernels.forward(inputs, kernel, bias, positions, silu)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs, kernel, bias, positions = ctx.saved_tensors
-        kernels = importlib.import_module("postlude.ops.convolution_triton")
+        kernels = importlib.import_module("postlude.ops.kernels.convolution")
         found = kernels.backward(inputs, kernel, bias, positions, ctx.silu, gradients[0])
         for_bias = None if bias is None else found[2].to(bias.dtype)
         return found[0], found[1].to(kernel.dtype), for_bias, None, None

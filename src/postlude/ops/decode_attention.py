@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.ops.attention import FLASH_STEP, FLASH_WIDTH, Scores, flash_fits, softmax, with_sinks
+from postlude.ops.attention import FLASH_STEP, FLASH_WIDTH, Scores, flash_supports, softmax, with_sinks
 
 
 class DecodeAttention:
@@ -34,7 +34,7 @@ class DecodeAttention:
         lies_right = width == values.shape[-1] and width <= FLASH_WIDTH and width % FLASH_STEP == 0
         # The heads that share a key head become its queries: they see the same keys, and nothing has to be repeated.
         grouped = query.view(-1, self.each, keys.shape[2], query.shape[1] // keys.shape[2], width)
-        attention = self.flash if lies_right and flash_fits(query, scores) else self.padded
+        attention = self.flash if lies_right and flash_supports(query, scores) else self.padded
         return attention(grouped, keys, values, scores).reshape(*query.shape[:2], values.shape[-1])
 
     def padded(self, grouped: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
@@ -95,7 +95,7 @@ class DecodeAttention:
         group = group if self.each > 1 else 1  # one row of the mask serves all heads
         if (window, dtype, group) not in self._masks:
             places = torch.arange(self.longest, device=self.lengths.device)
-            seen = and_after(self.lengths - self.each + 1, self.each).view(-1, 1, self.each, 1)
+            seen = consecutive_positions(self.lengths - self.each + 1, self.each).view(-1, 1, self.each, 1)
             hidden = places >= seen if window is None else (places >= seen) | (places < seen - window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             mask.masked_fill_(hidden, float("-inf"))
@@ -117,6 +117,6 @@ class DecodeAttention:
         return self.lengths - (self.each - 1 - place)
 
 
-def and_after(firsts: Tensor, each: int) -> Tensor:
+def consecutive_positions(firsts: Tensor, each: int) -> Tensor:
     """`firsts` [n] and those after them, `each` in all of every one: [n · each]."""
     return firsts if each == 1 else (firsts[:, None] + torch.arange(each, device=firsts.device)).flatten()

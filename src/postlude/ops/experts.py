@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.backend import Backend, takes_triton
-from postlude.ops.exchange import Permutation, Way, exchange_sizes
-from postlude.ops.linear import Later, gradient_total, list_for
+from postlude.ops.all_to_all import AllToAllPlan, Permutation, exchange_sizes
+from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.linear import DeferredWgrads, main_grad, wgrad_queue
 from postlude.world.mesh import Axis
 
 WIDEST = 16384  # features of a row that the Triton kernels take: one program has all of them
@@ -61,10 +61,10 @@ class ExpertRoute:
     """
 
     counts: Tensor
-    there: Way | None = None
+    there: AllToAllPlan | None = None
 
 
-def ask_route(counts: Tensor, ep: Axis) -> Callable[[], ExpertRoute]:
+def start_expert_route(counts: Tensor, ep: Axis) -> Callable[[], ExpertRoute]:
     """From this rank's rows for each of all experts, `counts` [E]. Ranks tell each other; call this to wait for it."""
     if ep.group is None:
         return lambda: ExpertRoute(counts)
@@ -77,7 +77,7 @@ def ask_route(counts: Tensor, ep: Axis) -> Callable[[], ExpertRoute]:
         experts = torch.arange(incoming.shape[1], device=counts.device).repeat(ep.size)
         arrived = experts.repeat_interleave(incoming.flatten(), output_size=sum(received))
         order, inverse, own = expert_order(arrived, incoming.shape[1])
-        return ExpertRoute(own, Way(sent, received, group, after=Permutation(order, inverse)))
+        return ExpertRoute(own, AllToAllPlan(sent, received, group, after=Permutation(order, inverse)))
 
     return heard
 
@@ -89,7 +89,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     waits for them.
     """
     if len(rows) and rows.dtype == weight.dtype and grouped_kernel_fits(weight):
-        product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32), list_for(weight))
+        product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32), wgrad_queue(weight))
         return product
     if not len(rows):
         return rows @ weight[0].T  # as empty, with a gradient of zero
@@ -132,12 +132,12 @@ def _takes_triton(name: str, rows: Tensor, backend: Backend) -> bool:
     if not rows.is_cuda and backend == "auto":
         return False
     refused = f"its kernels take rows of {WIDEST} features" if rows.shape[1] > WIDEST else None
-    return takes_triton(name, backend, rows.device, rows.dtype, refused=refused)
+    return use_kernel(name, backend, rows.device, rows.dtype, refused=refused)
 
 
 def _kernels() -> Any:
     """Imported here: the module needs triton, and everything else does not."""
-    return importlib.import_module("postlude.ops.experts_triton")
+    return importlib.import_module("postlude.ops.kernels.experts")
 
 
 def _as_tensor(applied: Any) -> Tensor:
@@ -178,7 +178,7 @@ class _GroupedProduct(Function):
     """The grouped kernel and its gradients, written out since the kernel wants them laid out in memory."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, later: Later | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, later: DeferredWgrads | None) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
         ctx.weight, ctx.later = weight, later  # with its history
         return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
@@ -186,7 +186,7 @@ class _GroupedProduct(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight, offsets = ctx.saved_tensors
-        gradient, total = gradients[0].contiguous(), gradient_total(ctx.weight)
+        gradient, total = gradients[0].contiguous(), main_grad(ctx.weight)
 
         def for_weight() -> Tensor | None:
             made: Tensor = F.grouped_mm(gradient.T, rows, offs=offsets)
@@ -206,7 +206,7 @@ def add_to(total: Tensor, gradient: Tensor, *, backend: Backend = "auto") -> Non
     """total += gradient, of another dtype. For two dtypes torch's own kernel reads number by number."""
     dense = total.is_contiguous() and gradient.is_contiguous()
     on_gpu = total.is_cuda or backend == "triton"
-    if dense and on_gpu and takes_triton("add_to", backend, total.device, total.dtype):
+    if dense and on_gpu and use_kernel("add_to", backend, total.device, total.dtype):
         _kernels().add_to(total, gradient)
     else:
         total += gradient

@@ -14,7 +14,7 @@ import logging
 import torch
 from torch import Tensor
 
-from postlude.ops.backend import numbers_of, obstacle, version_of
+from postlude.ops.kernels.capabilities import numbers_of, version_of, why_no_triton
 from postlude.ops.packing import Packing
 
 CHECKED = "0.6"  # the releases whose results were compared with ours
@@ -41,7 +41,7 @@ def refusal(*tensors: Tensor, width: int, gradient: bool) -> str | None:
         return f"flash-linear-attention is for one half precision, and these are {', '.join(map(str, dtypes))}"
     if width > WIDEST:
         return f"flash-linear-attention has room for keys {WIDEST} wide, and these are {width}"
-    why = obstacle(device, tensors[0].dtype, False)
+    why = why_no_triton(device, tensors[0].dtype, False)
     return why or _refusal(version_of("fla"), version_of("triton"), torch.cuda.get_device_capability(device), gradient)
 
 

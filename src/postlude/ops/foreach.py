@@ -15,6 +15,6 @@ def norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2.0, dtype))
 
 
-def copy_each(into: list[Tensor], values: list[Tensor]) -> None:
+def foreach_copy(into: list[Tensor], values: list[Tensor]) -> None:
     """Overwrite each with the values of the other at its place, which may be of another dtype."""
     torch._foreach_copy_(into, values)

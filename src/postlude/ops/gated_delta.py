@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from postlude.ops import fla
-from postlude.ops.backend import ScanBackend, takes_triton, version_of
+from postlude.ops.kernels.capabilities import ScanBackend, use_kernel, version_of
 from postlude.ops.packing import Packing, to_device
 
 CHUNK = 64
 NORM_EPS = 1e-6  # under the root, added to the sum of squares
 TRITON_CHUNKS, TRITON_WIDEST = (16, 32, 64), 128  # chunks, and the dk whose states and keys fit a multiprocessor
-# Where tests/ops/test_gated_delta_triton.py has passed on a GPU. Several releases of Triton compile kernels of this
+# Where tests/ops/test_gated_delta_kernels.py has passed on a GPU. Several releases of Triton compile kernels of this
 # kind wrongly for Hopper, without a word (flash-linear-attention's issues 640 and 984, Triton's 11366).
 CHECKED_TRITON, CHECKED_DEVICE, CHECKED_WIDTHS = ("3.6",), 9, range(65, 129)
 
@@ -77,7 +77,7 @@ def gated_delta(
         backend == "auto" and unwise and fla.steps_in("gated_delta", unwise, query, key, value, width=width)
     ):
         return fla.gated_delta(query, key, value, log_decay, beta, packing, scale, normalise, last_states)
-    triton = takes_triton(
+    triton = use_kernel(
         "gated_delta",
         backend,
         value.device,
@@ -147,7 +147,9 @@ def gated_delta_forward(
 ) -> tuple[Tensor, Tensor]:
     """What the operator does. Without `last_states` the second result is empty."""
     if triton:
-        kernels = _triton().Kernels(query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk)
+        kernels = _triton().GatedDeltaCall(
+            query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk
+        )
         last: Tensor = kernels.run(last_states)
         return kernels.outputs(), last
     chunks = Chunks(lengths, chunk, cu_seqlens)
@@ -179,7 +181,9 @@ def _backward(ctx: Any, output: Tensor | None, states: Tensor | None) -> tuple[T
         return (None,) * 12
     output = torch.zeros_like(inputs[2]) if output is None else output
     if ctx.triton:
-        scan = _triton().Kernels(*inputs, cu_seqlens, ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, keep=True)
+        scan = _triton().GatedDeltaCall(
+            *inputs, cu_seqlens, ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, keep=True
+        )
         scan.run(last_states=False)
     else:
         chunked: list[Any] = [*inputs, Chunks(ctx.lengths, ctx.chunk, cu_seqlens), ctx.scale, ctx.normalise]
@@ -415,7 +419,7 @@ def _through_unit(gradient: Tensor, unit: Tensor, over: Tensor | None) -> Tensor
 
 def _triton() -> Any:
     """Imported here: the module needs triton, and everything else does not."""
-    return importlib.import_module("postlude.ops.gated_delta_triton")
+    return importlib.import_module("postlude.ops.kernels.gated_delta")
 
 
 def _refused(query: Tensor, key: Tensor, value: Tensor, chunk: int) -> str | None:

@@ -1,8 +1,8 @@
 """The product of tokens and a weight, which every linear layer goes through; its weight's gradient can be put off.
 
-A layer's input gradient is what others wait for; nobody waits for the weight's. Inside `putting_off(later)` products
+A layer's input gradient is what others wait for; nobody waits for the weight's. Inside `defer_wgrad(later)` products
 leave the latter undone and append it to `later`, a list that the caller owns. After the backward that appended them,
-`make_gradients` adds to the parameters' gradients what the backward would have, to the bit.
+`flush_wgrad` adds to the parameters' gradients what the backward would have, to the bit.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-Later = list[tuple[Tensor, Callable[[], Tensor | None]]]
+DeferredWgrads = list[tuple[Tensor, Callable[[], Tensor | None]]]
 """Weights, and how the gradient of each is made; what adds it where it is summed returns none."""
 Result = TypeVar("Result")
 # Read where a product is made; its backward, perhaps in another thread, keeps the list that it was made under.
-_later: ContextVar[Later | None] = ContextVar("later", default=None)
+_later: ContextVar[DeferredWgrads | None] = ContextVar("later", default=None)
 
 
 @contextlib.contextmanager
-def putting_off(later: Later | None) -> Iterator[None]:
+def defer_wgrad(later: DeferredWgrads | None) -> Iterator[None]:
     """The weight gradients of products made inside are appended to `later`; None leaves all as it is."""
     token = _later.set(later)
     try:
@@ -36,23 +36,23 @@ def putting_off(later: Later | None) -> Iterator[None]:
         _later.reset(token)
 
 
-def as_now(function: Callable[..., Result]) -> Callable[..., Result]:
+def bind_wgrad(function: Callable[..., Result]) -> Callable[..., Result]:
     """The same function for a later time: its products put off what they would put off now."""
     later = _later.get()
 
     def run(*arguments: Any) -> Result:
-        with putting_off(later):
+        with defer_wgrad(later):
             return function(*arguments)
 
     return run
 
 
-def list_for(weight: Tensor) -> Later | None:
+def wgrad_queue(weight: Tensor) -> DeferredWgrads | None:
     """Where the gradient of this weight is to be put off to, if it has one."""
     return _later.get() if weight.requires_grad and torch.is_grad_enabled() else None
 
 
-def make_gradients(put_off: Later) -> None:
+def flush_wgrad(put_off: DeferredWgrads) -> None:
     """Add each weight's gradient to that of what the weight was made from, all in one backward: each one costs."""
     with torch.no_grad():  # as in the backward
         made = [(weight, gradient()) for weight, gradient in put_off]
@@ -61,7 +61,7 @@ def make_gradients(put_off: Later) -> None:
         torch.autograd.backward([weight for weight, _ in left], [gradient for _, gradient in left])
 
 
-def sum_where_made(weight: Tensor, total: Tensor | None) -> None:
+def set_main_grad(weight: Tensor, total: Tensor | None) -> None:
     """Have operations add the gradient of `weight`, a leaf, to `total` as they make it, and leave none to the leaf.
 
     `total` is the leaf's own gradient, to which autograd adds what others make. On CUDA products and norms do it, in
@@ -69,18 +69,18 @@ def sum_where_made(weight: Tensor, total: Tensor | None) -> None:
     left to autograd.
     """
     if total is None or total.is_cuda:
-        weight.gradient_total = total  # type: ignore[attr-defined]
+        weight.main_grad = total  # type: ignore[attr-defined]
 
 
-def weight_gradient(weight: Tensor, gradient: Tensor, rows: Tensor, later: Later | None) -> Tensor | None:
+def wgrad(weight: Tensor, gradient: Tensor, rows: Tensor, later: DeferredWgrads | None) -> Tensor | None:
     """`gradient`ᵀ [out, T] · `rows` [T, in], for autograd to add; None where it is put off, or added already.
 
     `weight` is to be what was given to the product: saved tensors come back without their history.
     """
     if later is not None:
-        later.append((weight, functools.partial(weight_gradient, weight, gradient, rows, None)))
+        later.append((weight, functools.partial(wgrad, weight, gradient, rows, None)))
         return None
-    total = gradient_total(weight)
+    total = main_grad(weight)
     if total is None:
         return gradient.t().mm(rows)
     _add_product(total, gradient, rows)
@@ -96,12 +96,12 @@ def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows` [T, in], `weight` [out, in] -> [T, out]."""
-    if not torch.is_grad_enabled() or (list_for(weight) is None and gradient_total(weight) is None):
+    if not torch.is_grad_enabled() or (wgrad_queue(weight) is None and main_grad(weight) is None):
         return F.linear(rows, weight, bias)
     return _products(rows, (weight,), (bias,), one=False)[0]
 
 
-def linears(
+def linear_group(
     rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, one: bool = False
 ) -> tuple[Tensor, ...]:
     """`linear` of the same `rows` [T, in] by each of `weights` [out, in]: [T, out] each.
@@ -114,14 +114,14 @@ def linears(
     if _sums_as_made(rows):
         return _products(rows, weights, biases, one=one)
     if not torch.is_grad_enabled() and not any(bias is not None for bias in biases):
-        joined = side_by_side(weights)
+        joined = adjacent_view(weights)
         if joined is not None:
             parts: tuple[Tensor, ...] = F.linear(rows, joined).split([weight.shape[0] for weight in weights], -1)
             return parts
     return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
-def side_by_side(parts: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+def adjacent_view(parts: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     """Matrices as one, in which they follow one another along `dim`, where they lie so in memory; else None."""
     for one, other in itertools.pairwise(parts):
         if not _follows(one, other, dim):
@@ -140,7 +140,7 @@ def _follows(one: Tensor, other: Tensor, dim: int) -> bool:
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """What `side_by_side` gives, of parts that do follow one another."""
+    """What `adjacent_view` gives, of parts that do follow one another."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -173,9 +173,9 @@ def _sums_as_made(rows: Tensor) -> bool:
     return rows.is_cuda and rows.requires_grad and torch.is_grad_enabled()
 
 
-def gradient_total(weight: Tensor) -> Tensor | None:
-    """Where the gradients of `weight` are to be added up, if `sum_where_made` has said so."""
-    return getattr(weight, "gradient_total", None)
+def main_grad(weight: Tensor) -> Tensor | None:
+    """Where the gradients of `weight` are to be added up, if `set_main_grad` has said so."""
+    return getattr(weight, "main_grad", None)
 
 
 class _Linears(Function):
@@ -186,13 +186,13 @@ class _Linears(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, later: Later | None, joins: bool, one: bool, count: int, *given: Any
+        ctx: Any, rows: Tensor, later: DeferredWgrads | None, joins: bool, one: bool, count: int, *given: Any
     ) -> tuple[Tensor, ...]:
         weights, biases = given[:count], given[count:]
         ctx.save_for_backward(rows, *weights)
         ctx.later, ctx.joins, ctx.weights = later, joins, weights
         if all(bias is None for bias in biases):
-            return products_of(rows, weights, one=one)
+            return linear_products(rows, weights, one=one)
         return tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -213,9 +213,9 @@ class _Linears(Function):
         return for_rows, None, None, None, None, *for_weights, *for_biases
 
 
-def products_of(rows: Tensor, weights: Sequence[Tensor], *, one: bool) -> tuple[Tensor, ...]:
+def linear_products(rows: Tensor, weights: Sequence[Tensor], *, one: bool) -> tuple[Tensor, ...]:
     """The products of `rows` [T, in] by `weights` [out, in], [T, out] each: with `one`, in one where they lie so."""
-    joined = side_by_side(weights) if one else None
+    joined = adjacent_view(weights) if one else None
     if joined is None:
         return tuple(F.linear(rows, weight) for weight in weights)
     parts: tuple[Tensor, ...] = F.linear(rows, joined).split([weight.shape[0] for weight in weights], -1)
@@ -227,7 +227,7 @@ def product_gradients(
     weights: Sequence[Tensor],
     given: Sequence[Tensor],
     gradients: Sequence[Tensor],
-    later: Later | None,
+    later: DeferredWgrads | None,
     asked: Sequence[bool],
     *,
     joins: bool = True,
@@ -235,7 +235,7 @@ def product_gradients(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Of `gradients` [T, out] of products, those of the rows, if it `needs` one, and of each weight that is `asked`.
 
-    `given` are the weights as they were given to the product: see `weight_gradient`, also for what comes back. With
+    `given` are the weights as they were given to the product: see `wgrad`, also for what comes back. With
     `joins`, what lies together is one product.
     """
     for_rows: Tensor | None = None
@@ -246,7 +246,7 @@ def product_gradients(
             weight = _joined(weights[run], 0)
             for_rows = gradient.mm(weight) if for_rows is None else for_rows.addmm_(gradient, weight)
         totals = _totals(given[run]) if all(asked[run]) else []
-        total = side_by_side(totals) if totals else None
+        total = adjacent_view(totals) if totals else None
         if total is not None:
             add = functools.partial(_add_product, total, gradient, rows)
             if later is None:
@@ -256,7 +256,7 @@ def product_gradients(
             for_weights += [None] * len(totals)
         else:
             for_weights += [
-                weight_gradient(weight, each, rows, later) if wanted else None
+                wgrad(weight, each, rows, later) if wanted else None
                 for weight, each, wanted in zip(given[run], gradients[run], asked[run], strict=True)
             ]
     return for_rows, for_weights
@@ -266,7 +266,7 @@ def _totals(weights: Sequence[Tensor]) -> list[Tensor]:
     """Where the gradients of all of them are added up; nothing where that is not known of one."""
     found = list[Tensor]()
     for weight in weights:
-        total = gradient_total(weight)
+        total = main_grad(weight)
         if total is None:
             return []
         found.append(total)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from postlude.ops.linear_logprobs.api import (
-    Asked,
+    RequestedStats,
     TokenStats,
     at_positions,
     flat_hidden,
@@ -26,11 +26,11 @@ from postlude.ops.linear_logprobs.api import (
     token_results,
 )
 from postlude.ops.linear_logprobs.gemm import without_autocast
-from postlude.ops.linear_logprobs.logits import PLAIN, LogitKeywords, Logits
+from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 from postlude.ops.linear_logprobs.plan import plan_sweep
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state
-from postlude.ops.linear_logprobs.sweep import EarlySweep, Gradients, Head, Projection, TokenSweep, Wanted
+from postlude.ops.linear_logprobs.sweep import EarlySweep, Gradients, GradientsNeeded, Head, Projection, TokenSweep
 
 TokenObjective = Callable[[Tensor, Tensor | None, Any], Tensor]
 
@@ -54,8 +54,8 @@ def linear_objective(
     entropy: bool = False,
     lse: bool = False,
     hit: bool = False,
-    how: Logits = PLAIN,
-    **changes: Unpack[LogitKeywords],
+    logit_config: LogitConfig = DEFAULT_LOGITS,
+    **changes: Unpack[LogitOptions],
 ) -> LinearObjective:
     """The sum over tokens of `token_objective(logprob, entropy, columns)`, with gradients to hidden, weight and bias.
 
@@ -75,23 +75,23 @@ def linear_objective(
     results at `linear_logprobs`'s cost, still with one collective a call. All other arguments, `how`
     logits are made among them, are those of `linear_logprobs`.
     """
-    how = how.but(**changes)
-    tensors = hidden, weight, how.bias
-    wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in tensors))
+    logit_config = logit_config.replace(**changes)
+    tensors = hidden, weight, logit_config.bias
+    wanted = GradientsNeeded(*(tensor is not None and tensor.requires_grad for tensor in tensors))
     wants_gradient = torch.is_grad_enabled() and (wanted.hidden or wanted.weight or wanted.bias)
     early = None
-    if wants_gradient and how.group is None:
-        early = EarlySweep(Head(flat_hidden(hidden), weight, how.bias), wanted)
-    problem = resolve(hidden, weight, targets, how, early)
+    if wants_gradient and logit_config.group is None:
+        early = EarlySweep(Head(flat_hidden(hidden), weight, logit_config.bias), wanted)
+    problem = resolve(hidden, weight, targets, logit_config, early)
     mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor.detach(), targets)))
-    asked = Asked(entropy=entropy, lse=lse, hit=hit)
+    asked = RequestedStats(entropy=entropy, lse=lse, hit=hit)
     if problem.group is None and wants_gradient:
         begun = None if early is None else early.of(problem)
         loss, token_losses, *results = _OneSweep.apply(
-            flat_hidden(hidden), weight, how.bias, problem, token_objective, mine, asked, begun
+            flat_hidden(hidden), weight, logit_config.bias, problem, token_objective, mine, asked, begun
         )
     else:
-        logprobs, entropies, *others = token_results(hidden, weight, how.bias, problem, asked)
+        logprobs, entropies, *others = token_results(hidden, weight, logit_config.bias, problem, asked)
         assert logprobs is not None
         kept = problem.take(logprobs), None if entropies is None else problem.take(entropies)
         with without_autocast(hidden.device):
@@ -113,10 +113,10 @@ class _OneSweep(torch.autograd.Function):
         problem: Problem,
         objective: TokenObjective,
         columns: Any,
-        asked: Asked,
+        asked: RequestedStats,
         begun: TokenSweep | None,
     ) -> tuple[Tensor | None, ...]:
-        wanted = Wanted(*ctx.needs_input_grad[:3])
+        wanted = GradientsNeeded(*ctx.needs_input_grad[:3])
         head = Head(problem.take(hidden), weight, bias)
         with without_autocast(hidden.device):
             sweep = begun or _planned(head, problem, wanted)
@@ -139,7 +139,7 @@ class _OneSweep(torch.autograd.Function):
         return None if hidden is None else ctx.problem.put(hidden), weight, bias, None, None, None, None, None
 
 
-def _planned(head: Head, problem: Problem, wanted: Wanted) -> TokenSweep:
+def _planned(head: Head, problem: Problem, wanted: GradientsNeeded) -> TokenSweep:
     """A sweep of which nothing is done."""
     shape, budget = problem.shape(head.hidden.shape[1], coded=problem.coded), problem.memory_budget
     if problem.coded:

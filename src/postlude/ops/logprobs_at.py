@@ -15,7 +15,7 @@ from torch import Tensor
 from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
 from postlude.ops.linear_logprobs.api import refuse_second_derivative
 from postlude.ops.linear_logprobs.gemm import without_autocast
-from postlude.ops.linear_logprobs.logits import PLAIN, LogitKeywords, Logits
+from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 
 LOOKUP_ELEMENTS = 1 << 24
 """Most numbers held of the rows that are looked up at a time: 64 MB in fp32."""
@@ -28,8 +28,8 @@ def linear_logprobs_at(
     ids: Tensor,
     *,
     entropy: bool = False,
-    how: Logits = PLAIN,
-    **changes: Unpack[LogitKeywords],
+    logit_config: LogitConfig = DEFAULT_LOGITS,
+    **changes: Unpack[LogitOptions],
 ) -> tuple[TokenStats, Tensor]:
     """What `linear_logprobs` gives for `targets` [N], and the log-probs of `ids` [N, k], fp32, with their gradient.
 
@@ -43,26 +43,28 @@ def linear_logprobs_at(
             f"ids are {ids.dtype} of shape {tuple(ids.shape)}, but k vocabulary ids for each of {len(targets)} tokens "
             f"are integers of shape ({len(targets)}, k)."
         )
-    how = how.but(**changes)
-    stats = linear_logprobs(hidden, weight, targets, entropy=entropy, lse=True, how=how)
+    logit_config = logit_config.replace(**changes)
+    stats = linear_logprobs(hidden, weight, targets, entropy=entropy, lse=True, logit_config=logit_config)
     assert stats.lse is not None  # asked for
-    kept = (targets != how.ignore_index)[:, None]
-    first = 0 if how.group is not None else how.vocab_start
-    last = how.vocab_start + weight.shape[0] if how.vocab_size is None else how.vocab_size
+    kept = (targets != logit_config.ignore_index)[:, None]
+    first = 0 if logit_config.group is not None else logit_config.vocab_start
+    last = logit_config.vocab_start + weight.shape[0] if logit_config.vocab_size is None else logit_config.vocab_size
     outside = kept & ((ids < first) | (ids >= last))
-    if how.target_count is None and bool(outside.any()):
+    if logit_config.target_count is None and bool(outside.any()):
         raise ValueError(
             f"id {int(ids[outside][0])} is outside the vocabulary, {first} to {last - 1} "
             f"({int(outside.sum())} such of {ids.numel()}). Give ids of this model's vocabulary."
         )
-    local = ids.long() - how.vocab_start
+    local = ids.long() - logit_config.vocab_start
     mine = kept & (local >= 0) & (local < weight.shape[0])
-    logits: Tensor = _SelectedLogits.apply(hidden, weight, how.bias, local.where(mine, 0), mine, how.group)
-    if how.target_count is not None:
+    logits: Tensor = _SelectedLogits.apply(
+        hidden, weight, logit_config.bias, local.where(mine, 0), mine, logit_config.group
+    )
+    if logit_config.target_count is not None:
         logits = logits * torch.zeros_like(logits).masked_fill_(outside, torch.nan).add_(1.0)
-    heat = how.temperature
+    heat = logit_config.temperature
     heat = heat.detach()[:, None] if isinstance(heat, Tensor) and heat.ndim else heat
-    return stats, (how.shape(logits) / heat - stats.lse[:, None]).where(kept, 0.0)
+    return stats, (logit_config.shape(logits) / heat - stats.lse[:, None]).where(kept, 0.0)
 
 
 class _SelectedLogits(torch.autograd.Function):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.backend import Backend, takes_triton
-from postlude.ops.linear import gradient_total
+from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.linear import main_grad
 
 WIDEST = 16_384  # features that one program of the Triton kernels holds
 
@@ -39,7 +39,7 @@ def rms_norm(vectors: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *
     return _forward(vectors, weight, eps, offset)
 
 
-def rms_norm_beside(
+def rms_norm_with_residual(
     vectors: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """`vectors` as they are, for who goes on with them, and `rms_norm` of them.
@@ -70,16 +70,16 @@ def _takes_triton(vectors: Tensor, weight: Tensor, backend: Backend) -> bool:
         refused = "there are no vectors"
     elif torch.float64 in (vectors.dtype, weight.dtype):
         refused = "its kernels compute in float32"
-    return takes_triton("rms_norm", backend, vectors.device, vectors.dtype, refused=refused)
+    return use_kernel("rms_norm", backend, vectors.device, vectors.dtype, refused=refused)
 
 
-def takes_kernels(vectors: Tensor, weight: Tensor) -> bool:
+def uses_kernel(vectors: Tensor, weight: Tensor) -> bool:
     """Whether `rms_norm` of these is Triton's."""
     return _takes_triton(vectors, weight, "auto")
 
 
 def _forward(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    normed: Tensor = importlib.import_module("postlude.ops.norm_triton").forward(vectors, weight, eps, offset)
+    normed: Tensor = importlib.import_module("postlude.ops.kernels.norm").forward(vectors, weight, eps, offset)
     return normed
 
 
@@ -87,12 +87,12 @@ class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         ctx.save_for_backward(vectors, weight)
-        ctx.how, ctx.total = (eps, offset), gradient_total(weight)
+        ctx.how, ctx.total = (eps, offset), main_grad(weight)
         return _forward(vectors, weight, eps, offset)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        kernels = importlib.import_module("postlude.ops.norm_triton")
+        kernels = importlib.import_module("postlude.ops.kernels.norm")
         return *kernels.backward(*ctx.saved_tensors, *ctx.how, gradients[0], None, ctx.total), None, None
 
 
@@ -100,7 +100,7 @@ class _NormBeside(Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(vectors, weight)
-        ctx.how, ctx.total = (eps, offset), gradient_total(weight)
+        ctx.how, ctx.total = (eps, offset), main_grad(weight)
         ctx.set_materialize_grads(False)
         return vectors, _forward(vectors, weight, eps, offset)
 
@@ -109,5 +109,5 @@ class _NormBeside(Function):
         of_same, of_normed = gradients
         if of_normed is None:
             return of_same, None, None, None
-        kernels = importlib.import_module("postlude.ops.norm_triton")
+        kernels = importlib.import_module("postlude.ops.kernels.norm")
         return *kernels.backward(*ctx.saved_tensors, *ctx.how, of_normed, of_same, ctx.total), None, None

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.backend import Backend, takes_triton
-from postlude.ops.linear import gradient_total
+from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.linear import main_grad
 from postlude.ops.norm import rms_norm
 
 WIDEST = 1024  # features of a head that the Triton kernels take
@@ -105,7 +105,7 @@ def rotate(vectors: Tensor, table: Table) -> Tensor:
     return torch.addcmul(vectors * cos, vectors.roll(turned // 2, -1), sin, value=-1)
 
 
-def paired(vectors: Tensor) -> Tensor:
+def deinterleave_pairs(vectors: Tensor) -> Tensor:
     """`vectors` [..., width] whose pair i is (2i, 2i + 1) -> the same with pairs as `rotate` has them."""
     return torch.cat((vectors[..., 0::2], vectors[..., 1::2]), dim=-1)
 
@@ -138,7 +138,7 @@ def rotate_heads(
     if torch.is_grad_enabled() and any(each.requires_grad for each in given):
         turned = (_Rotate if norms is None else _NormRotate).apply(*given, *table, *how)
     else:
-        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        kernels = importlib.import_module("postlude.ops.kernels.rotary")
         turned = kernels.forward(query, key, table, given[2:] or None, *how)
     return turned
 
@@ -155,7 +155,7 @@ def _takes_triton(query: Tensor, key: Tensor, table: Table, norms: HeadNorms | N
         refused = "queries and keys are not of one dtype"
     elif not (table[0].is_contiguous() and table[1].is_contiguous() and table[0].dtype == torch.float32):
         refused = "its table is not dense fp32"
-    return takes_triton("rotate_heads", backend, query.device, query.dtype, refused=refused)
+    return use_kernel("rotate_heads", backend, query.device, query.dtype, refused=refused)
 
 
 class _Rotate(Function):
@@ -166,13 +166,13 @@ class _Rotate(Function):
         ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        kernels = importlib.import_module("postlude.ops.kernels.rotary")
         turned: tuple[Tensor, Tensor] = kernels.forward(query, key, (cos, sin), None, eps, offset)
         return turned
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        kernels = importlib.import_module("postlude.ops.kernels.rotary")
         found = kernels.backward(None, None, ctx.saved_tensors, None, 0.0, 0.0, gradients, (None, None))
         return found[0], found[1], None, None, None, None
 
@@ -193,8 +193,8 @@ class _NormRotate(Function):
         offset: float,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(query, key, query_weight, key_weight, cos, sin)
-        ctx.how, ctx.totals = (eps, offset), (gradient_total(query_weight), gradient_total(key_weight))
-        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        ctx.how, ctx.totals = (eps, offset), (main_grad(query_weight), main_grad(key_weight))
+        kernels = importlib.import_module("postlude.ops.kernels.rotary")
         weights = query_weight, key_weight
         turned: tuple[Tensor, Tensor] = kernels.forward(query, key, (cos, sin), weights, eps, offset)
         return turned
@@ -202,7 +202,7 @@ class _NormRotate(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, query_weight, key_weight, *table = ctx.saved_tensors
-        kernels = importlib.import_module("postlude.ops.rotary_triton")
+        kernels = importlib.import_module("postlude.ops.kernels.rotary")
         weights = query_weight, key_weight
         found: tuple[Tensor | None, ...] = kernels.backward(query, key, table, weights, *ctx.how, gradients, ctx.totals)
         return *found, None, None, None, None

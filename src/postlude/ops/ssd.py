@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from postlude.ops import fla
-from postlude.ops.backend import ScanBackend, takes_triton
+from postlude.ops.kernels.capabilities import ScanBackend, use_kernel
 from postlude.ops.packing import Packing
 
 WORKSPACE = 1 << 26  # decays between tokens held at once; heads for which there is no room wait their turn
@@ -61,7 +61,7 @@ def ssd(
         backend = "torch"
     refused = _refused(x, B, C, last_states)
     unwise = None if x.dtype in (torch.bfloat16, torch.float16) else "its products are faster for half precision alone"
-    if takes_triton("ssd", backend, x.device, x.dtype, refused=refused, unwise=unwise):
+    if use_kernel("ssd", backend, x.device, x.dtype, refused=refused, unwise=unwise):
         output: Tensor = _TritonScan.apply(x, dt, A, B, C, D, packing.sequence_index().int(), chunk)
         return output, None
     chunk = max(1, min(chunk, packing.total))
@@ -291,7 +291,7 @@ _triton_operator = torch.library.custom_op(
 
 def _kernels() -> Any:
     """Imported here: the module needs triton, and everything else does not."""
-    return importlib.import_module("postlude.ops.ssd_triton")
+    return importlib.import_module("postlude.ops.kernels.ssd")
 
 
 def _carry(added: Tensor, through: Tensor) -> Tensor:

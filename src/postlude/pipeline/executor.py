@@ -18,12 +18,12 @@ from torch import Tensor
 
 from postlude.data import Microbatch
 from postlude.model import LanguageModel, OutputProcessor
-from postlude.model.parallel import Gathered
-from postlude.model.schedule_plan import Complete, Moves, SchedulePlan, in_turn
-from postlude.ops.products import plain_products
-from postlude.pipeline.order import Action, Overlap, turns
+from postlude.model.parallel import FSDPUnit
+from postlude.model.schedule_plan import OnGradsReady, SchedulePlan, StepGenerator, interleave
+from postlude.ops.cpu_matmul import blas_fp32_matmul
+from postlude.pipeline.schedule import Action, Overlap, rank_schedule
 from postlude.pipeline.transfers import Transfer, transfer_plan
-from postlude.trace.recorder import SILENT, Recorder
+from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.mesh import Channel, Mesh, point_to_point
 
 MOST_UNSENT = 2
@@ -47,7 +47,7 @@ class Executor:
         dtype: torch.dtype | None = None,
         overlap: Overlap = False,
     ) -> None:
-        self.mesh = mesh or Mesh.alone()
+        self.mesh = mesh or Mesh.single_rank()
         self.pp, self.rank = self.mesh.pp.size, self.mesh.pp.rank
         self.vpp = len(stages)
         self.stages = dict(stages)
@@ -72,8 +72,8 @@ class Executor:
         output_processor_context: Any = None,
         loss: Callable[[Any], Tensor] | None = None,
         before_last_backward: Callable[[LanguageModel], None] | None = None,
-        complete: Callable[[LanguageModel, Gathered], None] = lambda stage, module: None,
-        recorder: Recorder = SILENT,
+        complete: Callable[[LanguageModel, FSDPUnit], None] = lambda stage, module: None,
+        recorder: Recorder = NO_RECORDER,
     ) -> list[Any]:
         """Every microbatch through every stage. Returns what the processor returned for each, [] on the other ranks.
 
@@ -88,7 +88,7 @@ class Executor:
         """
         shape: dict[str, Any] = {"pp": self.pp, "vpp": self.vpp, "microbatches": len(microbatches)}
         shape |= {"forward_only": loss is None, "overlap": self.overlap}
-        all_turns = turns(rank=self.rank, **shape)
+        all_turns = rank_schedule(rank=self.rank, **shape)
         transfers = transfer_plan(**shape)[self.rank]
         actions = [action for turn in all_turns for action in turn]
         last = {action.stage: action for action in actions if action.kind != "F"}
@@ -96,10 +96,10 @@ class Executor:
         results: dict[int, Any] = {}
         passes: dict[tuple[int, int], _Pass] = {}
         transit = _Transit(self, microbatches, MOST_UNSENT if loss is None else None)
-        with torch.set_grad_enabled(loss is not None), plain_products(self.dtype):
+        with torch.set_grad_enabled(loss is not None), blas_fp32_matmul(self.dtype):
             for index, turn in enumerate(all_turns):
                 transit.launch(transfers[index])
-                arrived = [transit.input_of(action, recorder.of(action.microbatch)) for action in turn]
+                arrived = [transit.input_of(action, recorder.for_microbatch(action.microbatch)) for action in turn]
                 moves = []
                 for action, given in zip(turn, arrived, strict=True):
                     place, stage = (action.stage, action.microbatch), self.stages[action.stage]
@@ -112,10 +112,10 @@ class Executor:
                     if given is not None and loss is not None:
                         given.requires_grad_()
                     processor = (output_processor, output_processor_context) if stage.stage.last else (None, None)
-                    told = recorder.of(action.microbatch)
+                    told = recorder.for_microbatch(action.microbatch)
                     passes[place] = _Pass(stage, microbatches[action.microbatch], given, told, *processor)
                     moves.append(passes[place].forward(planned=bool(self.overlap) and loss is not None))
-                for action, output in zip(turn, in_turn(*moves), strict=True):
+                for action, output in zip(turn, interleave(*moves), strict=True):
                     place, stage = (action.stage, action.microbatch), self.stages[action.stage]
                     passed = passes.pop(place) if ends[place] == action else passes[place]
                     if action.kind == "B":
@@ -132,7 +132,7 @@ class Executor:
                         passed.left = output
                     del passed  # and what it holds, if it has ended
         transit.launch(transfers[-1])
-        with recorder.during("wait", "for what was sent"):
+        with recorder.span("wait", "for what was sent"):
             self.channels.finish()
         return [results[index] for index in sorted(results)]
 
@@ -164,7 +164,7 @@ class _Transit:
         source = Action(action.kind, action.stage + (-1 if action.kind == "F" else 1), action.microbatch)
         if source not in self.incoming:
             return None
-        with recorder.during("wait", f"for {source}"):
+        with recorder.span("wait", f"for {source}"):
             return self.incoming.pop(source)()
 
 
@@ -181,30 +181,30 @@ class _Pass:
     left: Tensor | None = None
     plan: SchedulePlan | None = None
 
-    def forward(self, *, planned: bool) -> Moves:
+    def forward(self, *, planned: bool) -> StepGenerator:
         """At once, or as a plan that pauses where others can go on. Returns the stage's output."""
         options: dict[str, Any] = {"recorder": self.recorder}
         if self.processor:
             options |= {"output_processor": self.processor, "output_processor_context": self.context}
         if planned:
             self.plan = self.stage.build_schedule_plan(self.microbatch, self.entered, **options)
-            return (yield from self.plan.forward_moves())
-        with self.recorder.during("forward", f"stage {self.stage.stage.index}"):
+            return (yield from self.plan.forward_steps())
+        with self.recorder.span("forward", f"stage {self.stage.stage.index}"):
             return self.stage(self.microbatch, self.entered, **options)
 
-    def backward(self, action: Action, gradient: Tensor | None, complete: Complete, *, ends: bool) -> Moves:
+    def backward(self, action: Action, gradient: Tensor | None, complete: OnGradsReady, *, ends: bool) -> StepGenerator:
         """The same for the backward of what `left` became, or for the gradients of weights that it put off.
 
         It puts them off where a W is to come, so that it is not what `ends` the pass.
         """
         if action.kind == "W":
             assert self.plan is not None
-            return self.plan.make_weights(complete)
+            return self.plan.flush_wgrads(complete)
         assert self.left is not None
         if self.plan is not None:
-            yield from self.plan.backward_moves(self.left, gradient, complete, weights=ends)
+            yield from self.plan.backward_steps(self.left, gradient, complete, weights=ends)
         else:
-            with self.recorder.during("backward", f"stage {self.stage.stage.index}"):
+            with self.recorder.span("backward", f"stage {self.stage.stage.index}"):
                 self.left.backward(gradient)
 
 

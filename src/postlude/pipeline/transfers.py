@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from postlude.pipeline.order import Action, Overlap, Turn, turns
+from postlude.pipeline.schedule import Action, Overlap, ScheduleEntry, rank_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ RankTransfers = tuple[tuple[Transfer, ...], ...]
 def transfer_plan(
     *, pp: int, vpp: int, microbatches: int, forward_only: bool = False, overlap: Overlap = False
 ) -> tuple[RankTransfers, ...]:
-    """The transfers of every rank of a pipeline, for the turns that `turns` gives with the same arguments.
+    """The transfers of every rank of a pipeline, for the turns that `rank_schedule` gives with the same arguments.
 
     A rank sends what a turn made right after it. It receives what a turn needs before the turn ahead of it where that
     is safe, so that the transfer is hidden behind compute, and right before the turn otherwise.
     """
     options = {"pp": pp, "vpp": vpp, "microbatches": microbatches, "forward_only": forward_only}
-    return plan_transfers([turns(rank=rank, overlap=overlap, **options) for rank in range(pp)], vpp=vpp)  # type: ignore[arg-type]
+    return plan_transfers([rank_schedule(rank=rank, overlap=overlap, **options) for rank in range(pp)], vpp=vpp)  # type: ignore[arg-type]
 
 
-def plan_transfers(schedule: list[tuple[Turn, ...]], *, vpp: int) -> tuple[RankTransfers, ...]:
+def plan_transfers(schedule: list[tuple[ScheduleEntry, ...]], *, vpp: int) -> tuple[RankTransfers, ...]:
     """The same for any schedule: the turns of each rank, in order.
 
     Runs all ranks with transfers that block. A rank stops before each turn until everything that it has launched there
@@ -65,7 +65,7 @@ def plan_transfers(schedule: list[tuple[Turn, ...]], *, vpp: int) -> tuple[RankT
 class _Rank:
     """A rank in front of its turn `position`, with the transfers that it has `posted` there and that are not done."""
 
-    def __init__(self, schedule: tuple[Turn, ...], number: int, pp: int, vpp: int) -> None:
+    def __init__(self, schedule: tuple[ScheduleEntry, ...], number: int, pp: int, vpp: int) -> None:
         self.number, self.position, self.finished = number, 0, False
         self.needs = [list(_received(turn, pp, vpp)) for turn in schedule] + [[], []]
         self.makes = [[], *(list(_sent(turn, pp, vpp)) for turn in schedule)]
@@ -124,14 +124,14 @@ def _resolve(ranks: list[_Rank]) -> None:
     ranks[first.destination].posted.append(first)
 
 
-def _received(turn: Turn, pp: int, vpp: int) -> Iterator[Transfer]:
+def _received(turn: ScheduleEntry, pp: int, vpp: int) -> Iterator[Transfer]:
     for action in turn:
         before = action.stage - 1 if action.kind == "F" else action.stage + 1
         if action.kind != "W" and 0 <= before < pp * vpp and pp > 1:
             yield Transfer(Action(action.kind, before, action.microbatch), before % pp, action.stage % pp)
 
 
-def _sent(turn: Turn, pp: int, vpp: int) -> Iterator[Transfer]:
+def _sent(turn: ScheduleEntry, pp: int, vpp: int) -> Iterator[Transfer]:
     for action in turn:
         after = action.stage + 1 if action.kind == "F" else action.stage - 1
         if action.kind != "W" and 0 <= after < pp * vpp and pp > 1:

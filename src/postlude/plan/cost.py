@@ -19,10 +19,10 @@ from postlude.model import ModelConfig
 from postlude.model.block_config import NOMINAL_LENGTH
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.recompute import Recompute
-from postlude.pipeline.order import Action
-from postlude.plan.machine import Machine
+from postlude.pipeline.schedule import Action
+from postlude.plan.hardware import Hardware
 from postlude.plan.memory import STORED, puts_off, symbols_of
-from postlude.plan.sizes import Held, Sizes, sizes_of
+from postlude.plan.parameter_count import ModelParameterCount, ParameterCount, count_parameters
 
 AGAIN: Mapping[Recompute, float] = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """Of a forward, what the backward does again; of "selective" it is only what is cheap."""
@@ -30,7 +30,7 @@ STEPPED = 28  # bytes that a fused AdamW reads and writes for each parameter, al
 
 
 @dataclass(frozen=True)
-class Work:
+class ActionCost:
     """Seconds of one action on one rank. `exchange` is with experts, and can hide behind another action's compute."""
 
     compute: float
@@ -53,7 +53,7 @@ class CostModel:
 
     config: ModelConfig
     layout: Layout
-    machine: Machine
+    machine: Hardware
     budget: int
     length: int
     microbatches: int
@@ -61,16 +61,16 @@ class CostModel:
     compute_bytes: int = 2
     mtp: bool = True
     blocks: Mapping[str, type[Block]] | None = None
-    known: Sizes | None = None
+    known: ModelParameterCount | None = None
     """What a rank of this layout holds, where somebody has counted already."""
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ModelParameterCount:
         """What a rank of this layout holds."""
-        return self.known or sizes_of(self.config, self.layout, self.blocks or BLOCKS)
+        return self.known or count_parameters(self.config, self.layout, self.blocks or BLOCKS)
 
     @cached_property
-    def works(self) -> Mapping[tuple[str, int], Work]:
+    def works(self) -> Mapping[tuple[str, int], ActionCost]:
         """A forward and a backward of each stage, between the first microbatch and the last."""
         return {
             (kind, index): self._work(kind, Stage(index, self.layout.stages), once=False)
@@ -79,7 +79,7 @@ class CostModel:
         }
 
     @cached_property
-    def once(self) -> Mapping[tuple[str, int], Work]:
+    def once(self) -> Mapping[tuple[str, int], ActionCost]:
         """The same, where weights are gathered for all microbatches, and gradients summed after all."""
         return {
             (kind, index): self._work(kind, Stage(index, self.layout.stages), once=True)
@@ -87,13 +87,13 @@ class CostModel:
             for kind in "FB"
         }
 
-    def __call__(self, action: Action) -> Work:
+    def __call__(self, action: Action) -> ActionCost:
         """What an action takes. In a pipeline, the first forward of a stage gathers, and its last backward sums."""
         which = 0 if action.kind == "F" else self.microbatches - 1
         table = self.once if action.microbatch == which else self.works
         return table[action.kind, action.stage]
 
-    def apart(self, action: Action) -> Work:
+    def apart(self, action: Action) -> ActionCost:
         """The same where a backward puts off the gradients of weights: a W makes them, and the last of them sums."""
         if action.kind == "F":
             return self(action)
@@ -104,7 +104,7 @@ class CostModel:
             return replace(whole, compute=whole.compute - made)
         once = action.microbatch == self.microbatches - 1
         summed = self._weights("B", self.sizes.stage(stage), once)
-        return Work(made, waited=max(0.0, summed - made))
+        return ActionCost(made, waited=max(0.0, summed - made))
 
     @property
     def transfer_seconds(self) -> float:
@@ -141,7 +141,9 @@ class CostModel:
         total = 0.0
         for symbol, count in self._counts(stage).items():
             block = config.blocks[symbol]
-            total += count * (block.flops(hidden) - block.attends(NOMINAL_LENGTH) + block.attends(self.length))
+            total += count * (
+                block.flops(hidden) - block.attention_flops(NOMINAL_LENGTH) + block.attention_flops(self.length)
+            )
         if stage.last:
             depths = len(config.pattern.mtp) if self.mtp else 0
             total += (1 + depths) * 2.0 * hidden * config.vocab_size + depths * 4.0 * hidden**2
@@ -154,7 +156,7 @@ class CostModel:
             return 0.0
         depths = len(config.pattern.mtp) if self.mtp and stage.last else 0
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
-        each = sum(count * (block.flops(hidden) - block.attends(NOMINAL_LENGTH)) for block, count in blocks)
+        each = sum(count * (block.flops(hidden) - block.attention_flops(NOMINAL_LENGTH)) for block, count in blocks)
         return each + depths * 4.0 * hidden**2
 
     def _seconds(self, flops: float) -> float:
@@ -164,24 +166,24 @@ class CostModel:
     def _counts(self, stage: Stage) -> Counter[str]:
         return Counter(symbols_of(self.config, stage, self.mtp))
 
-    def _work(self, kind: str, stage: Stage, *, once: bool) -> Work:
+    def _work(self, kind: str, stage: Stage, *, once: bool) -> ActionCost:
         config, layout, machine = self.config, self.layout, self.machine
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
         hidden, size = config.hidden_size, self.compute_bytes
         times = 1.0 if kind == "F" else 2.0 + AGAIN[self.recompute]
         trips = 2.0 if kind == "B" and self.recompute == "full" else 1.0  # a backward moves what its forward did
         compute = times * self._seconds(self._flops(stage))
-        by_tp = sum(count * block.moved_by_tp(hidden) for block, count in blocks) * (layout.tp - 1)
-        by_cp = sum(count * block.moved_by_cp(layout.cp) for block, count in blocks)
+        by_tp = sum(count * block.tp_traffic(hidden) for block, count in blocks) * (layout.tp - 1)
+        by_cp = sum(count * block.cp_traffic(layout.cp) for block, count in blocks)
         waited = by_tp / machine.ring_rate(layout.tp, 1) + by_cp / machine.ring_rate(layout.cp, layout.tp)
         exchange = 0.0
         for block, count in blocks:
-            if sent := block.moved_by_ep(hidden):
+            if sent := block.ep_traffic(hidden):
                 exchange += 2 * count * machine.exchange_seconds(sent * self.tokens * size, layout.ep, 1)
         weights = self._weights(kind, self.sizes.stage(stage), once)
-        return Work(compute, trips * exchange, trips * waited * self.tokens * size + max(0.0, weights - compute))
+        return ActionCost(compute, trips * exchange, trips * waited * self.tokens * size + max(0.0, weights - compute))
 
-    def _weights(self, kind: str, held: Held, once: bool) -> float:
+    def _weights(self, kind: str, held: ParameterCount, once: bool) -> float:
         """Seconds that weights are gathered in this action, and gradients summed, by themselves."""
         layout, machine = self.layout, self.machine
         if layout.pp > 1 and not once:
@@ -199,6 +201,6 @@ class CostModel:
         return seconds
 
 
-def _ring(machine: Machine, size: float, ranks: int, stride: int) -> float:
+def _ring(machine: Hardware, size: float, ranks: int, stride: int) -> float:
     """Seconds to gather `size` bytes in all on each of so many ranks, or to sum so many to shards."""
     return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / machine.ring_rate(ranks, stride)

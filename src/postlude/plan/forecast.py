@@ -1,4 +1,4 @@
-"""Forecast: a step of a model in a layout, run on the clock with the cost model, and the memory of its ranks."""
+"""StepForecast: a step of a model in a layout, run on the clock with the cost model, and the memory of its ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from postlude.layout import Layout
-from postlude.pipeline.order import ZERO_BUBBLE, Action, Overlap, Turn
-from postlude.plan.clock import Timeline, replay
-from postlude.plan.cost import CostModel, Work
-from postlude.plan.memory import Memory, estimate, schedule_of
+from postlude.pipeline.schedule import ZERO_BUBBLE, Action, Overlap, ScheduleEntry
+from postlude.plan.cost import ActionCost, CostModel
+from postlude.plan.memory import MemoryEstimate, estimate_memory, schedule_of
+from postlude.plan.simulator import SimulatedTimeline, simulate_schedule
 
 
 @dataclass(frozen=True)
 class StepTime:
     """One step on the clock. Shares are of all pipeline ranks together."""
 
-    timeline: Timeline
+    timeline: SimulatedTimeline
     seconds: float
     """The whole step, what comes after its last backward included."""
     exchange: float
@@ -39,13 +39,13 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class StepForecast:
     """What a step will take."""
 
     model: CostModel
     overlap: Overlap
     step: StepTime
-    memory: list[Memory]
+    memory: list[MemoryEstimate]
     """Of each pipeline rank."""
 
     @property
@@ -69,7 +69,7 @@ class Forecast:
         return self.tokens_a_second * self.model.model_flops / self.model.machine.flops
 
 
-def turn_seconds(works: list[Work]) -> float:
+def turn_seconds(works: list[ActionCost]) -> float:
     """How long a turn takes: one action, or a forward and a backward that are run in turn, perfectly interleaved.
 
     The GPU computes one thing at a time, so both computes add up. An exchange of the one runs behind the compute of
@@ -84,9 +84,9 @@ def turn_seconds(works: list[Work]) -> float:
     return max(sum(computes), sum(exchanges), longest)
 
 
-def simulate(
+def simulate_step(
     layout: Layout,
-    cost: Callable[[Action], Work],
+    cost: Callable[[Action], ActionCost],
     *,
     microbatches: int,
     overlap: Overlap = False,
@@ -99,7 +99,7 @@ def simulate(
     `after` are seconds that follow the last backward: the optimizer's.
     """
     schedule = schedule_of(layout, microbatches, overlap=overlap)
-    seconds: dict[Turn, float] = {}
+    seconds: dict[ScheduleEntry, float] = {}
     exchange = exposed = waited = 0.0
     for turns in schedule:
         for turn in turns:
@@ -108,15 +108,17 @@ def simulate(
             exchange += sum(work.exchange for work in works)
             waited += sum(work.waited for work in works)
             exposed += seconds[turn] - sum(work.compute + work.waited for work in works)
-    timeline = replay(schedule, stages=layout.stages, seconds=seconds.__getitem__, transfer_seconds=transfer_seconds)
+    timeline = simulate_schedule(
+        schedule, stages=layout.stages, seconds=seconds.__getitem__, transfer_seconds=transfer_seconds
+    )
     means = (total / layout.pp for total in (exchange, exposed, waited))
     return StepTime(timeline, timeline.makespan + after, *means)
 
 
-def forecast(model: CostModel, *, overlap: Overlap = False) -> Forecast:
+def forecast(model: CostModel, *, overlap: Overlap = False) -> StepForecast:
     """A step of the cost model's layout: its time, and each pipeline rank's memory."""
     layout = model.layout
-    step = simulate(
+    step = simulate_step(
         layout,
         model.apart if overlap == ZERO_BUBBLE else model,
         microbatches=model.microbatches,
@@ -124,12 +126,12 @@ def forecast(model: CostModel, *, overlap: Overlap = False) -> Forecast:
         transfer_seconds=model.transfer_seconds,
         after=model.step_seconds,
     )
-    return Forecast(model, overlap, step, memory_of(model, overlap=overlap))
+    return StepForecast(model, overlap, step, memory_of(model, overlap=overlap))
 
 
-def memory_of(model: CostModel, *, overlap: Overlap) -> list[Memory]:
+def memory_of(model: CostModel, *, overlap: Overlap) -> list[MemoryEstimate]:
     """What each pipeline rank needs on a GPU, with AdamW's two moments."""
-    return estimate(
+    return estimate_memory(
         model.config,
         model.layout,
         budget=model.budget,

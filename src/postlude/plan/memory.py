@@ -2,7 +2,7 @@
 
 What a run keeps is counted exactly but for padding: parameters, gradients and the optimizer's numbers in fp32, spread
 over the ranks that share a stage. How many microbatches are in flight is counted in the schedule that ranks run. What
-each leaves for its backward is what the blocks say of a token (`BlockConfig.kept`), at a full microbatch.
+each leaves for its backward is what the blocks say of a token (`BlockConfig.saved_activations`), at a full microbatch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.recompute import Recompute
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
-from postlude.optimizer import Weights
-from postlude.pipeline.order import Overlap, Turn, turns
-from postlude.plan.clock import most_held
-from postlude.plan.sizes import Sizes, layers_of, sizes_of, total
+from postlude.optimizer import WeightStorage
+from postlude.pipeline.schedule import Overlap, ScheduleEntry, rank_schedule
+from postlude.plan.parameter_count import ModelParameterCount, count_parameters, layers_of, total
+from postlude.plan.simulator import peak_held
 
 STORED = 4  # bytes of a parameter as it is stored; of its gradient and each of the optimizer's numbers too
 NARROW = 2  # of one that is stored in bf16
@@ -27,7 +27,7 @@ AT_WORK = 0.35  # of what its largest block keeps, roughly: gradients of feature
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on one rank."""
 
     parameters: int
@@ -59,7 +59,7 @@ class Memory:
         return self.lasting + self.gathered + max(passing, self.summed)
 
 
-def estimate(
+def estimate_memory(
     config: ModelConfig,
     layout: Layout,
     *,
@@ -72,34 +72,35 @@ def estimate(
     microbatches: int | None = None,
     overlap: Overlap = False,
     gather_once: bool = False,
-    weights: Weights = "fp32",
+    weights: WeightStorage = "fp32",
     mtp: bool = True,
     blocks: Mapping[str, type[Block]] = BLOCKS,
-    sizes: Sizes | None = None,
-) -> list[Memory]:
+    sizes: ModelParameterCount | None = None,
+) -> list[MemoryEstimate]:
     """What each pipeline rank needs.
 
-    `moments` are the numbers of fp32 that the optimizer keeps for each parameter (`AdamW.numbers`); `frozen` the
-    parameters of other models that are held in the same layout, in all. `microbatches` are those of one data-parallel
-    rank in a step, by default as many as fill the pipeline. Without `mtp` multi-token-prediction depths are held, but
-    neither run nor trained. `sizes` are the model's in this layout, if they are known already.
+    `moments` are the numbers of fp32 that the optimizer keeps for each parameter (`AdamW.fp32_per_parameter`);
+    `frozen` the parameters of other models that are held in the same layout, in all. `microbatches` are those of
+    one data-parallel rank in a step, by default as many as fill the pipeline. Without `mtp`
+    multi-token-prediction depths are held, but neither run nor trained. `sizes` are the model's in this layout,
+    if they are known already.
     """
-    sizes = sizes or sizes_of(config, layout, blocks)
+    sizes = sizes or count_parameters(config, layout, blocks)
     tokens = -(-budget // (layout.cp * layout.tp))
     weight_bytes = STORED if weights == "fp32" else NARROW
     found = []
     for rank in range(layout.pp):
         stages = [Stage(index, layout.stages) for index in range(rank, layout.stages, layout.pp)]
         stored = sum(sizes.stage(stage).stored(layout) for stage in stages)
-        idle = 0 if mtp or not stages[-1].last else sizes.depth.stored(layout) * config.own_depths
+        idle = 0 if mtp or not stages[-1].last else sizes.depth.stored(layout) * config.mtp_module_count
         last = stages[-1].last
         held = {stage.index: _kept(config, stage, recompute, mtp) for stage in stages}
         own = schedule_of(layout, microbatches, overlap=overlap)[rank]
         put_off = {stage.index: _put_off(config, stage, mtp) for stage in stages}
-        in_flight = most_held(own, held.__getitem__, put_off.__getitem__)
+        in_flight = peak_held(own, held.__getitem__, put_off.__getitem__)
         at_work = max(_at_work(config, stage, recompute, mtp) for stage in stages)
         found.append(
-            Memory(
+            MemoryEstimate(
                 parameters=stored * weight_bytes,
                 gradients=(stored - idle) * STORED,
                 optimizer=int((stored - idle) * STORED * moments),
@@ -116,18 +117,26 @@ def estimate(
     return found
 
 
-def schedule_of(layout: Layout, microbatches: int | None, *, overlap: Overlap) -> tuple[tuple[Turn, ...], ...]:
+def schedule_of(layout: Layout, microbatches: int | None, *, overlap: Overlap) -> tuple[tuple[ScheduleEntry, ...], ...]:
     """The turns of every pipeline rank; without a number, of enough microbatches that no more would be in flight."""
     return _schedule(layout.pp, layout.vpp, 4 * layout.pp if microbatches is None else microbatches, overlap)
 
 
 @lru_cache(maxsize=64)  # a search asks for few of them many times
-def _schedule(pp: int, vpp: int, microbatches: int, overlap: Overlap) -> tuple[tuple[Turn, ...], ...]:
-    return tuple(turns(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, overlap=overlap) for rank in range(pp))
+def _schedule(pp: int, vpp: int, microbatches: int, overlap: Overlap) -> tuple[tuple[ScheduleEntry, ...], ...]:
+    return tuple(
+        rank_schedule(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, overlap=overlap) for rank in range(pp)
+    )
 
 
 def _gathered(
-    sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, overlap: Overlap, once: bool
+    sizes: ModelParameterCount,
+    stages: Sequence[Stage],
+    layout: Layout,
+    compute_bytes: int,
+    *,
+    overlap: Overlap,
+    once: bool,
 ) -> int:
     """Whole weights beside the stored ones: a layer's and the next one's; or all of the rank's.
 
@@ -148,7 +157,9 @@ def _gathered(
     return (2 * largest + sizes.outside(stages[0]).used) * compute_bytes
 
 
-def _summed(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, once: bool) -> int:
+def _summed(
+    sizes: ModelParameterCount, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, once: bool
+) -> int:
     """A gradient as it was made, what is sent of it, and this rank's part of the sum; summed once, the first lasts."""
     each = [sizes.outside(stage) for stage in stages]
     largest = max(each, key=lambda held: held.used)
@@ -158,7 +169,7 @@ def _summed(sizes: Sizes, stages: Sequence[Stage], layout: Layout, compute_bytes
     return largest.used * (made + STORED) + largest.stored(layout) * STORED
 
 
-def _is_whole(sizes: Sizes, stages: Sequence[Stage], layout: Layout) -> bool:
+def _is_whole(sizes: ModelParameterCount, stages: Sequence[Stage], layout: Layout) -> bool:
     """Whether nobody shares what a rank holds, so that nothing is gathered or sent."""
     held = total(sizes.stage(stage) for stage in stages)
     return layout.dp_replicate == 1 and held.stored(layout) == held.used
@@ -177,7 +188,9 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     layers = len(config.stage_layers(stage)) + depths * len(config.pattern.mtp[0] if depths else ())
     own = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
-    kept = sum(block.kept(hidden) * (block.selective if recompute == "selective" else 1.0) for block in own)
+    kept = sum(
+        block.saved_activations(hidden) * (block.selective_share if recompute == "selective" else 1.0) for block in own
+    )
     if recompute == "full":
         kept = layers * hidden
     outside = hidden * (2 * stage.last + 6 * depths)  # the final norm's; a depth's two norms and their projection
@@ -186,7 +199,7 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
 
 def puts_off(config: ModelConfig, stage: Stage) -> bool:
     """Whether a stage's backward can leave the gradients of weights for later: not where one is used twice."""
-    return not (stage.last and config.own_depths < len(config.pattern.mtp))
+    return not (stage.last and config.mtp_module_count < len(config.pattern.mtp))
 
 
 def _put_off(config: ModelConfig, stage: Stage, mtp: bool) -> float:
@@ -195,7 +208,7 @@ def _put_off(config: ModelConfig, stage: Stage, mtp: bool) -> float:
         return 0.0
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     own = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
-    return sum(block.put_off(config.hidden_size) for block in own) + 3 * config.hidden_size * depths
+    return sum(block.wgrad_activations(config.hidden_size) for block in own) + 3 * config.hidden_size * depths
 
 
 def _at_work(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
@@ -203,7 +216,7 @@ def _at_work(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool)
     hidden = config.hidden_size
     layers = [*layers_of(config, stage)]
     layers += [layer for depth in config.pattern.mtp for layer in depth] if mtp and stage.last else []
-    kept = [[config.blocks[symbol].kept(hidden) for symbol in layer] for layer in layers] or [[0.0]]
+    kept = [[config.blocks[symbol].saved_activations(hidden) for symbol in layer] for layer in layers] or [[0.0]]
     largest = max(max(layer) for layer in kept)
     again = {"none": 0.0, "selective": largest / 2, "full": max(map(sum, kept))}[recompute]
     return largest * AT_WORK + again

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from postlude.layout import Layout, Stage
 from postlude.model.blocks import BLOCKS
-from postlude.pipeline.order import ZERO_BUBBLE, Overlap, check_overlap
+from postlude.pipeline.schedule import ZERO_BUBBLE, Overlap, check_overlap
 from postlude.plan.cost import CostModel
-from postlude.plan.forecast import Forecast, forecast, memory_of
+from postlude.plan.forecast import StepForecast, forecast, memory_of
 from postlude.plan.memory import STORED
-from postlude.plan.sizes import Sizes, sizes_of
+from postlude.plan.parameter_count import ModelParameterCount, count_parameters
 
 ROOM = 0.92  # of a GPU's memory: the rest is for NCCL, CUDA and what lies between blocks of the allocator
 SIMULATED = 32  # layouts that are run on the clock; the others are told apart by what theory says of their time
@@ -22,38 +22,38 @@ VARIANTS = 3  # of them, that differ in ep or replicas alone
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best layouts, and how many there were to choose from."""
 
-    best: Sequence[Forecast]
+    best: Sequence[StepForecast]
     fitting: int
     """That divide the model."""
     least: float
     """Bytes that a rank needs at least, as far as was looked."""
 
 
-def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap = False, most: int = 5) -> Found:
+def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap = False, most: int = 5) -> SearchResult:
     """The fastest layouts of `gpus` GPUs for steps of at least `batch_tokens` tokens, all else as in `start`."""
     room, least, fitting = ROOM * start.machine.memory, math.inf, 0
     ranked: list[tuple[float, int, CostModel]] = []
-    counted: dict[tuple[int, int], Sizes] = {}
+    counted: dict[tuple[int, int], ModelParameterCount] = {}
     for layout in layouts(start, gpus):
         microbatches = -(-batch_tokens // (start.budget * layout.dp))
         if microbatches < layout.pp or start.budget % (2 * layout.cp * layout.tp):
             continue
         with suppress(ValueError):
             check_overlap(overlap, pp=layout.pp, vpp=layout.vpp)
-            start.config.fits(layout)
+            start.config.check_layout(layout)
             fitting += 1
             key = layout.tp, layout.ep
             if key not in counted:
-                counted[key] = sizes_of(start.config, layout, start.blocks or BLOCKS)
+                counted[key] = count_parameters(start.config, layout, start.blocks or BLOCKS)
             model = replace(start, layout=layout, microbatches=microbatches, known=counted[key])
             needed = _weights(model)
             least = min(least, needed)
             if needed <= room:
                 ranked.append((_foretold(model, overlap), len(ranked), model))
-    chosen: list[Forecast] = []
+    chosen: list[StepForecast] = []
     tried: Counter[tuple[int, ...]] = Counter()
     for _, _, model in sorted(ranked):
         kind = _kind(model.layout)
@@ -67,7 +67,7 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
         if len(chosen) == SIMULATED:
             break
     best = sorted(chosen, key=lambda each: -each.tokens_a_second)
-    return Found(_apart(best)[:most], fitting, least)
+    return SearchResult(_apart(best)[:most], fitting, least)
 
 
 def _weights(model: CostModel) -> float:
@@ -115,7 +115,7 @@ def _foretold(model: CostModel, overlap: Overlap) -> float:
     return max(busy) * rounds / (model.microbatches * layout.dp)
 
 
-def _apart(ranked: Sequence[Forecast]) -> list[Forecast]:
+def _apart(ranked: Sequence[StepForecast]) -> list[StepForecast]:
     """Without those that differ from a faster one in ep or replicas alone."""
     first = {_kind(each.model.layout): each for each in reversed(ranked)}
     return [each for each in ranked if first[_kind(each.model.layout)] is each]
@@ -125,7 +125,7 @@ def _kind(layout: Layout) -> tuple[int, ...]:
     return layout.pp, layout.vpp, layout.cp, layout.tp
 
 
-def reason(found: Forecast) -> str:
+def explain_time(found: StepForecast) -> str:
     """Where a layout's time goes, in a sentence without its end."""
     step, seconds = found.step, found.step.timeline.makespan
     parts = {

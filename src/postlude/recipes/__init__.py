@@ -4,7 +4,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from postlude.recipes.start import RunResult, distill, dpo, evaluate, grpo, sft
+from postlude.recipes.api import RunResult, distill, dpo, evaluate, grpo, sft
 
 __all__ = ["RunResult", "distill", "dpo", "evaluate", "grpo", "sft"]
 

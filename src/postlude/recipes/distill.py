@@ -10,46 +10,53 @@ import torch
 from torch import Tensor
 
 from postlude.data import Batch
-from postlude.data.chat import Encoded
+from postlude.data.chat import EncodedSequence
 from postlude.engine import Engine
-from postlude.engine.handing import hand_out
-from postlude.recipes.config.configs import MASK, DistillConfig, OwnAnswers
-from postlude.recipes.config.settings import ObjectiveFile, built
-from postlude.recipes.examples import Examples, Indexed
-from postlude.recipes.preflight import (
+from postlude.engine.batch_scatter import scatter_batch
+from postlude.recipes.checks.objective_trial import ANSWERS
+from postlude.recipes.checks.preflight import (
     Check,
-    Subject,
+    PreflightInputs,
     check_teacher,
     check_teacher_tokens,
-    of_environment,
-    of_rows,
-    of_teacher,
-    of_training,
+    dataset_checks,
+    environment_checks,
+    teacher_checks,
+    training_checks,
 )
-from postlude.recipes.rollouts import HELD_OUT, TRAINED, Rollouts, environment_of, shown, summary
-from postlude.recipes.run.beginning import NEWEST, Beginning
-from postlude.recipes.run.ending import Ending
-from postlude.recipes.serving import engine_of, of_servers
+from postlude.recipes.config.recipe_configs import MASK, DistillConfig, OnPolicyData
+from postlude.recipes.config.settings import ObjectiveFile, build_objective
+from postlude.recipes.data.rows import Examples, IndexedRows
+from postlude.recipes.rollout_engine import check_servers, make_rollout_engine
+from postlude.recipes.rollouts import (
+    HELD_OUT,
+    TRAINED,
+    RolloutSampler,
+    build_environment,
+    completion_metrics,
+    sample_rows,
+)
+from postlude.recipes.run.outcome import RunOutcome
+from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import train
-from postlude.recipes.trial import ANSWERS
-from postlude.recipes.where import HERE, Where
 from postlude.rollout.environments import Transcript
 from postlude.rollout.tasks import Task
 
 
-class DistillTrainer(SupervisedTrainer[Encoded | Task]):
+class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
     """A run of distillation. Student and teacher are engines in the same layout."""
 
     name = "distill"
 
-    def __init__(self, config: DistillConfig, device: str, where: Where = HERE) -> None:
+    def __init__(self, config: DistillConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         self.config = config
         chosen = config.objective
         self.temperature = 1.0 if isinstance(chosen, ObjectiveFile) else chosen.temperature
-        self.rollouts: Rollouts | None = None
+        self.rollouts: RolloutSampler | None = None
         self.answered: Batch | None = None  # on the first rank: what is about to be handed out
-        super().__init__(config, device, built(chosen), where)
+        super().__init__(config, device, build_objective(chosen), runtime)
         with self.opening():
             self.teacher = Engine(
                 config.teacher,
@@ -62,30 +69,32 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
             check_teacher(config.model, self.engine.config, config.teacher, self.teacher.config, config.top_k)
             check_teacher_tokens(config.model, self.tokenizer, config.teacher)
 
-    def read(self) -> Indexed[Encoded | Task]:
+    def read(self) -> IndexedRows[EncodedSequence | Task]:
         """Written answers, or tasks for the student to answer."""
         data, budget = self.config.data, self.config.budget
         if isinstance(data, Examples):
             return self.encoded(data)
         environment = self.hold(
-            environment_of(data.environment, self.config.seed, self.tokenizer, data.answers, budget, self.where.hire)
+            build_environment(
+                data.environment, self.config.seed, self.tokenizer, data.sampling, budget, self.runtime.pool_factory
+            )
         )
         drawing = self.hold(
-            engine_of(
+            make_rollout_engine(
                 data.rollout,
                 self.engine,
                 self.tokenizer,
                 self.config.run,
-                data.answers,
+                data.sampling,
                 budget=budget,
-                machine=self.where.machine,
+                launcher=self.runtime.launcher,
             )
         )
-        self.rollouts = Rollouts(
+        self.rollouts = RolloutSampler(
             drawing,
             environment,
             self.tokenizer,
-            data.answers,
+            data.sampling,
             budget=budget,
             seed=self.config.seed,
             timed=self.timed,
@@ -94,14 +103,16 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
         self.hold(self.rollouts.conversations)
         return environment.tasks
 
-    def batch_of(self, rows: Sequence[Encoded | Task], *, held_out: bool = False) -> tuple[Batch, dict[str, Any]]:
+    def batch_of(
+        self, rows: Sequence[EncodedSequence | Task], *, held_out: bool = False
+    ) -> tuple[Batch, dict[str, Any]]:
         """Sequences with the teacher's likeliest tokens at every position."""
         if self.rollouts is None:
-            batch, found = _batch([row for row in rows if isinstance(row, Encoded)]), {}
+            batch, found = _batch([row for row in rows if isinstance(row, EncodedSequence)]), {}
         else:
             tasks = [row for row in rows if isinstance(row, Task)]
-            found = self.rollouts.led(lambda: self.answer(tasks, held_out=held_out))
-            batch = hand_out(self.answered, self.engine.mesh, self.rollouts.engine.lead, self.config.budget)
+            found = self.rollouts.on_rank0(lambda: self.answer(tasks, held_out=held_out))
+            batch = scatter_batch(self.answered, self.engine.mesh, self.rollouts.engine.controller, self.config.budget)
             self.answered = None
         with self.timed("teacher"):
             logprobs, ids = self.teacher.topk(batch, self.config.top_k, temperature=self.temperature)
@@ -110,17 +121,17 @@ class DistillTrainer(SupervisedTrainer[Encoded | Task]):
     def answer(self, tasks: Sequence[Task], *, held_out: bool) -> dict[str, Any]:
         """On the first rank: have the student answer; returns what is to be told of it."""
         assert self.rollouts is not None
-        assert isinstance(self.config.data, OwnAnswers)
+        assert isinstance(self.config.data, OnPolicyData)
         kind = HELD_OUT if held_out else TRAINED
-        answers = self.rollouts.answer(tasks, self.config.data.samples, step=self.step, kind=kind)
+        answers = self.rollouts.answer(tasks, self.config.data.samples_per_prompt, step=self.step, kind=kind)
         self.answered = _batch([each.transcript for each in answers])
         if held_out:
             return {}
-        self.run.sample(self.step + 1, shown(answers, self.tokenizer))
-        return summary(answers) | self.rollouts.take_metrics()
+        self.run.sample(self.step + 1, sample_rows(answers, self.tokenizer))
+        return completion_metrics(answers) | self.rollouts.take_metrics()
 
 
-def _batch(sequences: Sequence[Encoded | Transcript]) -> Batch:
+def _batch(sequences: Sequence[EncodedSequence | Transcript]) -> Batch:
     return Batch([each.tokens for each in sequences], {MASK: [each.mask for each in sequences]})
 
 
@@ -135,26 +146,28 @@ def _trial(top_k: int) -> Batch:
     return _with_teacher(batch, logprobs, [best.expand(length, -1) for length in batch.lengths])
 
 
-def checks(subject: Subject) -> list[Check]:
+def checks(inputs: PreflightInputs) -> list[Check]:
     """What must hold before a run begins."""
-    config: DistillConfig = subject.config
-    subject.others.append(config.teacher)
+    config: DistillConfig = inputs.config
+    inputs.others.append(config.teacher)
     data = config.data
     learned_on = (
-        of_rows(subject, data)
+        dataset_checks(inputs, data)
         if isinstance(data, Examples)
         else [
-            *of_environment(subject, data.environment, data.answers),
-            *of_servers(subject, data.rollout, data.answers, trained=True),
+            *environment_checks(inputs, data.environment, data.sampling),
+            *check_servers(inputs, data.rollout, data.sampling, trained=True),
         ]
     )
     return [
-        *of_training(subject, _trial(config.top_k)),
-        *of_teacher(subject, config.teacher, config.top_k),
+        *training_checks(inputs, _trial(config.top_k)),
+        *teacher_checks(inputs, config.teacher, config.top_k),
         *learned_on,
     ]
 
 
-def run(config: DistillConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:
+def run(
+    config: DistillConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
+) -> RunOutcome:
     """Run or continue `config` on the ranks that are started."""
-    return train(DistillTrainer(config, device, where), beginning)
+    return train(DistillTrainer(config, device, runtime), start_mode)

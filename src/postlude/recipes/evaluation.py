@@ -1,4 +1,4 @@
-"""Evaluation: how well a model answers tasks, without training it."""
+"""EvaluationSettings: how well a model answers tasks, without training it."""
 
 from __future__ import annotations
 
@@ -9,64 +9,74 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.reading import end_tokens, read_generation
-from postlude.recipes.clock import Clock
-from postlude.recipes.conclusion import conclude
+from postlude.hf.read_model import end_tokens, read_generation
+from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, model_checks
 from postlude.recipes.config import schema
-from postlude.recipes.config.configs import EvalConfig
-from postlude.recipes.config.rollout import Native
-from postlude.recipes.preflight import Check, Subject, of_environment, of_model
-from postlude.recipes.rollouts import Rollouts, environment_of, scores, shown, summary
-from postlude.recipes.run.beginning import NEWEST, Beginning
-from postlude.recipes.run.changes import MAY_CHANGE
+from postlude.recipes.config.recipe_configs import EvalConfig
+from postlude.recipes.config.rollout import NativeRollout
+from postlude.recipes.report.finish import conclude
+from postlude.recipes.report.summary import EVALUATED
+from postlude.recipes.rollout_engine import check_servers, make_eval_engine
+from postlude.recipes.rollouts import (
+    RolloutSampler,
+    build_environment,
+    completion_metrics,
+    evaluation_metrics,
+    sample_rows,
+)
+from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run
-from postlude.recipes.run.ending import Ending
-from postlude.recipes.run.surroundings import surroundings
-from postlude.recipes.serving import of_servers, served
-from postlude.recipes.started import native_length
-from postlude.recipes.verdict import EVALUATED
-from postlude.recipes.where import HERE, Where
-from postlude.rollout.conversations import Answered
-from postlude.rollout.gathered import RankedEngine, SharedGenerator
+from postlude.recipes.run.machine_info import machine_info
+from postlude.recipes.run.outcome import RunOutcome
+from postlude.recipes.run.phase_timer import PhaseTimer
+from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
+from postlude.recipes.server_commands import generator_limits
+from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import last_tasks
 
 PAGE = 256  # tasks answered at a time
 
 
-def checks(subject: Subject) -> list[Check]:
+def checks(inputs: PreflightInputs) -> list[Check]:
     """What must hold before a run begins."""
-    config: EvalConfig = subject.config
+    config: EvalConfig = inputs.config
     return [
-        *of_model(subject),
-        *of_environment(subject, config.environment, config.answers),
-        *of_servers(subject, config.rollout, config.answers, trained=False),
+        *model_checks(inputs),
+        *environment_checks(inputs, config.environment, config.sampling),
+        *check_servers(inputs, config.rollout, config.sampling, trained=False),
     ]
 
 
-def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:
+def run(
+    config: EvalConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
+) -> RunOutcome:
     """Evaluate on the ranks that are started. It is done in one go: an evaluation that was ended begins again."""
-    if beginning.resume_from is not None:
+    if start_mode.resume_from is not None:
         raise ValueError("an evaluation has no checkpoints to go back to; leave out --resume-from.")
     plain = schema.plain(config)
     check_run(config.run, plain, may_change=MAY_CHANGE)
     tokenizer = load_tokenizer(config.model)
-    clock = Clock()
+    clock = PhaseTimer()
     with ExitStack() as held:
         environment = held.enter_context(
             closing(
-                environment_of(config.environment, config.seed, tokenizer, config.answers, config.budget, where.hire)
+                build_environment(
+                    config.environment, config.seed, tokenizer, config.sampling, config.budget, runtime.pool_factory
+                )
             )
         )
-        directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, sinks=config.sinks))
+        directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, loggers=config.loggers))
         directory.resume_at(-1)
-        directory.record(step=0, command=beginning.command, **surroundings(torch.device(device)))
-        engine = held.enter_context(closing(_engine(config, tokenizer, device, where)))
-        rollouts = Rollouts(
+        directory.record(step=0, command=start_mode.command, **machine_info(torch.device(device)))
+        engine = held.enter_context(closing(_engine(config, tokenizer, device, runtime)))
+        rollouts = RolloutSampler(
             engine,
             environment,
             tokenizer,
-            config.answers,
+            config.sampling,
             budget=config.budget,
             seed=config.seed,
             timed=clock,
@@ -75,37 +85,45 @@ def run(config: EvalConfig, device: str = "cpu", beginning: Beginning = NEWEST, 
         count = min(config.tasks, len(environment.tasks))
         chosen = last_tasks(environment.tasks, count)
         tasks = [chosen[index] for index in range(count)]
-        answers: list[Answered] = []  # on the first rank
+        answers: list[Trajectory] = []  # on the first rank
 
         def page(first: int) -> dict[str, Any]:
-            answers.extend(rollouts.answer(tasks[first : first + PAGE], config.samples, step=0, first=first))
-            return summary(answers)
+            answers.extend(rollouts.answer(tasks[first : first + PAGE], config.samples_per_prompt, step=0, first=first))
+            return completion_metrics(answers)
 
-        with where.view(count, title=f"eval {config.model}", unit="task") as live:
+        with runtime.view(count, title=f"eval {config.model}", unit="task") as live:
             for first in range(0, count, PAGE):
-                live.update(min(first + PAGE, count), rollouts.led(partial(page, first)))
+                live.update(min(first + PAGE, count), rollouts.on_rank0(partial(page, first)))
         if answers:
-            directory.sample(0, shown(answers, tokenizer))
-        found = rollouts.led(lambda: scores(answers, config.samples) | summary(answers) | rollouts.take_metrics())
+            directory.sample(0, sample_rows(answers, tokenizer))
+        found = rollouts.on_rank0(
+            lambda: (
+                evaluation_metrics(answers, config.samples_per_prompt)
+                | completion_metrics(answers)
+                | rollouts.take_metrics()
+            )
+        )
         directory.log(0, found | clock.take(), phase=EVALUATED)
-    ending = Ending("finished", 0)
-    conclude(config.run, ending)
+    outcome = RunOutcome("finished", 0)
+    conclude(config.run, outcome)
     dist.barrier()
-    return ending
+    return outcome
 
 
-def _engine(config: EvalConfig, tokenizer: Any, device: str, where: Where) -> RankedEngine:
+def _engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runtime) -> DistributedEngine:
     """The whole model on every rank, or servers of it."""
     default = torch.bfloat16 if device == "cuda" else torch.float32
     dtype = getattr(torch, config.dtype) if config.dtype else default
-    if not isinstance(config.rollout, Native):
-        return served(config.rollout, config.model, tokenizer, config.run, dtype, device, config.budget, where.machine)
+    if not isinstance(config.rollout, NativeRollout):
+        return make_eval_engine(
+            config.rollout, config.model, tokenizer, config.run, dtype, device, config.budget, runtime.launcher
+        )
     model = load_model(
         config.model,
         dtype=dtype,
         device=device,
-        mtp=config.answers.draft is not None,
+        mtp=config.sampling.draft is not None,
     ).eval()
     ends = end_tokens(read_generation(config.model), tokenizer.eos_token_id)
-    limits = native_length(config.budget)
-    return SharedGenerator(model, tokenizer, draft=config.answers.draft, eos_tokens=ends, **limits)
+    limits = generator_limits(config.budget)
+    return ReplicatedGenerator(model, tokenizer, draft=config.sampling.draft, eos_tokens=ends, **limits)

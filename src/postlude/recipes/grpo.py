@@ -13,28 +13,34 @@ import torch
 from torch import Tensor
 
 from postlude.data import Batch
-from postlude.data.chat import Encoded, Encoder, TooLong
+from postlude.data.chat import EncodedSequence, Encoder, TooLongError
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Sampler
 from postlude.data.microbatch import ROUTING
-from postlude.engine.handing import hand_out
+from postlude.engine.batch_scatter import scatter_batch
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
-from postlude.recipes.config.configs import GRPOConfig
-from postlude.recipes.config.settings import built
-from postlude.recipes.metrics import LOSS, SKIPPED
-from postlude.recipes.preflight import Check, Subject, of_environment, of_training
-from postlude.recipes.rollouts import Rollouts, environment_of, scores, shown, summary
-from postlude.recipes.run.beginning import NEWEST, Beginning
-from postlude.recipes.run.directory import step_of
-from postlude.recipes.run.ending import Ending
-from postlude.recipes.serving import engine_of, of_servers
-from postlude.recipes.supply import Supply, age
+from postlude.recipes.checks.objective_trial import ANSWERS
+from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, training_checks
+from postlude.recipes.config.recipe_configs import GRPOConfig
+from postlude.recipes.config.settings import build_objective
+from postlude.recipes.report.metrics import LOSS, SKIPPED
+from postlude.recipes.rollout_engine import check_servers, make_rollout_engine
+from postlude.recipes.rollout_queue import RolloutQueue, policy_lag
+from postlude.recipes.rollouts import (
+    RolloutSampler,
+    build_environment,
+    completion_metrics,
+    evaluation_metrics,
+    sample_rows,
+)
+from postlude.recipes.run.directory import checkpoint_step
+from postlude.recipes.run.outcome import RunOutcome
+from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.trainer import Trainer, train
-from postlude.recipes.trial import ANSWERS
-from postlude.recipes.where import HERE, Where
-from postlude.rollout.conversations import Answered
+from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import Task, Tasks, hold_out
 
 FOLDS: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
@@ -46,21 +52,23 @@ class GRPOTrainer(Trainer):
 
     name = "grpo"
 
-    def __init__(self, config: GRPOConfig, device: str, where: Where = HERE) -> None:
+    def __init__(self, config: GRPOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         self.config = config
         self.warm_optimizer, self.optimizer = config.optimizers
-        super().__init__(config, device, self.warm_optimizer if config.warm_start.steps else self.optimizer, where)
+        super().__init__(config, device, self.warm_optimizer if config.warm_start.steps else self.optimizer, runtime)
         self.warm = config.warm_start.steps
         self.last = self.warm + config.steps
         self.evaluate_every = config.evaluation.every
         self.lesson: list[Batch] = []  # on the first rank: what the step learns from
         with self.opening():
-            self._open(config, where)
+            self._open(config, runtime)
 
-    def _open(self, config: GRPOConfig, where: Where) -> None:
+    def _open(self, config: GRPOConfig, runtime: Runtime) -> None:
         """The environment, and who answers."""
         self.environment = self.hold(
-            environment_of(config.environment, config.seed, self.tokenizer, config.answers, config.budget, where.hire)
+            build_environment(
+                config.environment, config.seed, self.tokenizer, config.sampling, config.budget, runtime.pool_factory
+            )
         )
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
@@ -69,28 +77,28 @@ class GRPOTrainer(Trainer):
             held_out = hold_out(self.tasks, config.evaluation.tasks, config.evaluation.split_by)
             self.held_out = [self.tasks[index] for index in held_out.indices]
             self.sampler.skip = held_out
-        self.objective: Objective = built(config.objective)
+        self.objective: Objective = build_objective(config.objective)
         if isinstance(self.objective, PolicyGradient):
-            self.objective = replace(self.objective, temperature=config.answers.temperature)
+            self.objective = replace(self.objective, temperature=config.sampling.temperature)
         self.reference: Reference | None = None
         drawing = self.hold(
-            engine_of(
+            make_rollout_engine(
                 config.rollout,
                 self.engine,
                 self.tokenizer,
                 config.run,
-                config.answers,
+                config.sampling,
                 budget=config.budget,
                 routing=config.replay_routing,
-                machine=where.machine,
+                launcher=runtime.launcher,
                 beside=config.asynchrony.max_staleness > 0,
             )
         )
-        self.rollouts = Rollouts(
+        self.rollouts = RolloutSampler(
             drawing,
             self.environment,
             self.tokenizer,
-            config.answers,
+            config.sampling,
             budget=config.budget,
             seed=config.seed,
             timed=self.timed,
@@ -98,12 +106,12 @@ class GRPOTrainer(Trainer):
             background=config.asynchrony.max_staleness > 0,
         )
         self.hold(self.rollouts.conversations)
-        self.supply = Supply(
+        self.queue = RolloutQueue(
             self.rollouts,
             self.tasks,
             self.sampler,
-            samples=config.samples,
-            prompts=config.prompts,
+            samples=config.samples_per_prompt,
+            prompts=config.prompts_per_step,
             ahead=config.asynchrony.max_staleness,
             last=self.last,
         )
@@ -115,11 +123,11 @@ class GRPOTrainer(Trainer):
 
     def state(self) -> dict[str, Any]:
         """Which tasks have been learned from, or are under way."""
-        return self.supply.state()
+        return self.queue.state()
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, with the optimizer and the reference that belong to its phase."""
-        warm = step_of(checkpoint) <= self.warm
+        warm = checkpoint_step(checkpoint) <= self.warm
         self.engine.set_optimizer(self.warm_optimizer if warm and self.warm else self.optimizer)
         if not warm and self.config.has_reference:
             self.engine.load(self.run.path / REFERENCE)
@@ -127,13 +135,13 @@ class GRPOTrainer(Trainer):
             self.engine.set_optimizer(self.optimizer)
         extra = self.engine.load(checkpoint)
         self.step, self.first_norm = extra["step"], extra.get("first_norm", 0.0)
-        self.supply.restore(extra)
+        self.queue.restore(extra)
 
     def train_step(self) -> dict[str, Any]:
         """One step of the warm start or of GRPO."""
         if self.step < self.warm:
             return self.learn_examples()
-        found, parts = self.rollouts.led(self.teach)
+        found, parts = self.rollouts.on_rank0(self.teach)
         if self.step == self.warm:
             self._begin()
         return found | self.learn_answers(parts)
@@ -141,47 +149,51 @@ class GRPOTrainer(Trainer):
     def evaluate(self) -> dict[str, float]:
         """Mean reward and pass@k on held-out tasks."""
         settings = self.config.evaluation
-        return self.rollouts.led(
-            lambda: scores(self.rollouts.evaluate(self.held_out, settings, step=self.step), settings.samples)
+        return self.rollouts.on_rank0(
+            lambda: evaluation_metrics(
+                self.rollouts.evaluate(self.held_out, settings, step=self.step), settings.samples_per_prompt
+            )
         )
 
     def learn_examples(self) -> dict[str, Any]:
         """One supervised step on the answers that tasks come with."""
-        chosen = [self.tasks[index] for index in self.sampler.take(self.config.warm_start.examples)]
+        chosen = [self.tasks[index] for index in self.sampler.take(self.config.warm_start.batch_size)]
         options = self.environment.template_options
-        examples = [example_of(task, self.tokenizer, self.config.budget, options) for task in chosen]
+        examples = [warm_start_example(task, self.tokenizer, self.config.budget, options) for task in chosen]
         batch = Batch([each.tokens for each in examples], {"response_mask": [each.mask for each in examples]})
         return self.learn(batch, SFT(over="response_mask"))
 
     def teach(self) -> tuple[dict[str, Any], int]:
         """On the first rank: draw what the step learns from; returns what is to be told of it, and its minibatches."""
         answered, drawn = self.rollout()
-        self.run.sample(self.step + 1, shown(drawn, self.tokenizer))
+        self.run.sample(self.step + 1, sample_rows(drawn, self.tokenizer))
         self.health.rewards(drawn, self.step + 1)
-        learned = len(self._differing(answered)) / self.config.prompts
-        found = summary(drawn) | {"groups_learned": learned}
-        found |= self.supply.take_metrics() | self.rollouts.take_metrics()
-        if (older := age(answered, self.engine.step)) is not None:
-            found["token_age"] = older
+        learned = len(self._differing(answered)) / self.config.prompts_per_step
+        found = completion_metrics(drawn) | {"groups_trained": learned}
+        found |= self.queue.take_metrics() | self.rollouts.take_metrics()
+        if (older := policy_lag(answered, self.engine.step)) is not None:
+            found["policy_lag"] = older
         self.lesson = self._minibatches(answered)
         return found, len(self.lesson)
 
-    def rollout(self) -> tuple[list[Answered], list[Answered]]:
+    def rollout(self) -> tuple[list[Trajectory], list[Trajectory]]:
         """Answers to learn from, and all that were drawn.
 
         Left out are answers whose reward call failed, those cut off where they are masked, and what has no other of its
         group left to be compared with; with dynamic sampling, also groups without a difference.
         """
         config = self.config
-        chosen: list[Answered] = []
-        drawn: list[Answered] = []
+        chosen: list[Trajectory] = []
+        drawn: list[Trajectory] = []
         for _ in range(1 + config.dynamic_sampling):
-            missing = config.prompts - len({each.group for each in chosen})
+            missing = config.prompts_per_step - len({each.group for each in chosen})
             if not missing:
                 break
-            answers = self.supply.take(missing, self.step)
+            answers = self.queue.take(missing, self.step)
             drawn += answers
-            kept = [each for each in answers if not each.excluded and not (config.overlong == "mask" and each.cut_off)]
+            kept = [
+                each for each in answers if not each.excluded and not (config.overlong == "mask" and each.truncated)
+            ]
             sizes = Counter(each.group for each in kept)
             differing = self._differing(kept) if config.dynamic_sampling else sizes.keys()
             chosen += [each for each in kept if sizes[each.group] > 1 and each.group in differing]
@@ -191,8 +203,10 @@ class GRPOTrainer(Trainer):
         """The optimizer steps on one rollout, of so many minibatches, which the first rank has."""
         if not parts:
             return {LOSS: 0.0}
-        lead, whole = self.rollouts.engine.lead, dict(enumerate(self.lesson))
-        batches = [hand_out(whole.get(part), self.engine.mesh, lead, self.config.budget) for part in range(parts)]
+        controller, whole = self.rollouts.engine.controller, dict(enumerate(self.lesson))
+        batches = [
+            scatter_batch(whole.get(part), self.engine.mesh, controller, self.config.budget) for part in range(parts)
+        ]
         self.lesson = []
         batches = [self._scored(batch) for batch in batches]  # by the weights that all of them start from
         results = [self.learn(batch, self.objective) for batch in batches]
@@ -200,7 +214,7 @@ class GRPOTrainer(Trainer):
             name: FOLDS[self.reductions.get(name, "mean")]([result[name] for result in results]) for name in results[0]
         }
         if self.config.starts_from_rollout:  # the first minibatch is learned by the very weights that sampled it
-            found |= {"rollout_kl": results[0]["kl_old"], "rollout_gap_max": None}
+            found |= {"rollout_kl": results[0]["kl_old"], "rollout_logprob_diff_max": None}
         return found | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
 
     def _begin(self) -> None:
@@ -212,7 +226,7 @@ class GRPOTrainer(Trainer):
             self.engine.save(self.run.path / REFERENCE)
             self.reference = self.engine.reference()
 
-    def _minibatches(self, answered: Sequence[Answered]) -> list[Batch]:
+    def _minibatches(self, answered: Sequence[Trajectory]) -> list[Batch]:
         """What the objective reads of each answer, the groups shared out over the minibatches."""
         transcripts = [each.transcript for each in answered]
         logprobs = [torch.tensor(each.logprobs) for each in transcripts]
@@ -227,7 +241,7 @@ class GRPOTrainer(Trainer):
             "old_logprobs": logprobs,
         }
         if self.config.replay_routing:
-            columns[ROUTING] = routing_of(answered)
+            columns[ROUTING] = routing_column(answered)
         groups = list(dict.fromkeys(each.group for each in answered))
         found = []
         for part in range(self.config.minibatches):
@@ -240,9 +254,9 @@ class GRPOTrainer(Trainer):
 
     def _scored(self, batch: Batch) -> Batch:
         """With what the trainer itself, or the reference, says of the tokens, where that is asked for."""
-        temperature = self.config.answers.temperature
+        temperature = self.config.sampling.temperature
         columns: dict[str, Any] = dict(batch.columns)
-        with self.timed("score"):
+        with self.timed("logprobs"):
             if self.config.old_logprobs == "recompute":
                 replayed = {ROUTING: columns[ROUTING]} if ROUTING in columns else {}
                 asked = replace(batch, columns=replayed)
@@ -252,18 +266,18 @@ class GRPOTrainer(Trainer):
                 columns["reference_logprobs"] = self.reference.logprobs(asked, temperature=temperature).logprob
         return replace(batch, columns=columns)
 
-    def _reward(self, answer: Answered) -> float:
+    def _reward(self, answer: Trajectory) -> float:
         """What is learned from: the reward, less the penalty of an answer that was cut off."""
-        return answer.reward - self.config.overlong_penalty * answer.cut_off
+        return answer.reward - self.config.overlong_penalty * answer.truncated
 
-    def _differing(self, answers: Sequence[Answered]) -> set[int]:
+    def _differing(self, answers: Sequence[Trajectory]) -> set[int]:
         """The groups whose rewards are not all alike."""
         rewards: dict[int, set[float]] = {}
         for each in answers:
             rewards.setdefault(each.group, set()).add(self._reward(each))
         return {group for group, found in rewards.items() if len(found) > 1}
 
-    def _advantages(self, answered: Sequence[Answered]) -> list[float]:
+    def _advantages(self, answered: Sequence[Trajectory]) -> list[float]:
         rewards = [self._reward(each) for each in answered]
         groups = [each.group for each in answered]
         match self.config.advantages:
@@ -275,7 +289,9 @@ class GRPOTrainer(Trainer):
                 return grpo(rewards, groups, leave_one_out=kind == "grpo_loo").tolist()
 
 
-def example_of(task: Task, tokenizer: ChatTokenizer, budget: int, options: Mapping[str, Any] | None = None) -> Encoded:
+def warm_start_example(
+    task: Task, tokenizer: ChatTokenizer, budget: int, options: Mapping[str, Any] | None = None
+) -> EncodedSequence:
     """A task with its own answer, as the warm start learns it. `options` are the environment's for the template."""
     answer = task.example.get("answer")
     if answer is None:
@@ -286,15 +302,15 @@ def example_of(task: Task, tokenizer: ChatTokenizer, budget: int, options: Mappi
     try:
         turns = answer if isinstance(answer, list) else str(answer)
         encoder = Encoder(tokenizer=tokenizer, max_length=budget, options=options or {})
-        return encoder.answer(task.prompt, turns, task.name)
-    except TooLong as error:
+        return encoder.completion(task.prompt, turns, task.name)
+    except TooLongError as error:
         raise ValueError(
             f"{task.name} with its answer has {error.length} tokens, too many for the warm start in a budget of "
             f"{budget}. Raise budget, or leave the row out."
         ) from error
 
 
-def routing_of(answered: Sequence[Answered]) -> list[Tensor]:
+def routing_column(answered: Sequence[Trajectory]) -> list[Tensor]:
     """Which experts the tokens of each answer were sent to when it was sampled."""
     found = [each.transcript.routing for each in answered if each.transcript.routing is not None]
     if len(found) < len(answered):
@@ -325,35 +341,39 @@ def _trial(config: GRPOConfig) -> Batch:
     )
 
 
-def checks(subject: Subject) -> list[Check]:
+def checks(inputs: PreflightInputs) -> list[Check]:
     """What must hold before a run begins."""
-    config: GRPOConfig = subject.config
-    subject.others += [config.model] if config.has_reference else []
+    config: GRPOConfig = inputs.config
+    inputs.others += [config.model] if config.has_reference else []
 
-    def example(task: Task, options: Mapping[str, Any]) -> Encoded:
-        return example_of(task, subject.tokenizer, config.budget, options)
+    def example(task: Task, options: Mapping[str, Any]) -> EncodedSequence:
+        return warm_start_example(task, inputs.tokenizer, config.budget, options)
 
     warm = example if config.warm_start.steps else None
     held_out = config.evaluation if config.evaluation.every else None
-    replay = [Check("replay_routing", lambda: _replay(subject), after=("model",))] if config.replay_routing else []
+    replay = [Check("replay_routing", lambda: _replay(inputs), after=("model",))] if config.replay_routing else []
     return [
-        *of_training(subject, _trial(config)),
+        *training_checks(inputs, _trial(config)),
         *replay,
-        *of_environment(subject, config.environment, config.answers, example=warm, held_out=held_out),
-        *of_servers(subject, config.rollout, config.answers, trained=True, compared=config.old_logprobs == "rollout"),
+        *environment_checks(inputs, config.environment, config.sampling, example=warm, held_out=held_out),
+        *check_servers(
+            inputs, config.rollout, config.sampling, trained=True, compared=config.old_logprobs == "rollout"
+        ),
     ]
 
 
-def run(config: GRPOConfig, device: str = "cpu", beginning: Beginning = NEWEST, where: Where = HERE) -> Ending:
+def run(
+    config: GRPOConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
+) -> RunOutcome:
     """Run or continue `config` on the ranks that are started."""
-    return train(GRPOTrainer(config, device, where), beginning)
+    return train(GRPOTrainer(config, device, runtime), start_mode)
 
 
-def _replay(subject: Subject) -> str:
-    routers = subject.model[1].routers
+def _replay(inputs: PreflightInputs) -> str:
+    routers = inputs.model[1].routers
     if not routers:
         raise ValueError(
-            f"replay_routing sends tokens to the experts that they were sampled with, but {subject.config.model} has "
+            f"replay_routing sends tokens to the experts that they were sampled with, but {inputs.config.model} has "
             "none. Set it to false."
         )
     return f"of {len(routers)} blocks with experts"

@@ -18,44 +18,44 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from postlude.checks import MISTAKES
+from postlude.checks import USER_ERRORS
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.engine.checkpoint import check
-from postlude.hf.card import ModelCard
 from postlude.hf.load import load_tokenizer
+from postlude.hf.model_card import ModelCard
 from postlude.objectives import Objective
 from postlude.objectives.loss import Reduction
 from postlude.optimizer import OptimizerConfig
-from postlude.recipes.ahead import beside, source_of
-from postlude.recipes.clock import Clock
-from postlude.recipes.conclusion import conclude
 from postlude.recipes.config import schema
-from postlude.recipes.config.configs import MASK
-from postlude.recipes.config.settings import Training
-from postlude.recipes.health import Health, Hopeless
-from postlude.recipes.metrics import LOSS, MEMORY, SKIPPED, SPEED
-from postlude.recipes.run.beginning import MODEL, NEWEST, Beginning
-from postlude.recipes.run.changes import MAY_CHANGE, code_in, differences, shown
+from postlude.recipes.config.recipe_configs import MASK
+from postlude.recipes.config.settings import TrainingConfig
+from postlude.recipes.mtp import model_source, with_mtp_loss
+from postlude.recipes.report.finish import conclude
+from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
+from postlude.recipes.report.summary import read_summary, summary_lines
+from postlude.recipes.run.config_changes import MAY_CHANGE, differences, format_value, user_code_hashes
 from postlude.recipes.run.directory import (
-    Onlooker,
+    ReadOnlyRun,
     RunDirectory,
     changed_code,
     check_run,
-    is_first_rank,
+    checkpoint_step,
+    is_rank0,
     open_run,
     read_config,
-    step_of,
 )
-from postlude.recipes.run.ending import FAILED, Ending, Outcome, RunFailed, forget_ending
-from postlude.recipes.run.surroundings import surroundings
-from postlude.recipes.signals import EndAsked, Signals
-from postlude.recipes.verdict import facts, read_verdict
-from postlude.recipes.where import HERE, Where
-from postlude.rollout.servers.errors import ServerError
-from postlude.world.agreement import RankFailure, agreed, first_rank_says
+from postlude.recipes.run.health import Health, UnhealthyRun
+from postlude.recipes.run.machine_info import machine_info
+from postlude.recipes.run.outcome import FAILED, OutcomeStatus, RunFailed, RunOutcome, clear_outcome
+from postlude.recipes.run.phase_timer import PhaseTimer
+from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.signals import StopRequested, StopSignals
+from postlude.recipes.run.start_mode import MODEL, RESUME_NEWEST, StartMode
+from postlude.serving.errors import ServerError
+from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
 
-NOT_THE_MODELS = ("run", "model", "sinks")  # settings that say nothing about what was made
+NOT_THE_MODELS = ("run", "model", "loggers")  # settings that say nothing about what was made
 LOG = logging.getLogger("postlude")
 LATER, DAMAGED = "later", "damaged"  # what checkpoints are called that a run goes on before
 
@@ -89,18 +89,22 @@ class Trainer(ABC):
     """The column of its batches that marks the tokens to learn."""
 
     def __init__(
-        self, config: Training, device: str, optimizer: OptimizerConfig | None = None, where: Where = HERE
+        self,
+        config: TrainingConfig,
+        device: str,
+        optimizer: OptimizerConfig | None = None,
+        runtime: Runtime = LOCAL_RUNTIME,
     ) -> None:
-        self.settings, self.where = config, where
+        self.settings, self.runtime = config, runtime
         self.held = ExitStack()  # what is open, which `close` gives back, the last first
-        self.run: RunDirectory = Onlooker(config.run)  # until it is resumed
+        self.run: RunDirectory = ReadOnlyRun(config.run)  # until it is resumed
         self.asked = schema.plain(config)
         _check_alike(self.asked)
         check_run(config.run, self.asked, may_change=MAY_CHANGE)
         torch.manual_seed(config.seed)  # nothing here draws from it, but an objective of the user's may
         self.tokenizer: Any = load_tokenizer(config.model)
         self.engine = Engine(
-            source_of(config.model, config.mtp),
+            model_source(config.model, config.mtp),
             layout=config.layout,
             optimizer=optimizer or config.optimizer,
             budget=config.budget,
@@ -122,10 +126,10 @@ class Trainer(ABC):
         self.first_norm = 0.0  # of the weights that the run began with
         self.again = ""  # how to go on
         self.asked_to_end = 0  # by which signal
-        self.signals = Signals(speaks=is_first_rank())
+        self.signals = StopSignals(speaks=is_rank0())
         self.reductions: dict[str, Reduction] = {}  # of metrics, as the objective has them
-        self.health = Health(config.limits, config.max_skipped, speaks=is_first_rank())
-        self.timed = Clock()
+        self.health = Health(config.limits, config.max_skipped_steps, speaks=is_rank0())
+        self.timed = PhaseTimer()
 
     @property
     def phase(self) -> str:
@@ -166,26 +170,29 @@ class Trainer(ABC):
         with closing(self.run):
             self.held.close()
 
-    def resume(self, beginning: Beginning) -> None:
+    def resume(self, start_mode: StartMode) -> None:
         """Take the directory, and go on from a checkpoint. A run without one begins by measuring where it starts."""
-        first_rank_says(lambda: self._candidates(beginning.resume_from))  # one that is not there touches nothing
-        self.run = open_run(self.settings.run, self.asked, may_change=MAY_CHANGE, sinks=self.settings.sinks)
-        self.again = f"go on with: {beginning.command}" if beginning.command else "the same config goes on"
-        checkpoint = self._restored(beginning.resume_from)
-        at = -1 if checkpoint is None else step_of(checkpoint)
+        on_rank0(lambda: self._candidates(start_mode.resume_from))  # one that is not there touches nothing
+        self.run = open_run(self.settings.run, self.asked, may_change=MAY_CHANGE, loggers=self.settings.loggers)
+        self.again = f"go on with: {start_mode.command}" if start_mode.command else "the same config goes on"
+        checkpoint = self._restored(start_mode.resume_from)
+        at = -1 if checkpoint is None else checkpoint_step(checkpoint)
         if at > self.last:
             raise ValueError(
                 f"{self.run.path} is at step {at} already, but is to end at step {self.last}. Raise steps, or go back "
                 "with --resume-from."
             )
-        if is_first_rank():
-            forget_ending(self.run.path)
+        if is_rank0():
+            clear_outcome(self.run.path)
             if changed := changed_code(self.run.path, self.asked):
                 LOG.warning("%s was changed since the run was last started; it goes on with the new code.", changed)
-        self.run.set_aside([path for path in self.run.checkpoints() if step_of(path) > at], LATER)
+        self.run.set_aside([path for path in self.run.checkpoints() if checkpoint_step(path) > at], LATER)
         self.run.resume_at(at)
         self.run.record(
-            step=self.step, command=beginning.command, **surroundings(self.engine.device), code=code_in(self.asked)
+            step=self.step,
+            command=start_mode.command,
+            **machine_info(self.engine.device),
+            code=user_code_hashes(self.asked),
         )
         if checkpoint is None:
             self.first_norm = self.engine.weight_norm()
@@ -197,15 +204,15 @@ class Trainer(ABC):
     def _restored(self, step: int | None) -> Path | None:
         """Load the checkpoint of a step, or the newest. One that is damaged is set aside for the one before it."""
         damaged: list[Path] = []
-        for checkpoint in first_rank_says(lambda: self._candidates(step)):
+        for checkpoint in on_rank0(lambda: self._candidates(step)):
             try:
                 self.restore(checkpoint)
             except (OSError, ValueError):
-                damage = first_rank_says(functools.partial(_damage, checkpoint))
+                damage = on_rank0(functools.partial(_damage, checkpoint))
                 if not damage or step is not None:
                     raise
                 damaged.append(checkpoint)
-                if is_first_rank():
+                if is_rank0():
                     LOG.warning("%s The one before it is taken, and later steps are done again.", damage)
                 continue
             self.run.set_aside(damaged, DAMAGED)
@@ -218,7 +225,7 @@ class Trainer(ABC):
         return None
 
     def _candidates(self, step: int | None) -> list[Path]:
-        found = {step_of(path): path for path in self.run.checkpoints()}
+        found = {checkpoint_step(path): path for path in self.run.checkpoints()}
         if step is None:
             return [found[each] for each in sorted(found, reverse=True)]
         if step not in found:
@@ -251,34 +258,34 @@ class Trainer(ABC):
         extra = {"step": self.step, "first_norm": self.first_norm, **(self.position or self.state())}
         self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
         self.saved = self.step
-        self.run.prune(self.settings.keep)
+        self.run.prune(self.settings.keep_checkpoints)
 
     def learn(self, batch: Batch, objective: Objective) -> dict[str, Any]:
         """One optimizer step on a batch; returns its metrics."""
         with self.timed("train"):
-            result = self.engine.forward_backward(batch, beside(objective, self.settings.mtp, self.learned))
+            result = self.engine.forward_backward(batch, with_mtp_loss(objective, self.settings.mtp, self.learned))
             moved = self.engine.optimizer_step()
         self.reductions.update(result.reductions)
         self.health.learned(result.loss, moved.skipped, self.step + 1)
         found = {LOSS: result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
         return found | {SKIPPED: float(moved.skipped), "tokens": result.tokens}
 
-    def finish(self) -> Ending:
+    def finish(self) -> RunOutcome:
         """Write the report, and the model as a directory: Hugging Face's, or Postlude's own where no family fits."""
         self.engine.finish_saving()
         if self.settings.export:
-            card = self._card() if is_first_rank() else None
+            card = self._card() if is_rank0() else None
             # The directory is the run's own: what an earlier end of it wrote is replaced.
             self.engine.export_model(self.run.path / MODEL, tokenizer=self.tokenizer, card=card, overwrite=True)
-        return self._end(Ending("finished", self.step))
+        return self._end(RunOutcome("finished", self.step))
 
-    def interrupt(self) -> Ending:
+    def interrupt(self) -> RunOutcome:
         """Save what is done, for a signal asked to end."""
         self.save()
         done = f"after step {self.step}, which is saved" if self.step else "before its first step"
         return self._ended_by_signal(done)
 
-    def leave(self, asked: EndAsked) -> Ending:
+    def leave(self, asked: StopRequested) -> RunOutcome:
         """As `interrupt`, in the middle of a step: it is done again. So is one whose own evaluation was not over."""
         self.asked_to_end = asked.number
         if self.position is not None:
@@ -286,18 +293,18 @@ class Trainer(ABC):
         self.engine.finish_saving()
         return self._ended_by_signal(f"in the evaluation after step {self.step}; step {self.saved} is saved")
 
-    def _ended_by_signal(self, done: str) -> Ending:
+    def _ended_by_signal(self, done: str) -> RunOutcome:
         name = signal.Signals(self.asked_to_end).name
         sentence = f"{name} ended the run {done}; {self.again}"
-        return self._end(Ending("interrupted", self.step, sentence, 128 + self.asked_to_end))
+        return self._end(RunOutcome("interrupted", self.step, sentence, 128 + self.asked_to_end))
 
-    def give_up(self, reason: Hopeless) -> Ending:
+    def give_up(self, reason: UnhealthyRun) -> RunOutcome:
         """End a run that learns nothing any more. Nothing is exported; a checkpoint is called whole if it is."""
         self.engine.finish_saving()
-        sentence = f"{reason}. {first_rank_says(self._what_is_left)}"
-        return self._end(Ending("failed", self.step, sentence, FAILED))
+        sentence = f"{reason}. {on_rank0(self._what_is_left)}"
+        return self._end(RunOutcome("failed", self.step, sentence, FAILED))
 
-    def strand(self, lost: ServerError) -> Ending:
+    def strand(self, lost: ServerError) -> RunOutcome:
         """End a run that has nobody left to ask for answers. What is done is saved, without the step it was in."""
         said = str(lost)
         try:
@@ -306,7 +313,7 @@ class Trainer(ABC):
             self.engine.finish_saving()
         except OSError as error:  # as where a disk is full
             said = f"{said} What was done since the last checkpoint could not be saved: {error}."
-        return self._end(Ending("failed", self.step, f"{said} {first_rank_says(self._what_is_left)}", FAILED))
+        return self._end(RunOutcome("failed", self.step, f"{said} {on_rank0(self._what_is_left)}", FAILED))
 
     def _what_is_left(self) -> str:
         found = self.run.checkpoints()
@@ -320,16 +327,16 @@ class Trainer(ABC):
     def _card(self) -> ModelCard:
         """What came of the run, for those who get the model alone."""
         settings = {name: value for name, value in read_config(self.run.path).items() if name not in NOT_THE_MODELS}
-        verdict = read_verdict(self.run.path)
-        scores = {fact.label: f"{fact.text} {fact.note}".strip() for fact in facts(verdict)}
+        summary = read_summary(self.run.path)
+        scores = {fact.label: f"{fact.text} {fact.note}".strip() for fact in summary_lines(summary)}
         how = f"Trained with `postlude {self.name}` for {self.step} steps."
         return ModelCard(str(self.settings.model), how, settings, scores)
 
-    def _end(self, ending: Ending) -> Ending:
+    def _end(self, outcome: RunOutcome) -> RunOutcome:
         if self.step:
-            conclude(self.settings.run, ending)
+            conclude(self.settings.run, outcome)
         dist.barrier()
-        return ending
+        return outcome
 
     def _agree(self) -> dict[str, float]:
         """Hear from all ranks whether a signal asked to end; returns the most memory that one of them used."""
@@ -352,29 +359,31 @@ class Trainer(ABC):
             return self.evaluate()
 
 
-def train(trainer: Trainer, beginning: Beginning = NEWEST) -> Ending:
+def train(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> RunOutcome:
     """Run or continue until the last step, a signal, or until there is nothing to learn any more."""
     with closing(trainer), trainer.signals:
         try:
-            trainer.resume(beginning)
+            trainer.resume(start_mode)
             title = f"{trainer.name} {trainer.settings.model}"
-            with trainer.where.view(trainer.last, title=title, start=trainer.step) as live:
+            with trainer.runtime.view(trainer.last, title=title, start=trainer.step) as live:
                 while trainer.step < trainer.last and not trainer.asked_to_end:
                     live.doing(trainer.phase)
                     metrics = trainer.advance()
                     live.update(trainer.step, metrics)
             return trainer.interrupt() if trainer.asked_to_end else trainer.finish()
-        except Hopeless as reason:
+        except UnhealthyRun as reason:
             return trainer.give_up(reason)
-        except EndAsked as asked:
+        except StopRequested as asked:
             return trainer.leave(asked)
         except BaseException as error:
             if isinstance(error, ServerError) and trainer.began is not None and trainer.step:
                 return trainer.strand(error)
             if trainer.began is not None and trainer.step:  # there is something to conclude
-                outcome: Outcome = "failed" if isinstance(error, Exception) else "interrupted"
-                _conclude_badly(trainer, Ending(outcome, trainer.step, str(error), FAILED), error)
-                if isinstance(error, MISTAKES) and trainer.step > trainer.began:  # it would have shown in a first step
+                outcome: OutcomeStatus = "failed" if isinstance(error, Exception) else "interrupted"
+                _conclude_badly(trainer, RunOutcome(outcome, trainer.step, str(error), FAILED), error)
+                if (
+                    isinstance(error, USER_ERRORS) and trainer.step > trainer.began
+                ):  # it would have shown in a first step
                     failed = f"after step {trainer.step} the run failed: {_told(error)}"
                     raise RunFailed(f"{failed}. When that is mended, {trainer.again}") from error
             raise
@@ -388,12 +397,13 @@ def _check_alike(asked: Mapping[str, Any]) -> None:
             if found := list(differences(other, configs[0])):
                 path, first, own = found[0]
                 raise ValueError(
-                    f"rank {rank} was given another config than rank 0: {path} is {shown(own)} and {shown(first)}. "
+                    f"rank {rank} was given another config than rank 0: {path} is {format_value(own)} and "
+                    f"{format_value(first)}. "
                     "Start all ranks with the same command and the same file."
                 )
 
     try:
-        agreed(lambda: asked, compare)
+        gather_and_decide(lambda: asked, compare)
     except RankFailure as failure:
         raise failure.cause from None
 
@@ -411,8 +421,8 @@ def _damage(checkpoint: Path) -> str:
     return ""
 
 
-def _conclude_badly(trainer: Trainer, ending: Ending, error: BaseException) -> None:
+def _conclude_badly(trainer: Trainer, outcome: RunOutcome, error: BaseException) -> None:
     try:
-        conclude(trainer.settings.run, ending)
+        conclude(trainer.settings.run, outcome)
     except Exception as second:  # the first is the one to be told
         error.add_note(f"Nor could the report be written: {second}")

@@ -10,28 +10,28 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from postlude.data.chat import Encoder
-from postlude.rollout.environments import Environment, Episode, Said, Transcript, Turn, is_chat
-from postlude.rollout.protocol import AsynchronousEngine, Completion, Finished, Request
+from postlude.generate.protocol import AsyncRolloutEngine, Completion, FinishedCompletion, Request
+from postlude.generate.sampling_params import SamplingParams
+from postlude.rollout.environments import AssistantTurn, Environment, Episode, Transcript, TurnResult, is_chat
 from postlude.rollout.rewards import Score
-from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import Task
 
 LINGER = 0.5  # seconds in which turns are waited for, to go on together; those that take longer go on later
 GLANCE = 0.02  # seconds between looks at two things that are both waited for
 MEANWHILE = 0.5  # seconds until who waits for a thread does something else for a moment
-NO_ROOM = Score(0.0, {"no_room": 1.0})  # what a conversation earns that outgrows the budget
+NO_ROOM = Score(0.0, {"over_budget": 1.0})  # what a conversation earns that outgrows the budget
 FAILED = "failed"  # the part of a reward that could not be given
 
 
-class Talker(AsynchronousEngine, Protocol):
+class ConversationEngine(AsyncRolloutEngine, Protocol):
     """What conversations are held with."""
 
-    together: bool
+    batched_polls: bool
     """Whether a poll answers all that was submitted at once, so that it pays to submit what belongs together before."""
 
 
 @dataclass(eq=False)
-class Answered:
+class Trajectory:
     """One answer to a task, all its turns, and what it earned."""
 
     task: Task
@@ -40,7 +40,7 @@ class Answered:
     completions: list[Completion] = field(default_factory=list)
     score: Score | None = None
     """What it has earned so far, if anything, and at the end in all."""
-    over: bool = False
+    done: bool = False
 
     @property
     def reward(self) -> float:
@@ -60,7 +60,7 @@ class Answered:
         return self.score is not None and self.score.excluded
 
     @property
-    def cut_off(self) -> bool:
+    def truncated(self) -> bool:
         """Whether one of its turns reached max_new_tokens."""
         return any(each.finish_reason == "length" for each in self.completions)
 
@@ -71,33 +71,35 @@ class Answered:
 
 
 @dataclass(eq=False)
-class Group:
+class TrajectoryGroup:
     """The attempts at one task: `number` is what they are known by, and the seed of `sampling` decides them."""
 
     task: Task
     number: int
-    sampling: Sampling
-    attempts: list[Answered]
+    sampling: SamplingParams
+    trajectories: list[Trajectory]
 
     @classmethod
-    def of(cls, task: Task, number: int, prompt: Sequence[int], sampling: Sampling, samples: int) -> Group:
+    def of(
+        cls, task: Task, number: int, prompt: Sequence[int], sampling: SamplingParams, samples: int
+    ) -> TrajectoryGroup:
         """`samples` attempts, none begun."""
-        return cls(task, number, sampling, [Answered(task, number, Transcript(prompt)) for _ in range(samples)])
+        return cls(task, number, sampling, [Trajectory(task, number, Transcript(prompt)) for _ in range(samples)])
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """Whether all have come to an end."""
-        return all(each.over for each in self.attempts)
+        return all(each.done for each in self.trajectories)
 
 
 @dataclass(eq=False)
 class _Talk:
     """One attempt under way."""
 
-    attempt: Answered
+    attempt: Trajectory
     number: int
     """Which of its group it is."""
-    group: Group
+    group: TrajectoryGroup
     episode: Episode
 
 
@@ -110,7 +112,7 @@ class Conversations:
 
     def __init__(
         self,
-        engine: Talker,
+        engine: ConversationEngine,
         environment: Environment,
         encoder: Encoder,
         *,
@@ -122,7 +124,7 @@ class Conversations:
     ) -> None:
         self.engine, self.environment, self.encoder = engine, environment, encoder
         self.budget, self.max_new_tokens, self.timed, self.meanwhile = budget, max_new_tokens, timed, meanwhile
-        self._new: deque[Group] = deque()
+        self._new: deque[TrajectoryGroup] = deque()
         self._asked: dict[int, dict[int, _Talk]] = {}  # by the tickets of their requests and their numbers there
         self._judged: dict[int, _Talk] = {}  # by their episodes, whose turn is not known yet
         self._error: BaseException | None = None
@@ -133,7 +135,7 @@ class Conversations:
             self._thread = threading.Thread(target=self._go_on, name="postlude conversations", daemon=True)
             self._thread.start()
 
-    def begin(self, group: Group) -> None:
+    def begin(self, group: TrajectoryGroup) -> None:
         """Begin all attempts of a group."""
         with self._changed:
             self._new.append(group)
@@ -194,7 +196,7 @@ class Conversations:
         if not self._judged:
             return
         with self.timed("reward"):
-            if self.engine.together:
+            if self.engine.batched_polls:
                 found = list(self.environment.collect(len(self._judged), LINGER).values())
             else:
                 found = self.environment.poll(GLANCE)
@@ -203,18 +205,18 @@ class Conversations:
             for talk, turn in sorted(turns, key=lambda each: (each[0].group.number, each[0].number)):
                 self._follow(talk, turn)
 
-    def _open(self, group: Group) -> None:
+    def _open(self, group: TrajectoryGroup) -> None:
         talks = [
             _Talk(attempt, number, group, self.environment.reset(attempt.task))
-            for number, attempt in enumerate(group.attempts)
+            for number, attempt in enumerate(group.trajectories)
         ]
         self._ask(talks, group.sampling)
 
-    def _ask(self, talks: list[_Talk], sampling: Sampling) -> None:
+    def _ask(self, talks: list[_Talk], sampling: SamplingParams) -> None:
         prompt = tuple(talks[0].attempt.transcript.tokens)
         self._asked[self.engine.submit(Request(prompt, sampling, len(talks)))] = dict(enumerate(talks))
 
-    def _hear(self, finished: Finished) -> None:
+    def _hear(self, finished: FinishedCompletion) -> None:
         """An answer has come: what comes of it is the environment's to say."""
         others = self._asked[finished.ticket]
         talk = others.pop(finished.number)
@@ -225,23 +227,25 @@ class Conversations:
             raise finished.error
         attempt, said = talk.attempt, finished.answer
         attempt.completions.append(said)
-        attempt.transcript.answer(said.tokens, said.logprobs, said.routing)
+        attempt.transcript.add_completion(said.tokens, said.logprobs, said.routing)
         self._judged[id(talk.episode)] = talk
-        self.environment.submit(talk.episode, Said(said.text or "", said.tokens, said.finish_reason == "length"))
+        self.environment.submit(
+            talk.episode, AssistantTurn(said.text or "", said.tokens, said.finish_reason == "length")
+        )
 
-    def _follow(self, talk: _Talk, turn: Turn) -> None:
+    def _follow(self, talk: _Talk, turn: TurnResult) -> None:
         """What came of an attempt's last completion: its end, or another."""
         attempt = talk.attempt
         if self._ends(attempt, turn):
             self.environment.release(talk.episode)
             with self._changed:
-                attempt.over = True
+                attempt.done = True
                 self._changed.notify_all()
             return
-        seed = seed_of(talk.group.sampling.seed, talk.number, len(attempt.completions))
+        seed = combine_seeds(talk.group.sampling.seed, talk.number, len(attempt.completions))
         self._ask([talk], replace(talk.group.sampling, seed=seed))
 
-    def _ends(self, attempt: Answered, turn: Turn) -> bool:
+    def _ends(self, attempt: Trajectory, turn: TurnResult) -> bool:
         """Hear a turn; whether it is the attempt's last."""
         attempt.score = turn.score
         if turn.observation is None:
@@ -261,11 +265,11 @@ class Conversations:
         if len(attempt.transcript.tokens) + len(heard) + self.max_new_tokens > self.budget:
             attempt.score = earned.plus(NO_ROOM)
             return True
-        attempt.transcript.observe(heard)
+        attempt.transcript.add_observation(heard)
         return False
 
 
-def seed_of(*numbers: int) -> int:
+def combine_seeds(*numbers: int) -> int:
     """One seed of several numbers."""
     seed = 0
     for number in numbers:

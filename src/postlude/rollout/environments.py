@@ -7,11 +7,12 @@ A rollout loop needs no more than this, `Encoder` and a rollout engine:
     those = all of them
     while some are not done:
         completions = engine.generate([transcript.tokens for transcript in those], sampling)
-        for each: transcript.answer(completion.tokens, completion.logprobs, completion.routing)
-            environment.submit(episode, Said(completion.text, completion.tokens))
+        for each: transcript.add_completion(completion.tokens, completion.logprobs, completion.routing)
+            environment.submit(episode, AssistantTurn(completion.text, completion.tokens))
         those = []
         for episode, turn in environment.poll(...):     # others may still wait for a tool, and hold up nobody
-            if not turn.done: transcript.observe(encoder.observation(turn.observation, its last tokens, chat=...))
+            if not turn.done: transcript.add_observation(encoder.observation(turn.observation, its last tokens,
+            chat=...))
                 those += [its transcript]
 
 Tokens that were sampled are never decoded and encoded again, and observations are never learned.
@@ -27,8 +28,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
-from postlude.data.messages import Message, short
-from postlude.rollout.crew import Hire
+from postlude.data.chat_template import Message, shorten
+from postlude.pool.worker_pool import PoolFactory
 from postlude.rollout.rewards import Reply, RewardPool, Score
 from postlude.rollout.tasks import Task, Tasks
 
@@ -37,18 +38,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Said:
+class AssistantTurn:
     """What the model said in a turn."""
 
     text: str
     tokens: Sequence[int] = ()
     """As they were sampled."""
-    cut_off: bool = False
+    truncated: bool = False
     """Whether it reached max_new_tokens before it had ended."""
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnResult:
     """What comes of a completion: what the model reads next, or the end, and what it earned."""
 
     score: Score | None = None
@@ -70,7 +71,7 @@ class Episode:
     """One attempt at a task: what the model said and was told so far."""
 
     task: Task
-    said: list[Said] = field(default_factory=list)
+    said: list[AssistantTurn] = field(default_factory=list)
     observations: list[str | list[Message]] = field(default_factory=list)
     earned: Score | None = None
     """What its turns have earned so far, if they did."""
@@ -101,29 +102,29 @@ class Environment(ABC):
         """Begin an attempt at a task."""
         return Episode(task)
 
-    def submit(self, episode: Episode, said: Said) -> None:
+    def submit(self, episode: Episode, said: AssistantTurn) -> None:
         """Give an episode its newest completion, and go on."""
         if episode.score is not None:
             raise ValueError(f"the episode of task {episode.task.name!r} is over. Reset the task for another attempt.")
         episode.said.append(said)
         self._submit(episode)
 
-    def poll(self, timeout: float | None = 0.0) -> list[tuple[Episode, Turn]]:
+    def poll(self, timeout: float | None = 0.0) -> list[tuple[Episode, TurnResult]]:
         """What has come of completions: waits up to `timeout` seconds for the first, for ever if None."""
         return [(episode, _taken(episode, turn)) for episode, turn in self._poll(timeout)]
 
-    def step(self, episodes: Sequence[Episode], said: Sequence[Said | str]) -> list[Turn]:
+    def step(self, episodes: Sequence[Episode], said: Sequence[AssistantTurn | str]) -> list[TurnResult]:
         """Give each episode its newest completion, and wait until it is known what comes of every one."""
         if len(episodes) != len(said):
             raise ValueError(f"{len(episodes)} episodes got {len(said)} completions. Give one of each.")
         for episode, each in zip(episodes, said, strict=True):
-            self.submit(episode, Said(each) if isinstance(each, str) else each)
+            self.submit(episode, AssistantTurn(each) if isinstance(each, str) else each)
         turns = self.collect(len(episodes), None)
         return [turns[id(episode)][1] for episode in episodes]
 
-    def collect(self, count: int, limit: float | None) -> dict[int, tuple[Episode, Turn]]:
+    def collect(self, count: int, limit: float | None) -> dict[int, tuple[Episode, TurnResult]]:
         """`count` turns, by the ids of their episodes, or as many as come within `limit` seconds."""
-        found: dict[int, tuple[Episode, Turn]] = {}
+        found: dict[int, tuple[Episode, TurnResult]] = {}
         until = None if limit is None else time.monotonic() + limit
         while len(found) < count:
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -142,7 +143,7 @@ class Environment(ABC):
         episode.score = episode.score or episode.earned or Score(0.0)
 
     @abstractmethod
-    def attempt(self, task: Task, completion: str) -> None:
+    def trial_call(self, task: Task, completion: str) -> None:
         """Judge one completion on trial, before a run begins. A judge that cannot is a ValueError."""
 
     @abstractmethod
@@ -154,11 +155,11 @@ class Environment(ABC):
         """Begin to find out what comes of the last thing said."""
 
     @abstractmethod
-    def _poll(self, timeout: float | None) -> list[tuple[Episode, Turn]]:
+    def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
         """What was found out, each turn with what it alone has earned."""
 
 
-class Judged(Environment):
+class FunctionEnvironment(Environment):
     """One whose turns are calls of a function in a pool of processes."""
 
     replies: bool
@@ -182,13 +183,13 @@ class Judged(Environment):
         """What the function is called with."""
 
     @abstractmethod
-    def _turn(self, episode: Episode, reply: Reply) -> Turn:
+    def _turn(self, episode: Episode, reply: Reply) -> TurnResult:
         """What its reply means."""
 
     def _submit(self, episode: Episode) -> None:
         self._waiting[self.pool.submit(self._call(episode))] = episode
 
-    def _poll(self, timeout: float | None) -> list[tuple[Episode, Turn]]:
+    def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
         found = []
         for ticket, reply in self.pool.poll(timeout, replies=self.replies).items():
             episode = self._waiting.pop(ticket)
@@ -196,29 +197,29 @@ class Judged(Environment):
         return found
 
 
-class SingleTurn(Judged):
+class SingleTurn(FunctionEnvironment):
     """The first completion is the answer, and `pool` scores it: reward(prompt, completion, example)."""
 
     replies = False
 
-    def attempt(self, task: Task, completion: str) -> None:
+    def trial_call(self, task: Task, completion: str) -> None:
         """Score one completion on trial."""
         found = _tried(self.pool, task, (task.prompt, completion, task.example), completion)
         if not isinstance(found, Score):
             raise ValueError(
-                f"the reward returned {short(found)} for {task.name} on trial, but a reward is a number or a dict of "
+                f"the reward returned {shorten(found)} for {task.name} on trial, but a reward is a number or a dict of "
                 "numbers."
             )
 
     def _call(self, episode: Episode) -> tuple[Any, ...]:
         return episode.task.prompt, episode.said[-1].text, episode.task.example
 
-    def _turn(self, episode: Episode, reply: Reply) -> Turn:
+    def _turn(self, episode: Episode, reply: Reply) -> TurnResult:
         assert isinstance(reply, Score)
-        return Turn(reply)
+        return TurnResult(reply)
 
 
-class MultiTurn(Judged):
+class MultiTurn(FunctionEnvironment):
     """A conversation: `reply` hears the completions so far, and answers or judges.
 
     reply(prompt, completions, example) is called in the pool's processes, by the rules of a reward function. Text or
@@ -239,35 +240,37 @@ class MultiTurn(Judged):
         workers: int = 4,
         timeout: float = 30.0,
         failed_reward: float | None = None,
-        hire: Hire | None = None,
+        pool_factory: PoolFactory | None = None,
     ) -> None:
-        check_turns(max_turns)
+        check_max_turns(max_turns)
         self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
-        pool = RewardPool(reply, workers=workers, timeout=timeout, failed_reward=failed_reward, hire=hire)
+        pool = RewardPool(
+            reply, workers=workers, timeout=timeout, failed_reward=failed_reward, pool_factory=pool_factory
+        )
         super().__init__(tasks, pool)
 
-    def attempt(self, task: Task, completion: str) -> None:
+    def trial_call(self, task: Task, completion: str) -> None:
         """Hear one completion on trial."""
         _tried(self.pool, task, (task.prompt, [completion], task.example), completion)
 
     def _call(self, episode: Episode) -> tuple[Any, ...]:
         return episode.task.prompt, episode.completions, episode.task.example
 
-    def _turn(self, episode: Episode, reply: Reply) -> Turn:
+    def _turn(self, episode: Episode, reply: Reply) -> TurnResult:
         if isinstance(reply, Score):
-            return Turn(reply)
+            return TurnResult(reply)
         if len(episode.said) >= self.max_turns:
-            return Turn(unfinished(self.unfinished_reward))
-        return Turn(observation=reply)
+            return TurnResult(unfinished_score(self.unfinished_reward))
+        return TurnResult(observation=reply)
 
 
-def check_turns(max_turns: int) -> None:
+def check_max_turns(max_turns: int) -> None:
     """Refuse a limit that leaves the model no turn."""
     if max_turns < 1:
         raise ValueError(f"max_turns is {max_turns}, but the model must have at least one turn.")
 
 
-def unfinished(reward: float) -> Score:
+def unfinished_score(reward: float) -> Score:
     """What an episode earns that has no end after all its turns."""
     return Score(reward, {"unfinished": 1.0})
 
@@ -291,7 +294,7 @@ class Transcript:
         self.mask = [0] * len(self.tokens)
         self.logprobs = [0.0] * len(self.tokens)
 
-    def answer(self, tokens: Sequence[int], logprobs: Sequence[float], routing: Tensor | None = None) -> None:
+    def add_completion(self, tokens: Sequence[int], logprobs: Sequence[float], routing: Tensor | None = None) -> None:
         """Add what the model sampled, as it sampled it.
 
         `routing` is a completion's, of all tokens so far. Tokens of earlier turns have passed the model again for it;
@@ -309,7 +312,7 @@ class Transcript:
             routing[:known] = self.routing[:known]
         self.routing = routing
 
-    def observe(self, tokens: Sequence[int]) -> None:
+    def add_observation(self, tokens: Sequence[int]) -> None:
         """Add what the model was given to read, which is not learned."""
         self.tokens += tokens
         self.mask += [0] * len(tokens)
@@ -323,15 +326,15 @@ def is_chat(prompt: Prompt) -> bool:
 
 def _tried(pool: RewardPool, task: Task, call: tuple[Any, ...], completion: str) -> Reply:
     try:
-        return pool.attempt(call)
+        return pool.trial_call(call)
     except ValueError as error:
         raise ValueError(
             f"{str(error).rstrip('.')}. That was a trial on {task.name} with the completion "
-            f"{short(completion)}: a judge that fails there would fail all through the run. Mend it."
+            f"{shorten(completion)}: a judge that fails there would fail all through the run. Mend it."
         ) from error
 
 
-def _taken(episode: Episode, turn: Turn) -> Turn:
+def _taken(episode: Episode, turn: TurnResult) -> TurnResult:
     """A turn as the episode remembers it: with what all turns so far have earned."""
     earned = episode.earned
     if turn.score is not None:
@@ -341,4 +344,4 @@ def _taken(episode: Episode, turn: Turn) -> Turn:
         episode.score = earned
     else:
         episode.observations.append(turn.observation)
-    return Turn(earned, turn.observation)
+    return TurnResult(earned, turn.observation)

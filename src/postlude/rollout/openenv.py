@@ -13,8 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from postlude.rollout.coroutines import Coroutines
-from postlude.rollout.environments import Said
+from postlude.rollout.coroutine_pool import CoroutinePool
+from postlude.rollout.environments import AssistantTurn
 from postlude.rollout.tasks import Task, checked, messages
 
 SEED, SHOWN = "seed", "shown"
@@ -77,7 +77,7 @@ class OpenEnvEpisode:
                 "the environment must begin alike for one seed"
             )
 
-    async def step(self, said: Said) -> tuple[str | None, float]:
+    async def step(self, said: AssistantTurn) -> tuple[str | None, float]:
         """Act, and tell what is seen and what it earned."""
         result = await self._client.step({self.server.action: said.text})
         return None if result.done else self.server.read(result.observation), result.reward or 0.0
@@ -93,7 +93,7 @@ class OpenEnvTasks:
     def __init__(self, server: OpenEnvServer, *, first: int, size: int, chat: bool, system: str | None) -> None:
         self.server, self.first, self.size, self.chat, self.system = server, first, size, chat, system
         self._shown: dict[int, str] = {}
-        self._coroutines = Coroutines(f"the server at {server.address}", server.timeout)
+        self._coroutines = CoroutinePool(f"the server at {server.address}", server.timeout)
 
     def __len__(self) -> int:
         return self.size

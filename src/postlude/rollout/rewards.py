@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from postlude.data.messages import Message
-from postlude.rollout.crew import FAILURES, Failure, Hire, Outcome
-from postlude.rollout.workers import Workers
+from postlude.data.chat_template import Message
+from postlude.pool.worker_pool import FAILURE_KINDS, CallResult, FailureKind, PoolFactory
+from postlude.pool.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Score:
         return Score(self.reward + other.reward, parts, self.error or other.error, excluded)
 
 
-class FailureTally:
+class FailureCounter:
     """What failed, counted by kind; the first of each kind is logged.
 
     A failure earns `failed_reward`; with None it earns nothing, and its sample is excluded.
@@ -50,10 +50,10 @@ class FailureTally:
         if failed_reward is not None and not math.isfinite(failed_reward):
             raise ValueError(f"failed_reward is {failed_reward}, but a reward is a finite number.")
         self.name, self.failed_reward = name, failed_reward
-        self.failures: Counter[Failure] = Counter(dict.fromkeys(FAILURES, 0))
+        self.failures: Counter[FailureKind] = Counter(dict.fromkeys(FAILURE_KINDS, 0))
         self.scored = 0
 
-    def failed(self, outcome: Outcome) -> Score:
+    def failed(self, outcome: CallResult) -> Score:
         """What a call that failed earns."""
         assert outcome.failure is not None
         spoken = outcome.failure in ("timed_out", "died")  # then the sentence begins with its name
@@ -63,7 +63,7 @@ class FailureTally:
         """What a call earns that returned something else than it may."""
         return self._count("invalid", f"{self.name} {fault}")
 
-    def _count(self, failure: Failure, error: str) -> Score:
+    def _count(self, failure: FailureKind, error: str) -> Score:
         self.scored += 1
         self.failures[failure] += 1
         if self.failures[failure] == 1:
@@ -73,18 +73,18 @@ class FailureTally:
 
     def report(self) -> dict[str, float]:
         """For the metrics: how many were scored, and how many failed in each way, since it began."""
-        counts = {f"failed/{kind}": float(self.failures[kind]) for kind in FAILURES}
+        counts = {f"failed/{kind}": float(self.failures[kind]) for kind in FAILURE_KINDS}
         return {"scored": float(self.scored), "failed": float(self.failures.total()), **counts}
 
 
-class RewardPool(FailureTally):
+class RewardPool(FailureCounter):
     """Scores completions with `score`, a function or path/to/file.py:name, in `workers` processes.
 
     A sample whose call raises, takes more than `timeout` seconds, ends its process, or returns anything but finite
     numbers is excluded from training, or earns `failed_reward` where that is a number. It is counted in `failures` by
     kind, and the first of each kind is logged. What concerns all samples, such as a file that is not there, raises here
-    at once. With `workers=0` calls are made in this process and nothing is timed out. `hire` finds workers elsewhere.
-    Use it as a context, or `close` it.
+    at once. With `workers=0` calls are made in this process and nothing is timed out. `pool_factory` finds
+    workers elsewhere. Use it as a context, or `close` it.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class RewardPool(FailureTally):
         workers: int = 4,
         timeout: float = 30.0,
         failed_reward: float | None = None,
-        hire: Hire | None = None,
+        pool_factory: PoolFactory | None = None,
     ) -> None:
         super().__init__(score if isinstance(score, str) else "", failed_reward)
-        self._workers = Workers(score, count=workers, timeout=timeout, hire=hire)
+        self._workers = Workers(score, count=workers, timeout=timeout, pool_factory=pool_factory)
         self.name = self._workers.name
 
     def submit(self, call: tuple[Any, ...]) -> int:
@@ -114,7 +114,7 @@ class RewardPool(FailureTally):
             found[ticket] = outcome.value if replies and is_reply(outcome.value) else self._score(outcome)
         return found
 
-    def attempt(self, call: tuple[Any, ...]) -> Reply:
+    def trial_call(self, call: tuple[Any, ...]) -> Reply:
         """Call the function once, outside all counts. A failure is a ValueError that says what went wrong."""
         (outcome,) = self._workers.call_all([call])
         if outcome.failure is not None:
@@ -145,7 +145,7 @@ class RewardPool(FailureTally):
     ) -> None:
         self.close()
 
-    def _score(self, outcome: Outcome) -> Score:
+    def _score(self, outcome: CallResult) -> Score:
         if outcome.failure is not None:
             return self.failed(outcome)
         try:
@@ -156,7 +156,7 @@ class RewardPool(FailureTally):
         return score
 
 
-def check_signature(reward: str | None) -> None:
+def check_reward_signature(reward: str | None) -> None:
     """Refuse path/to/file.py:name of a function that takes a batch, as TRL's do. The file is read and not run."""
     path, _, name = (reward or "").rpartition(":")
     try:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from postlude.data.chat import Prompt
+from postlude.data.chat_template import Message
 from postlude.data.datasets import HeldOutRows, Rows
-from postlude.data.messages import Message
-from postlude.rollout.crew import WorkerError
-from postlude.rollout.verifiers import GymEntries, GymReward, read_page
-from postlude.rollout.workers import Workers
+from postlude.pool.worker_pool import WorkerError
+from postlude.pool.workers import Workers
+from postlude.rollout.verifiers import GymEntries, GymReward, decode_entries
 
 PAGE = 256  # entries asked for at once
 PAGE_LIMIT = 600.0  # seconds for a page
@@ -44,7 +44,7 @@ class Tasks(Protocol):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TaskSubset:
     """Some of others, by their indices."""
 
     tasks: Tasks
@@ -62,10 +62,10 @@ def hold_out(tasks: Tasks, count: int, by: SplitBy = "prompt") -> HeldOutRows:
     fix = "Lower evaluation.tasks, give more prompts, or set evaluation.every to 0."
     if by == "prompt":
         fix += " Where prompts are alike and the rest of a row makes the difference, set evaluation.split_by to row."
-    return HeldOutRows(len(tasks), lambda index: content_of(tasks[index], by), count, what="tasks", fix=fix)
+    return HeldOutRows(len(tasks), lambda index: task_digest(tasks[index], by), count, what="tasks", fix=fix)
 
 
-def last_tasks(tasks: Tasks, count: int) -> Chosen:
+def last_tasks(tasks: Tasks, count: int) -> TaskSubset:
     """The `count` tasks that `hold_out` takes. Where prompts do not suffice, others with the same prompts as well."""
     known: set[bytes] = set()
     first: list[int] = []
@@ -73,13 +73,13 @@ def last_tasks(tasks: Tasks, count: int) -> Chosen:
     for index in reversed(range(len(tasks))):
         if len(first) == count:
             break
-        content = content_of(tasks[index])
+        content = task_digest(tasks[index])
         (copies if content in known else first).append(index)
         known.add(content)
-    return Chosen(tasks, sorted([*first, *copies][:count]))
+    return TaskSubset(tasks, sorted([*first, *copies][:count]))
 
 
-def content_of(task: Task, by: SplitBy = "prompt") -> bytes:
+def task_digest(task: Task, by: SplitBy = "prompt") -> bytes:
     """A digest of a task's prompt, or of its whole row. It is the same in every process."""
     return digest([task.prompt] if by == "prompt" else [task.prompt, dict(task.example)])
 
@@ -131,7 +131,7 @@ class ReasoningGym:
             (outcome,) = self._source.call_all([(page * PAGE, stop)])
             if outcome.error is not None:
                 raise WorkerError(f'tasks {page * PAGE} to {stop - 1} of "{self.name}" were not made: {outcome.error}')
-            self._pages[page] = read_page(outcome.value)
+            self._pages[page] = decode_entries(outcome.value)
         entry = self._pages[page][place]
         question = entry["question"] + (ANSWER_IN_TAG.format(tag=self.tag) if self.tag else "")
         prompt = question if not self.chat else messages(question, self.system)
@@ -167,12 +167,12 @@ class DatasetTasks:
         prompt = row[self.prompt]
         if not isinstance(prompt, str | list):
             raise ValueError(
-                f'column "{self.prompt}" in {self.rows.where(index)} holds a {type(prompt).__name__}, '
+                f'column "{self.prompt}" in {self.rows.location(index)} holds a {type(prompt).__name__}, '
                 f"but a prompt is text or a list of messages."
             )
         if isinstance(prompt, str) and self.chat:
             prompt = messages(prompt, self.system)
-        return Task(prompt, row, self.rows.where(index))
+        return Task(prompt, row, self.rows.location(index))
 
 
 def messages(question: str, system: str | None) -> list[Message]:

@@ -37,7 +37,7 @@ class ToolReply:
 
     def prepare(self) -> None:
         """Load the tools and the reward."""
-        self._loaded = by_name(self.tools)
+        self._loaded = load_tools(self.tools)
         self._reward = load_callable(self.reward) if isinstance(self.reward, str) else self.reward
         getattr(self._reward, "prepare", lambda: None)()
 
@@ -75,7 +75,7 @@ def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
 
 
-def by_name(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
+def load_tools(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
     """Functions by the names that a model calls them by."""
     found: dict[str, Callable[..., Any]] = {}
     for where in tools:
@@ -87,7 +87,7 @@ def by_name(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+def tool_schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """What a chat template is told of a tool: its name, what its docstring says, its parameters and their types."""
     hints = get_type_hints(function)
     properties, required = {}, []

@@ -110,12 +110,12 @@ class GymEntries:
         self._dataset = gym_dataset(self.name, {**self.config, "seed": self.seed, "size": self.size})
 
     def __call__(self, start: int, stop: int) -> str:
-        """Entries from `start` to before `stop`, to be read by `read_page`."""
+        """Entries from `start` to before `stop`, to be read by `decode_entries`."""
         entries = [self._dataset[index] for index in range(start, stop)]
         return base64.b64encode(pickle.dumps(entries)).decode()  # JSON would make lists of tuples, which scoring minds
 
 
-def read_page(page: str) -> list[dict[str, Any]]:
+def decode_entries(page: str) -> list[dict[str, Any]]:
     """The entries of a page that `GymEntries` made."""
     entries: list[dict[str, Any]] = pickle.loads(base64.b64decode(page))
     return entries

@@ -19,7 +19,7 @@ COLOURS = {
 }
 
 
-def trace(spans: Iterable[Span], *, first_process: int = 0, title: str = "") -> list[dict[str, Any]]:
+def chrome_events(spans: Iterable[Span], *, first_process: int = 0, title: str = "") -> list[dict[str, Any]]:
     """The events of one run, whose ranks are the processes from `first_process` on."""
     spans = list(spans)
     events: list[dict[str, Any]] = []
@@ -46,6 +46,6 @@ def trace(spans: Iterable[Span], *, first_process: int = 0, title: str = "") -> 
     return events
 
 
-def as_json(events: Iterable[dict[str, Any]]) -> str:
+def chrome_json(events: Iterable[dict[str, Any]]) -> str:
     """A whole file."""
     return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}) + "\n"

@@ -16,12 +16,12 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from postlude.trace.spans import Kind, Span
+from postlude.trace.spans import Span, SpanKind
 
 Moment: TypeAlias = "float | torch.cuda.Event | torch.futures.Future[float]"
 
 
-class UnderWay:
+class OpenSpan:
     """Something that was begun and goes on beside what the rank does."""
 
     def until(self, work: dist.Work, group: dist.ProcessGroup) -> Callable[[], object]:
@@ -32,27 +32,27 @@ class UnderWay:
 class Recorder:
     """Told of what a rank does, at the time; this one lets it pass."""
 
-    def of(self, microbatch: int) -> Recorder:
+    def for_microbatch(self, microbatch: int) -> Recorder:
         """The same for what is done for one microbatch."""
         return self
 
-    def during(self, kind: Kind, name: str) -> AbstractContextManager[None]:
+    def span(self, kind: SpanKind, name: str) -> AbstractContextManager[None]:
         """What the rank does inside."""
         return contextlib.nullcontext()
 
-    def begin(self, kind: Kind, name: str) -> UnderWay:
+    def start(self, kind: SpanKind, name: str) -> OpenSpan:
         """Something that goes on from now, until what the caller says."""
-        return UnderWay()
+        return OpenSpan()
 
 
-SILENT = Recorder()
+NO_RECORDER = Recorder()
 
 
 @dataclass
 class Record:
     """A span whose moments are not read yet: it ended at `end`, or if that is later at `latest`."""
 
-    kind: Kind
+    kind: SpanKind
     name: str
     microbatch: int | None
     start: Moment
@@ -61,7 +61,7 @@ class Record:
 
 
 @dataclass
-class Sent(UnderWay):
+class Sent(OpenSpan):
     """An exchange under way, and the recording that is told of it."""
 
     recording: Recording
@@ -84,7 +84,7 @@ class Sent(UnderWay):
         self.recording.records.append(handed)
 
         def wait() -> None:
-            with self.recording.during("wait", self.record.name):
+            with self.recording.span("wait", self.record.name):
                 work.wait()
             self.record.latest = moment(device)
 
@@ -114,18 +114,18 @@ class Recording(Recorder):
         assert self.zero is not None
         return self.zero[0]
 
-    def of(self, microbatch: int) -> Recording:
+    def for_microbatch(self, microbatch: int) -> Recording:
         """The same for what is done for one microbatch."""
         return Recording(self.rank, self.device, microbatch, self.records, self.zero)
 
     @contextlib.contextmanager
-    def during(self, kind: Kind, name: str) -> Iterator[None]:
+    def span(self, kind: SpanKind, name: str) -> Iterator[None]:
         """What the rank does inside."""
         record = self._record(kind, name)
         yield
         record.end = moment(self.device)
 
-    def begin(self, kind: Kind, name: str) -> Sent:
+    def start(self, kind: SpanKind, name: str) -> Sent:
         """Something that goes on from now, until what the caller says."""
         return Sent(self, self._record(kind, name))
 
@@ -143,7 +143,7 @@ class Recording(Recorder):
             found.append(Span(self.rank, each.kind, each.name, start, max(start, end), each.microbatch))
         return found
 
-    def _record(self, kind: Kind, name: str) -> Record:
+    def _record(self, kind: SpanKind, name: str) -> Record:
         record = Record(kind, name, self.microbatch, moment(self.device))
         self.records.append(record)
         return record

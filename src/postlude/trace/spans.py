@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["forward", "backward", "weights", "shards", "exchange", "exchange back", "wait"]
+SpanKind = Literal["forward", "backward", "weights", "shards", "exchange", "exchange back", "wait"]
 """What a microbatch's activations, their gradients and the put-off gradients of weights take; FSDP's own collectives;
 rows between ranks, and their gradients; and what a rank stands still for."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
-COMPUTE: tuple[Kind, ...] = ("forward", "backward", "weights")
-EXCHANGES: tuple[Kind, ...] = ("exchange", "exchange back")
+KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
+COMPUTE: tuple[SpanKind, ...] = ("forward", "backward", "weights")
+EXCHANGES: tuple[SpanKind, ...] = ("exchange", "exchange back")
 LANES = ("compute", "communication", "communication back")
-LETTERS: dict[Kind, str] = {
+LETTERS: dict[SpanKind, str] = {
     "forward": "F",
     "backward": "B",
     "weights": "W",
@@ -30,7 +30,7 @@ class Span:
     """Seconds from `start` to `end` on a clock that all ranks share. A wait may lie inside what waits."""
 
     rank: int
-    kind: Kind
+    kind: SpanKind
     name: str
     start: float
     end: float
@@ -48,7 +48,7 @@ class Span:
         return " ".join(filter(None, (f"{LETTERS[self.kind]}{number}".strip(), self.name)))
 
 
-def from_zero(spans: Iterable[Span]) -> list[Span]:
+def starting_at_zero(spans: Iterable[Span]) -> list[Span]:
     """The same in order of their start, which is 0 for the first."""
     ordered = sorted(spans, key=lambda span: (span.start, -span.end))
     zero = ordered[0].start if ordered else 0.0

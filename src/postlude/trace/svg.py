@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from postlude.trace.spans import COMPUTE, LANES, Kind, Span, exchange_seconds
+from postlude.trace.spans import COMPUTE, LANES, Span, SpanKind, exchange_seconds
 
-COLOURS: dict[Kind, str] = {
+COLOURS: dict[SpanKind, str] = {
     "forward": "#7fb0ff",
     "backward": "#2f6fde",
     "weights": "#c8a400",
@@ -18,7 +18,7 @@ COLOURS: dict[Kind, str] = {
     "exchange back": "#2c9c69",
     "wait": "#dfe3e8",
 }
-WORDS: dict[Kind, str] = {
+WORDS: dict[SpanKind, str] = {
     "forward": "forward",
     "backward": "backward",
     "weights": "weight gradients",
@@ -61,7 +61,7 @@ class Timeline:
         return f"{took}, of which {total / ranks * 1e3:.1f} ms with an exchange under way, {hidden / total:.0%} hidden"
 
 
-def drawing(timelines: Sequence[Timeline]) -> str:
+def render_svg(timelines: Sequence[Timeline]) -> str:
     """The picture as text, timelines below each other on the same scale."""
     longest = max((timeline.seconds for timeline in timelines), default=0.0) or 1.0
     scale = WIDTH / longest
@@ -86,7 +86,7 @@ def drawing(timelines: Sequence[Timeline]) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _legend(kinds: Sequence[Kind]) -> list[str]:
+def _legend(kinds: Sequence[SpanKind]) -> list[str]:
     lines, x = [], 12
     for kind in kinds:
         lines.append(f'<rect x="{x}" y="14" width="9" height="9" fill="{COLOURS[kind]}"/>')

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from postlude.data import Batch
 from postlude.hf.builtin import BUILTIN
-from postlude.hf.own import OWN
-from postlude.hf.reading import CONFIG, read_description
-from postlude.hf.source import Source
+from postlude.hf.model_source import Source
+from postlude.hf.postlude_format import POSTLUDE_CONFIG
+from postlude.hf.read_model import CONFIG, read_description
 from postlude.layout import Layout
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
 from postlude.model.recompute import Recompute
-from postlude.pipeline.order import Overlap
+from postlude.pipeline.schedule import Overlap
 from postlude.verify.choices import GRID
 
 BUDGET = 32
@@ -46,7 +46,7 @@ class Case:
     blocks: Mapping[str, type[Block]] | None = None
 
 
-def source_of(model: str) -> tuple[Source, float | None]:
+def resolve_source(model: str) -> tuple[Source, float | None]:
     """What to load for a model named on the command line, and how wide to draw weights where it has none.
 
     A built-in name, a directory, a GGUF file; or a directory, a config.json or a postlude.json without weights, which
@@ -55,22 +55,24 @@ def source_of(model: str) -> tuple[Source, float | None]:
     path = Path(model).expanduser()
     if model in BUILTIN:
         return model, FRESH_RANGE
-    if path.name in (CONFIG, OWN) and path.is_file():
+    if path.name in (CONFIG, POSTLUDE_CONFIG) and path.is_file():
         path = path.parent
     elif path.suffix == ".json" and path.is_file():
-        raise ValueError(f"{path} is known by its name: call it {CONFIG} if it is Hugging Face's, {OWN} if Postlude's.")
+        raise ValueError(
+            f"{path} is known by its name: call it {CONFIG} if it is Hugging Face's, {POSTLUDE_CONFIG} if Postlude's."
+        )
     if path.is_dir() and not any(path.glob("*.safetensors*")):
         return read_description(path), FRESH_RANGE
     return str(path), None
 
 
-def fitting(config: ModelConfig) -> list[Layout]:
+def fitting_layouts(config: ModelConfig) -> list[Layout]:
     """The layouts of the grid that this model can be divided by."""
     found = []
     experts = any(block.has_experts for block in config.blocks.values())
     for layout in GRID:
         with suppress(ValueError):
-            config.fits(layout)
+            config.check_layout(layout)
             found += [layout] if experts or layout.ep == 1 else []
     return found
 

@@ -51,7 +51,7 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
 )
 
 
-def objective_named(name: str) -> Objective:
+def get_objective(name: str) -> Objective:
     """One of `OBJECTIVES`."""
     if name not in OBJECTIVES:
         raise ValueError(f"objective {name!r} is unknown; there are {', '.join(OBJECTIVES)}.")

@@ -16,17 +16,17 @@ from torch import Tensor
 from postlude.data import pack, unpack
 from postlude.engine import Engine
 from postlude.engine.scale import Scale
-from postlude.hf.family import their_tensors
+from postlude.hf.family import map_to_hf
 from postlude.hf.load import load_model
-from postlude.hf.reading import read_description, read_model, with_depths
-from postlude.hf.source import Recast, Source
+from postlude.hf.model_source import Recast, Source
+from postlude.hf.read_model import read_description, read_model, with_mtp
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, OutputInputs
 from postlude.model.blocks import BLOCKS
 from postlude.objectives import MTP, Objective
 from postlude.ops.linear_logprobs import TokenStats
 from postlude.verify.cases import BUDGET, Case, batches
-from postlude.verify.choices import TOLERANCES, objective_named
+from postlude.verify.choices import TOLERANCES, get_objective
 from postlude.world.mesh import Mesh
 
 
@@ -53,7 +53,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ComputedValues:
     """What is compared of one batch."""
 
     loss: float
@@ -64,8 +64,8 @@ class Findings:
 
 def compare(case: Case, *, mesh: Mesh | None = None, device: torch.device | str = "cpu") -> Report | None:
     """On every rank of the case's layout. The first rank gets the report, the others None."""
-    found = in_layout(case, mesh or Mesh(case.layout, torch.device(device).type), device)
-    return report(case, found, on_one_rank(case, device)) if dist.get_rank() == 0 else None
+    found = run_in_layout(case, mesh or Mesh(case.layout, torch.device(device).type), device)
+    return report(case, found, run_on_one_rank(case, device)) if dist.get_rank() == 0 else None
 
 
 def compare_all(cases: Sequence[Case], device: str) -> list[Report]:
@@ -99,7 +99,7 @@ def _source(case: Case) -> Source:
     return found
 
 
-def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, Findings]:
+def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, ComputedValues]:
     """What the engine finds, by the batch's name."""
     engine = Engine(
         _source(case),
@@ -121,13 +121,13 @@ def in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, F
         gradients = {theirs: tensor.cpu() for theirs, tensor in engine.gradients()}
         scores = engine.logprobs(batch, entropy=True)
         assert scores.entropy is not None
-        answers[name] = Findings(result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients)
+        answers[name] = ComputedValues(result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients)
     return answers
 
 
-def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Findings]:
+def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, ComputedValues]:
     """What one rank finds: every microbatch in turn, by plain autograd."""
-    source = with_depths(_source(case), blocks=case.blocks or BLOCKS)  # as an engine with mtp
+    source = with_mtp(_source(case), blocks=case.blocks or BLOCKS)  # as an engine with mtp
     model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=case.blocks or BLOCKS)
     objective = _objective(case, model.config)
     answers = {}
@@ -153,13 +153,13 @@ def on_one_rank(case: Case, device: torch.device | str) -> dict[str, Findings]:
             stats = [model(each, output_processor=_score) for each in microbatches]
         logprob = torch.cat(unpack(whole, [each.logprob.cpu() for each in stats]))
         entropy = torch.cat(unpack(whole, [each.entropy.cpu() for each in stats]))
-        answers[name] = Findings(loss, logprob, entropy, _gradients(model, source))
+        answers[name] = ComputedValues(loss, logprob, entropy, _gradients(model, source))
     return answers
 
 
 def _objective(case: Case, config: ModelConfig) -> Objective:
     """The case's, and that of multi-token prediction beside it where the model has depths for it."""
-    objective = objective_named(case.objective)
+    objective = get_objective(case.objective)
     return MTP(objective=objective, weight=0.3) if config.pattern.mtp else objective
 
 
@@ -172,7 +172,7 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     family, config = read_model(source, blocks=model.block_types)
     own = dict(model.named_parameters())
     found = {}
-    for theirs in their_tensors(family, config, ((name, parameter.shape) for name, parameter in own.items())).values():
+    for theirs in map_to_hf(family, config, ((name, parameter.shape) for name, parameter in own.items())).values():
         whole = found[theirs.name] = torch.zeros(theirs.shape)
         for name, place in theirs.parts:
             gradient = own[name].grad
@@ -181,7 +181,7 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     return found
 
 
-def report(case: Case, found: Mapping[str, Findings], expected: Mapping[str, Findings]) -> Report:
+def report(case: Case, found: Mapping[str, ComputedValues], expected: Mapping[str, ComputedValues]) -> Report:
     """How far apart two answers are, the worst of all batches."""
     loss = logprob = entropy = 0.0
     gradients: dict[str, float] = {}

@@ -26,7 +26,7 @@ class RankFailure(Exception):
         self.rank, self.cause = rank, cause
 
 
-def agreed(
+def gather_and_decide(
     work: Callable[[], Part], decide: Callable[[list[Part]], Result], group: dist.ProcessGroup | None = None
 ) -> Result:
     """What the first rank decides, given what `work` found on every rank in turn; the same on all of them.
@@ -56,17 +56,17 @@ def agreed(
     return decided
 
 
-def first_rank_says(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+def on_rank0(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """What `work` gives on the first rank, or raises there, on every rank."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return work()
     try:
-        return agreed(lambda: None, lambda _: work(), group)
+        return gather_and_decide(lambda: None, lambda _: work(), group)
     except RankFailure as failure:
         raise failure.cause from None
 
 
-class Lead(Generic[Order, Part]):
+class Rank0Controller(Generic[Order, Part]):
     """The first rank leads, the others follow: every order is obeyed by all ranks at once.
 
     An order that comes late is waited for, however long the first rank has to wait for others itself; a rank that is
@@ -77,7 +77,7 @@ class Lead(Generic[Order, Part]):
         self.obey = obey
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
-        self.leads = self.group is None or dist.get_rank(self.group) == 0
+        self.is_rank0 = self.group is None or dist.get_rank(self.group) == 0
         """Whether this is the first rank."""
         self._closed = False
 
@@ -87,13 +87,13 @@ class Lead(Generic[Order, Part]):
             dist.destroy_process_group(self.group)
         self._closed = True
 
-    def say(self, work: Callable[[], Result]) -> Result:
+    def on_rank0(self, work: Callable[[], Result]) -> Result:
         """What `work` gives on the first rank, or raises there, on every rank; the others `follow` meanwhile."""
         if self.group is None:
             return work()
-        if not self.leads:
+        if not self.is_rank0:
             self._follow()
-            return first_rank_says(work, self.group)
+            return on_rank0(work, self.group)
         found, error = _attempt(work)
         dist.broadcast_object_list([None], group=self.group, group_src=0)  # there are no more orders
 
@@ -102,9 +102,9 @@ class Lead(Generic[Order, Part]):
                 raise error
             return found  # type: ignore[no-any-return]
 
-        return first_rank_says(told, self.group)
+        return on_rank0(told, self.group)
 
-    def give(self, order: Order) -> list[Part]:
+    def call_all(self, order: Order) -> list[Part]:
         """Have all ranks obey, inside what the first one `say`s there; returns what each found, by rank."""
         if self.group is None:
             return [self.obey(order)]
@@ -115,11 +115,11 @@ class Lead(Generic[Order, Part]):
         """What each rank brings, by rank, for the first one; nothing for the others."""
         if self.group is None:
             return [mine]
-        everyone: list[Any] | None = [None] * dist.get_world_size(self.group) if self.leads else None
+        everyone: list[Any] | None = [None] * dist.get_world_size(self.group) if self.is_rank0 else None
         dist.gather_object(mine, everyone, group=self.group, group_dst=0)
         return everyone or []
 
-    def share(self, parts: list[Result] | None) -> Result:
+    def scatter(self, parts: list[Result] | None) -> Result:
         """Of what the first rank has for each rank, this rank's own. The others give None."""
         mine: list[Any] = [None]
         if self.group is None:

@@ -51,7 +51,7 @@ def group_device() -> torch.device:
 
 
 @dataclass(frozen=True)
-class Seen:
+class VisibleDevices:
     """What a rank tells of itself: its machine, the GPUs it sees by their own names, and which it would rather have."""
 
     host: str
@@ -62,7 +62,7 @@ class Seen:
     """Whether it takes no other."""
 
     @classmethod
-    def here(cls, device: torch.device | None) -> Seen:
+    def here(cls, device: torch.device | None) -> VisibleDevices:
         """As this process sees it, which was asked to use `device`, or a GPU if there is one."""
         names = tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count()))
         local = os.environ.get("LOCAL_RANK")
@@ -72,7 +72,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceAssignment:
     """Where a rank computes: the number of its GPU among those it sees (None is the CPU), and whether any are shared.
 
     `refusal` is a sentence instead: these ranks cannot work together.
@@ -118,18 +118,18 @@ class Place:
         return {"NCCL_HOSTID": f"postlude-rank-{rank}", **chosen}
 
 
-def places(seen: Sequence[Seen]) -> list[Place]:
+def assign_devices(seen: Sequence[VisibleDevices]) -> list[DeviceAssignment]:
     """A place for each rank, by what all of them see: a GPU that no rank before it has, as long as there is one."""
     without = [rank for rank, each in enumerate(seen) if not each.gpus]
     if len(without) == len(seen):
-        return [Place()] * len(seen)
+        return [DeviceAssignment()] * len(seen)
     if without:
         sighted = next(rank for rank, each in enumerate(seen) if each.gpus)
         refusal = (
             f"rank {_some(without)} of {len(seen)} sees no GPU, but rank {sighted} does; give every rank one, or start "
             "all of them on the CPU (device cpu)."
         )
-        return [Place(refusal=refusal)] * len(seen)
+        return [DeviceAssignment(refusal=refusal)] * len(seen)
     before: dict[str, int] = {}  # ranks of a machine so far
     takers: dict[str, list[int]] = {}
     chosen = []
@@ -144,17 +144,19 @@ def places(seen: Sequence[Seen]) -> list[Place]:
     shared = [ranks for ranks in takers.values() if len(ranks) > 1]
     sentence = f"ranks {_some(shared[0])} of {len(seen)} share a GPU" if shared else ""
     one_machine = len({each.host for each in seen}) == 1
-    return [Place(gpu, sentence, one_machine) for gpu in chosen]
+    return [DeviceAssignment(gpu, sentence, one_machine) for gpu in chosen]
 
 
-def agree(store: Store, rank: int, size: int, seen: Seen) -> Place:
+def agree_on_device(store: Store, rank: int, size: int, seen: VisibleDevices) -> DeviceAssignment:
     """This rank's place. Every rank says what it sees, the first decides, and each is told its own."""
     store.set(f"seen/{rank}", json.dumps(asdict(seen)))
     if rank == 0:
         told = [json.loads(text) for text in store.multi_get([f"seen/{other}" for other in range(size)])]
-        for other, place in enumerate(places([Seen(**{**each, "gpus": tuple(each["gpus"])}) for each in told])):
+        for other, place in enumerate(
+            assign_devices([VisibleDevices(**{**each, "gpus": tuple(each["gpus"])}) for each in told])
+        ):
             store.set(f"place/{other}", json.dumps(asdict(place)))
-    return Place(**json.loads(store.get(f"place/{rank}")))
+    return DeviceAssignment(**json.loads(store.get(f"place/{rank}")))
 
 
 def _some(ranks: Sequence[int]) -> str:

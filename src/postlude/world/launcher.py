@@ -34,9 +34,24 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from postlude.world.devices import Place, Seen, agree, check_device, group_device, places
-from postlude.world.last_words import LastWords, RankError, Stores, Word, bounded, first_failure, hosts
-from postlude.world.stall import GPU, StallWatch
+from postlude.world.devices import (
+    DeviceAssignment,
+    VisibleDevices,
+    agree_on_device,
+    assign_devices,
+    check_device,
+    group_device,
+)
+from postlude.world.failure_report import (
+    FailureReporter,
+    RankError,
+    RankStatus,
+    RendezvousStores,
+    first_failure,
+    hosts_store,
+    run_with_timeout,
+)
+from postlude.world.stall_watchdog import GPUProbe, StallWatchdog
 
 LOUD = (
     "torch.distributed.elastic.agent.server.api",
@@ -97,7 +112,7 @@ def launch(
             logs_specs=DefaultLogsSpecs(log_dir=notes),
             signals_to_handle="",  # they are forwarded here
         )
-        forwarding, results, error = Forwarding(grace), {}, None
+        forwarding, results, error = SignalForwarding(grace), {}, None
         try:
             with _quiet_agent(), _environment(QUIET), forwarding:
                 results = elastic_launch(config, _run_rank)(function, args, notes, timeout, backend, device)
@@ -112,7 +127,7 @@ def launch(
     return [pickle.loads(results[rank]) for rank in range(nproc)]
 
 
-def on_ranks(
+def run_on_ranks(
     function: Callable[..., Result],
     *args: Any,
     nproc: int,
@@ -160,8 +175,8 @@ def _ranks(
     index, size = _numbers()
     check_device(device)
     cleanup = ExitStack()
-    stores = Stores.connect(index, size, timeout) if size > 1 else None
-    words = LastWords(index, size, timeout, stores.words, hosts(index)) if stores else None
+    stores = RendezvousStores.connect(index, size, timeout) if size > 1 else None
+    words = FailureReporter(index, size, timeout, stores.words, hosts_store(index)) if stores else None
     try:
         if words and stores:
             words.listen(stores.ear)
@@ -186,41 +201,41 @@ def _ranks(
         )
         yield rank
         if words:
-            bounded(lambda: words.say(Word("finished")))
+            run_with_timeout(lambda: words.say(RankStatus("finished")))
         dist.destroy_process_group()
     except BaseException as error:
         cause = words.fail(error) if words else None
         if dist.is_initialized():
-            bounded(dist.destroy_process_group)  # NCCL may wait here for collectives that never come
+            run_with_timeout(dist.destroy_process_group)  # NCCL may wait here for collectives that never come
         if cause is not None:
             raise cause from error
         raise
     finally:
         cleanup.close()
         if words and not words.lost:
-            bounded(words.leave)
+            run_with_timeout(words.leave)
 
 
 @contextmanager
 def _prepared_for_nccl(
-    place: Place, words: LastWords, timeout: float, end: Callable[[RankError], None]
+    place: DeviceAssignment, words: FailureReporter, timeout: float, end: Callable[[RankError], None]
 ) -> Iterator[None]:
     """Let ranks share a GPU where they do, and watch for a host that hangs."""
     assert place.gpu is not None
-    gpu = GPU(place.gpu)
+    gpu = GPUProbe(place.gpu)
     words.gpu_is_stuck = gpu.is_stuck
-    watch = StallWatch(timeout, gpu.is_stuck, lambda: _end_stalled(words, timeout, end))
+    watch = StallWatchdog(timeout, gpu.is_stuck, lambda: _end_stalled(words, timeout, end))
     with _environment(place.nccl_variables(words.index)):
         yield
     watch.close()
 
 
-def _end_stalled(words: LastWords, timeout: float, end: Callable[[RankError], None]) -> None:
+def _end_stalled(words: FailureReporter, timeout: float, end: Callable[[RankError], None]) -> None:
     """Find out which rank did not come, and end this one, whose host hangs."""
     error = words.fail(RankError(f"rank {words.index} of {words.size} waited {timeout:g} s for its GPU."))
     assert error is not None  # a RankError always has a cause elsewhere
     if not words.lost:
-        bounded(words.leave)
+        run_with_timeout(words.leave)
     end(error)
 
 
@@ -241,18 +256,18 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _place(device: torch.device | None, index: int, size: int, stores: Stores | None) -> Place:
+def _place(device: torch.device | None, index: int, size: int, stores: RendezvousStores | None) -> DeviceAssignment:
     """Where this rank computes, as all ranks agree."""
     if device is not None and device.type == "cpu":
-        return Place()
-    seen = Seen.here(device)
-    place = agree(stores.place, index, size, seen) if stores else places([seen])[0]
+        return DeviceAssignment()
+    seen = VisibleDevices.here(device)
+    place = agree_on_device(stores.place, index, size, seen) if stores else assign_devices([seen])[0]
     if place.refusal:
         raise ValueError(place.refusal)
     return place
 
 
-def _checked(backend: str | None, place: Place) -> str:
+def _checked(backend: str | None, place: DeviceAssignment) -> str:
     """The backend, by default the one for the device."""
     if backend == "nccl" and place.gpu is None:
         raise ValueError("backend 'nccl' needs a GPU, but ranks compute on the CPU; use gloo, or a device with CUDA.")
@@ -291,7 +306,7 @@ def _run_rank(
 def _leave_note(notes: str, error: BaseException) -> None:
     """Write down what ended this rank, and exit at once: what an ordinary exit waits for may never come."""
     note = Path(notes, f"rank-{os.environ['RANK']}.json")
-    note.with_suffix(".part").write_text(json.dumps(asdict(Word.of(error))))
+    note.with_suffix(".part").write_text(json.dumps(asdict(RankStatus.of(error))))
     note.with_suffix(".part").rename(note)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -311,7 +326,7 @@ def _without_torchs_own_warnings() -> Iterator[None]:
 
 def _failure(notes: Path, size: int, rank: int, code: int) -> RankError:
     """The one error of a failed launch, from the ranks' notes and the exit code of the first one seen to end."""
-    words = {int(note.stem[5:]): Word(**json.loads(note.read_text())) for note in notes.glob("rank-*.json")}
+    words = {int(note.stem[5:]): RankStatus(**json.loads(note.read_text())) for note in notes.glob("rank-*.json")}
     if first := first_failure(words, size):
         return first
     if code < 0:
@@ -328,13 +343,13 @@ def _ended_by_signal(error: RankError) -> bool:
     return bool(re.search(r" failed: (KeyboardInterrupt|SystemExit)\b| was killed by SIG", str(error)))
 
 
-def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+def ending_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Those of the signals that may end this process: under nohup, SIGHUP may not."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in numbers if not (ignored and number == signal.SIGHUP)]
 
 
-class Forwarding:
+class SignalForwarding:
     """While it is entered, signals that would end this process go to its children instead: each once, then their end.
 
     Children begin with these signals blocked, so that none of them dies of one while it is still importing.
@@ -347,9 +362,9 @@ class Forwarding:
         self.before = set(multiprocessing.active_children())
         self.handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Forwarding:
+    def __enter__(self) -> SignalForwarding:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python hears of no signal
-            self.handlers = {number: signal.getsignal(number) for number in heeded(SIGNALS)}
+            self.handlers = {number: signal.getsignal(number) for number in ending_signals(SIGNALS)}
             for number in self.handlers:
                 signal.signal(number, lambda number, _: self.received.append(number))
             self.thread = threading.Thread(target=self._forward, name="postlude-signals", daemon=True)

@@ -30,7 +30,7 @@ class Axis:
         return min(self.rank * width, total), min((self.rank + 1) * width, total)
 
 
-ALONE = Axis()
+SINGLE_RANK = Axis()
 Channel = tuple[str, int]
 
 
@@ -40,7 +40,7 @@ class Mesh:
     Ranks are ordered pp, dp_replicate, dp_shard, cp, tp, the last one fastest. Experts see the same ranks in another
     grid: inside a pipeline stage and a replica, dp_shard · cp · tp is cut anew into `ep`, fastest, and the rest.
 
-    `Mesh.alone()` is one rank without a process group, on the same code path.
+    `Mesh.single_rank()` is one rank without a process group, on the same code path.
     """
 
     def __init__(self, layout: Layout, device_type: str = "cpu") -> None:
@@ -52,9 +52,9 @@ class Mesh:
             )
         self.layout = layout
         self.device_type = device_type
-        self.pp = self.dp = self.cp = self.tp = self.ep = self.ends = ALONE
-        self.shards: DeviceMesh | None = None
-        self.expert_shards: DeviceMesh | None = None
+        self.pp = self.dp = self.cp = self.tp = self.ep = self.first_and_last_stage = SINGLE_RANK
+        self.fsdp_mesh: DeviceMesh | None = None
+        self.expert_fsdp_mesh: DeviceMesh | None = None
         self.channels: Mapping[Channel, dist.ProcessGroup] = {}
         if not dist.is_initialized():
             return
@@ -72,28 +72,28 @@ class Mesh:
         tokens: _Known = {}
         self.pp, self.dp = _axis(dense, 0, weights), _axis(batches, 1, weights)
         self.cp, tp_axis = _axis(batches, 2, tokens), _axis(dense, 3, tokens)
-        ep_axis = _axis(experts, 3, {}, urgent())
-        self.shards, self.tp = _stored_on(dense, self.pp.rank, device_type, weights, tp_axis)
-        self.expert_shards, self.ep = _stored_on(experts, self.pp.rank, device_type, weights, ep_axis)
+        ep_axis = _axis(experts, 3, {}, high_priority_options())
+        self.fsdp_mesh, self.tp = _stored_on(dense, self.pp.rank, device_type, weights, tp_axis)
+        self.expert_fsdp_mesh, self.ep = _stored_on(experts, self.pp.rank, device_type, weights, ep_axis)
         if pp > 1:
-            self.ends = _axis(dense[[0, -1]], 0, weights)
+            self.first_and_last_stage = _axis(dense[[0, -1]], 0, weights)
             self.channels = self._channels(dense.flatten(1).T.tolist())
 
     @classmethod
-    def alone(cls) -> Mesh:
+    def single_rank(cls) -> Mesh:
         """One rank, whether or not this process belongs to a group."""
-        return cls.imagined(Layout())
+        return cls.without_processes(Layout())
 
     @classmethod
-    def imagined(cls, layout: Layout) -> Mesh:
+    def without_processes(cls, layout: Layout) -> Mesh:
         """The first rank of a layout without the others: what is built on it has a rank's sizes, and cannot run."""
         mesh = cls.__new__(cls)
         mesh.layout, mesh.device_type = layout, "cpu"
         mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep = (
             Axis(size) for size in (layout.pp, layout.dp, layout.cp, layout.tp, layout.ep)
         )
-        mesh.ends = ALONE
-        mesh.shards = mesh.expert_shards = None
+        mesh.first_and_last_stage = SINGLE_RANK
+        mesh.fsdp_mesh = mesh.expert_fsdp_mesh = None
         mesh.channels = {}
         return mesh
 
@@ -158,7 +158,7 @@ def _stored_on(grid: Tensor, stage: int, device_type: str, known: _Known, inner:
     return shards, replace(inner, mesh=mesh["inner"]) if "inner" in kept else inner
 
 
-def urgent() -> Any:
+def high_priority_options() -> Any:
     """Options of a group whose kernels begin before others that wait for the GPU; None where it speaks not by NCCL.
 
     What hides behind compute must begin in its midst, and not when a product that takes a millisecond has ended.
@@ -171,9 +171,9 @@ def urgent() -> Any:
 def _axis(grid: Tensor, dimension: int, known: _Known, options: Any = None) -> Axis:
     """This rank's place along one dimension of a grid of ranks. Alone where the grid does not hold it."""
     if grid.shape[dimension] == 1:
-        return ALONE
+        return SINGLE_RANK
     group = _group(grid, dimension, known, options)
-    return ALONE if group is None else Axis(grid.shape[dimension], dist.get_rank(group), group)
+    return SINGLE_RANK if group is None else Axis(grid.shape[dimension], dist.get_rank(group), group)
 
 
 def _group(grid: Tensor, dimension: int, known: _Known, options: Any = None) -> dist.ProcessGroup | None:

@@ -16,7 +16,7 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)
 
 
-class HeldPort:
+class ReservedPort:
     """A port of this machine that was free, and that nobody else is given until it is released.
 
     A socket is bound to it and does not listen. Linux then gives it to none who asks for any port, also of another run,

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.attention import Attention, AttentionConfig, SlidingAttention, SlidingAttentionConfig
-from postlude.model.blocks.block import Block, Part
+from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.blocks.gated_delta import GatedDelta, GatedDeltaConfig
 from postlude.model.blocks.latent_attention import LatentAttention, LatentAttentionConfig
 from postlude.model.blocks.mamba import Mamba, MambaConfig
@@ -40,7 +40,7 @@ __all__ = [
     "MambaConfig",
     "MoE",
     "MoEConfig",
-    "Part",
+    "SeparateUnit",
     "SlidingAttention",
     "SlidingAttentionConfig",
 ]

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from postlude.layout import Layout, nearest
-from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, usual_heads
+from postlude.layout import Layout, nearest_degrees
+from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, default_heads
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
@@ -21,17 +21,17 @@ from postlude.model.parallel import (
     RMSNorm,
     Role,
     RowLinear,
-    joined_weight,
+    apply_linears,
+    fused_weight,
     local,
-    products,
-    stored,
+    sharded_parameter,
 )
-from postlude.ops.attention import LONG, Scores, attend, fused_fits
+from postlude.ops.activation import gated_activation
+from postlude.ops.attention import LONG, Scores, attend, prefers_triton
 from postlude.ops.collectives import gather_from_sequence
-from postlude.ops.few_rows import add_product, normed_product
-from postlude.ops.gating import gated
+from postlude.ops.decode_linear import linear_add, norm_linear
 from postlude.ops.norm import Norm
-from postlude.ops.paged_attention import WIDEST
+from postlude.ops.paged_attention import MAX_HEAD_DIM
 from postlude.ops.rotary import HeadNorms, RotaryConfig, rotate_heads
 from postlude.world.mesh import Mesh
 
@@ -82,13 +82,13 @@ class AttentionConfig(BlockConfig):
             )
 
     @classmethod
-    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+    def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
         """As the model's other attention has it, be it full or within a window; else heads of 64 over its width."""
         for other in others:
             if isinstance(other, AttentionConfig):
                 same = {each.name: getattr(other, each.name) for each in fields(AttentionConfig)}
                 return cls(**same, **cls._of_its_own())
-        heads, size = usual_heads(hidden_size, 64)
+        heads, size = default_heads(hidden_size, 64)
         return cls(heads=heads, kv_heads=heads, head_dim=max(2, size), **cls._of_its_own(), **cls.as_in(others))
 
     @classmethod
@@ -100,17 +100,17 @@ class AttentionConfig(BlockConfig):
         """Projections, and scores over half of a nominal sequence."""
         gate = self.heads if self.output_gate else 0
         projections = 2 * hidden_size * self.head_dim * (2 * (self.heads + self.kv_heads) + gate)
-        return projections + self.attends(NOMINAL_LENGTH)
+        return projections + self.attention_flops(NOMINAL_LENGTH)
 
-    def attends(self, length: float) -> float:
+    def attention_flops(self, length: float) -> float:
         """Scores, and what they make of the values: over half of a sequence, or the window."""
         return 4 * min(length / 2, self.window or length) * self.heads * self.head_dim
 
-    def moved_by_cp(self, cp: int) -> float:
+    def cp_traffic(self, cp: int) -> float:
         """Keys and values of the other ranks."""
         return (cp - 1) * 2 * self.kv_heads * self.head_dim
 
-    def kept(self, hidden_size: int) -> float:
+    def saved_activations(self, hidden_size: int) -> float:
         """The norm's input and output, queries, keys and values before and after they are turned, and the heads.
 
         A gate adds itself, its sigmoid and what it made of the heads.
@@ -118,14 +118,14 @@ class AttentionConfig(BlockConfig):
         heads = 6 * self.heads if self.output_gate else 3 * self.heads
         return 3 * hidden_size + self.head_dim * (heads + 4 * self.kv_heads)
 
-    def put_off(self, hidden_size: int) -> float:
+    def wgrad_activations(self, hidden_size: int) -> float:
         """The norm's output and the heads; gradients of queries, keys, values, a gate, and the output."""
         return 2 * hidden_size + self.head_dim * ((3 if self.output_gate else 2) * self.heads + 2 * self.kv_heads)
 
-    def fits(self, layout: Layout, name: str) -> None:
+    def check_layout(self, layout: Layout, name: str) -> None:
         """Each tensor-parallel rank has query heads of its own, and whole key heads or an even part of one."""
         if not self._divided_by(layout.tp):
-            others = nearest(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
+            others = nearest_degrees(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
             raise ValueError(
                 f"{name} has {self.heads} heads and {self.kv_heads} key heads, which tp={layout.tp} ranks cannot "
                 f"share: tp divides the heads, and either divides the key heads or is a multiple of them. "
@@ -163,7 +163,7 @@ class Attention(Block):
 
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
     roles: ClassVar[Mapping[str, Role]] = {"sinks": "vector"}
-    generates = True
+    supports_decoding = True
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -175,35 +175,35 @@ class Attention(Block):
         self.o_proj = RowLinear(query_size, model.hidden_size, bias=config.output_bias, tp=mesh.tp)
         if config.output_gate:
             self.gate_proj = ColumnLinear(model.hidden_size, query_size, bias=config.qkv_bias, tp=mesh.tp)
-        self.sinks = stored(config.heads, axis=mesh.tp, dim=0) if config.sinks else None
+        self.sinks = sharded_parameter(config.heads, axis=mesh.tp, dim=0) if config.sinks else None
         if config.qk_norm:
             norm, full = (ColumnRMSNorm, True) if config.qk_norm == "full" else (RMSNorm, False)
             eps, offset = model.norm_eps, model.norm_offset
             self.q_norm = norm(query_size if full else config.head_dim, eps, tp=mesh.tp, offset=offset)
             self.k_norm = norm(key_size if full else config.head_dim, eps, tp=mesh.tp, offset=offset)
 
-    def together(self) -> tuple[tuple[ColumnLinear, ...], ...]:
+    def fused_projections(self) -> tuple[tuple[ColumnLinear, ...], ...]:
         """What makes queries, keys, values and a gate."""
         gate = (self.gate_proj,) if self.config.output_gate else ()
         return ((self.q_proj, self.k_proj, self.v_proj, *gate),)
 
     @property
-    def steady(self) -> bool:
+    def cuda_graphable(self) -> bool:
         """Where its heads are no wider than decoding's kernel takes."""
-        return self.config.head_dim <= WIDEST
+        return self.config.head_dim <= MAX_HEAD_DIM
 
-    def at_once(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+    def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """Where heads are turned, and Triton's attention is the fastest for all sequences, which are whole."""
         config, packing, scores = self.config, context.packing, self._scores()
         more = config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
-        if more or not config.rotary or context.running is not None or context.microbatch.context is not None:
+        if more or not config.rotary or context.decode_state is not None or context.microbatch.context is not None:
             return None
-        if not 0 < packing.max_length < LONG or not fused_fits(hidden, (config.head_dim, config.head_dim), scores):
+        if not 0 < packing.max_length < LONG or not prefers_triton(hidden, (config.head_dim, config.head_dim), scores):
             return None
         layers = tuple(local(layer.weight) for layer in (self.q_proj, self.k_proj, self.v_proj))
         table = context.rotary(config.rotary, config.rotary_dim or config.head_dim)
-        steps = importlib.import_module("postlude.ops.block_step")  # which needs triton
-        output: Tensor = steps.attention_step(
+        steps = importlib.import_module("postlude.ops.fused_block")  # which needs triton
+        output: Tensor = steps.fused_attention_block(
             hidden,
             norm,
             layers,
@@ -217,20 +217,20 @@ class Attention(Block):
         )
         return output
 
-    def generated(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+    def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """See `Block`."""
-        layers = self.together()[0]
-        joined = joined_weight(layers)
+        layers = self.fused_projections()[0]
+        joined = fused_weight(layers)
         if joined is None or self.o_proj.bias is not None:
             return None
-        projected = normed_product(hidden, norm, joined).split([len(local(layer.weight)) for layer in layers], -1)
-        return add_product(hidden, self._heads(projected, context), local(self.o_proj.weight), context.counters)
+        projected = norm_linear(hidden, norm, joined).split([len(local(layer.weight)) for layer in layers], -1)
+        return linear_add(hidden, self._heads(projected, context), local(self.o_proj.weight), context.counters)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         # A norm keeps queries and keys as they came; without one they are let go of, and so lie by themselves.
-        projected = products(hidden, *self.together()[0], one=self.config.qk_norm is not None)
+        projected = apply_linears(hidden, *self.fused_projections()[0], one=self.config.qk_norm is not None)
         output: Tensor = self.o_proj(self._heads(projected, context))
         return output
 
@@ -245,7 +245,7 @@ class Attention(Block):
         query, key = self._prepared(query, key, context)
         heads = self._attend(query, key, value, context).flatten(-2)
         for gate in gates:
-            heads = gated(gate, heads, "sigmoid")
+            heads = gated_activation(gate, heads, "sigmoid")
         return heads
 
     def _prepared(self, query: Tensor, key: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
@@ -288,8 +288,8 @@ class Attention(Block):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
         """Over whole sequences, wherever their keys are."""
         scores = self._scores()
-        if context.running is not None:
-            return context.running.attend(self.name, query, key, value, scores)
+        if context.decode_state is not None:
+            return context.decode_state.attend(self.name, query, key, value, scores)
         cut = context.microbatch.context
         if cut is None:
             return attend(query, key, value, context.packing, context.packing, scores)

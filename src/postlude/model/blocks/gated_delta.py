@@ -10,17 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.data.microbatch import ByHeads
+from postlude.data.microbatch import HeadExchange
 from postlude.layout import Layout
-from postlude.model.block_config import BlockConfig, usual_heads
+from postlude.model.block_config import BlockConfig, default_heads
 from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
-from postlude.model.parallel import ChannelKernels, ColumnLinear, HeadVectors, RMSNorm, RowLinear, local, products
-from postlude.ops.backend import ScanBackend
+from postlude.model.parallel import (
+    ColumnLinear,
+    DepthwiseConvWeights,
+    PerHeadVectors,
+    RMSNorm,
+    RowLinear,
+    apply_linears,
+    local,
+)
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
 from postlude.ops.gated_delta import CHUNK, gated_delta, gated_delta_step
+from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.packing import Packing
 from postlude.world.mesh import Mesh
 
@@ -51,9 +59,9 @@ class GatedDeltaConfig(BlockConfig):
             )
 
     @classmethod
-    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+    def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
         """As in Qwen3-Next: key heads of 128 over the width, and two value heads of that size to each."""
-        heads, size = usual_heads(hidden_size, 128)
+        heads, size = default_heads(hidden_size, 128)
         return cls(key_heads=heads, value_heads=2 * heads, key_dim=size, value_dim=size, **cls.as_in(others))
 
     @property
@@ -78,21 +86,21 @@ class GatedDeltaConfig(BlockConfig):
         inside = 4 * self.chunk * self.value_heads * (self.key_dim + self.value_dim)
         return projections + convolutions + inside + 6 * self.value_heads * self.key_dim * self.value_dim
 
-    def moved_by_cp(self, cp: int) -> float:
+    def cp_traffic(self, cp: int) -> float:
         """Every sequence is exchanged for heads, and back."""
         return (cp - 1) / cp * (2 * self.keys + 2 * self.values + 2 * self.value_heads)
 
-    def kept(self, hidden_size: int) -> float:
+    def saved_activations(self, hidden_size: int) -> float:
         """The norm's input and output; queries, keys and values as projected, together, and convolved; then the heads
         before and after their norm, the gate before and after its activation, and their product.
         """
         return 3 * hidden_size + 3 * (2 * self.keys + self.values) + 6 * self.values
 
-    def put_off(self, hidden_size: int) -> float:
+    def wgrad_activations(self, hidden_size: int) -> float:
         """The norm's output and the gated heads; gradients of queries, keys, values, gates, and the output."""
         return 2 * hidden_size + 2 * self.keys + 3 * self.values + 2 * self.value_heads
 
-    def fits(self, layout: Layout, name: str) -> None:
+    def check_layout(self, layout: Layout, name: str) -> None:
         """Each tensor- and context-parallel rank has key heads of its own, and the value heads that go with them."""
         ranks = layout.tp * layout.cp
         if self.key_heads % ranks:
@@ -119,22 +127,22 @@ class GatedDelta(Recurrent):
         self.z_proj = ColumnLinear(size, config.values, tp=tp)
         self.b_proj = ColumnLinear(size, config.value_heads, tp=tp)
         self.a_proj = ColumnLinear(size, config.value_heads, tp=tp)
-        self.q_conv = ChannelKernels(config.keys, config.conv_kernel, tp=tp)
-        self.k_conv = ChannelKernels(config.keys, config.conv_kernel, tp=tp)
-        self.v_conv = ChannelKernels(config.values, config.conv_kernel, tp=tp)
-        self.vectors = HeadVectors(("A_log", "dt_bias"), config.value_heads, tp=tp)
+        self.q_conv = DepthwiseConvWeights(config.keys, config.conv_kernel, tp=tp)
+        self.k_conv = DepthwiseConvWeights(config.keys, config.conv_kernel, tp=tp)
+        self.v_conv = DepthwiseConvWeights(config.values, config.conv_kernel, tp=tp)
+        self.vectors = PerHeadVectors(("A_log", "dt_bias"), config.value_heads, tp=tp)
         self.head_norm = RMSNorm(config.value_dim, model.norm_eps, tp=tp)  # of each value head by itself
         self.out_proj = RowLinear(config.values, size, tp=tp)
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], after the pre-norm."""
-        by_heads = context.microbatch.by_heads
+        head_exchange = context.microbatch.head_exchange
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         layers = (self.z_proj, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj)
-        gate, *of_keys = products(hidden, *layers)
+        gate, *of_keys = apply_linears(hidden, *layers)
         # All that belongs to a key head together: where there are context-parallel ranks that is one exchange.
-        together = by_heads.enter(torch.cat([each.unflatten(-1, (self.key_heads, -1)) for each in of_keys], -1))
-        heads = self.recur((together,), self._recurrence(vectors, by_heads, context.scans), by_heads, context)
+        together = head_exchange.to_heads(torch.cat([each.unflatten(-1, (self.key_heads, -1)) for each in of_keys], -1))
+        heads = self.recur((together,), self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
         heads = (self.head_norm(heads) * F.silu(gate.view(heads.shape).float())).to(hidden.dtype)
         output: Tensor = self.out_proj(heads.flatten(-2))
         return output
@@ -152,15 +160,17 @@ class GatedDelta(Recurrent):
             case _:
                 super().reset(name, parameter, std, generator)
 
-    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads, backend: ScanBackend) -> DeltaRule:
+    def _recurrence(
+        self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
+    ) -> DeltaRule:
         """Of the heads that this rank works on."""
         kernels = [local(each.weight) for each in (self.q_conv, self.k_conv, self.v_conv)]
         by_key_head = torch.cat([each.unflatten(0, (self.key_heads, -1)) for each in kernels], 1)
         return DeltaRule(
             self.config,
-            kernel=by_heads.own(by_key_head).flatten(0, 1),
-            decay=-by_heads.own(vectors["A_log"]).exp(),
-            dt_bias=by_heads.own(vectors["dt_bias"]),
+            kernel=head_exchange.local_heads(by_key_head).flatten(0, 1),
+            decay=-head_exchange.local_heads(vectors["A_log"]).exp(),
+            dt_bias=head_exchange.local_heads(vectors["dt_bias"]),
             backend=backend,
         )
 

@@ -9,17 +9,17 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from postlude.layout import Layout, nearest
-from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, usual_heads
+from postlude.layout import Layout, nearest_degrees
+from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, default_heads
 from postlude.model.blocks.attention import AttentionConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
-from postlude.model.context import AttendStores, ForwardContext, Inputs, Stores
+from postlude.model.context import AttendCache, ForwardContext, Inputs, Stores
 from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear, local
 from postlude.ops.attention import Scores, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.packing import Packing
-from postlude.ops.rotary import RotaryConfig, paired, rotate_heads
+from postlude.ops.rotary import RotaryConfig, deinterleave_pairs, rotate_heads
 from postlude.world.mesh import Mesh
 
 
@@ -58,13 +58,13 @@ class LatentAttentionConfig(BlockConfig):
             )
 
     @classmethod
-    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+    def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
         """Heads as the model's attention has them, else of 128 over its width; a latent as wide as four of them.
 
         To each head come half as many features that carry the position, as in DeepSeek-V3.
         """
         found = next((other for other in others if isinstance(other, AttentionConfig)), None)
-        heads, size = usual_heads(hidden_size, 128) if found is None else (found.heads, found.head_dim)
+        heads, size = default_heads(hidden_size, 128) if found is None else (found.heads, found.head_dim)
         rotary = RotaryConfig() if found is None or found.rotary is None else found.rotary
         return cls(
             heads=heads,
@@ -95,35 +95,35 @@ class LatentAttentionConfig(BlockConfig):
         latent = hidden_size * (self.latent_size + self.rope_dim)
         expanded = self.latent_size * heads * (self.nope_dim + self.value_dim)
         projections = 2 * (queries + latent + expanded + heads * self.value_dim * hidden_size)
-        return projections + self.attends(NOMINAL_LENGTH)
+        return projections + self.attention_flops(NOMINAL_LENGTH)
 
-    def attends(self, length: float) -> float:
+    def attention_flops(self, length: float) -> float:
         """Scores, and what they make of the values, over half of a sequence."""
         return length * self.heads * (self.query_dim + self.value_dim)
 
-    def moved_by_tp(self, hidden_size: int) -> float:
+    def tp_traffic(self, hidden_size: int) -> float:
         """Latents, where queries have one, are gathered in place of the token; the output is spread."""
         gathered = hidden_size if self.query_latent_size is None else self.query_latent_size
         return gathered + self.latent_size + self.rope_dim + hidden_size
 
-    def moved_by_cp(self, cp: int) -> float:
+    def cp_traffic(self, cp: int) -> float:
         """Latents of the other ranks."""
         return (cp - 1) * (self.latent_size + self.rope_dim)
 
-    def kept(self, hidden_size: int) -> float:
+    def saved_activations(self, hidden_size: int) -> float:
         """The norm's input and output, the latents, and queries, keys and values before and after they are joined."""
         latents = 2 * (self.latent_size + (self.query_latent_size or 0)) + self.rope_dim
         return 3 * hidden_size + latents + self.heads * (4 * self.query_dim + 3 * self.value_dim)
 
-    def put_off(self, hidden_size: int) -> float:
+    def wgrad_activations(self, hidden_size: int) -> float:
         """The norm's output, latents and the heads; gradients of latents, queries, keys, values, and the output."""
         latents = 2 * (self.latent_size + (self.query_latent_size or 0)) + self.rope_dim
         return 2 * hidden_size + latents + self.heads * (self.query_dim + self.nope_dim + 2 * self.value_dim)
 
-    def fits(self, layout: Layout, name: str) -> None:
+    def check_layout(self, layout: Layout, name: str) -> None:
         """Each tensor-parallel rank has heads of its own."""
         if self.heads % layout.tp:
-            others = nearest(layout.tp, (tp for tp in range(1, self.heads + 1) if self.heads % tp == 0))
+            others = nearest_degrees(layout.tp, (tp for tp in range(1, self.heads + 1) if self.heads % tp == 0))
             raise ValueError(
                 f"{name} has {self.heads} heads, which tp={layout.tp} ranks cannot share evenly. Use tp={others}."
             )
@@ -133,12 +133,13 @@ class LatentAttention(Block):
     """Softmax attention whose keys and values are made of a latent. Each tensor-parallel rank has heads of its own.
 
     Latents are small, so every rank makes those of its own tokens and gathers the others'; under context parallelism
-    they travel in place of keys and values. A running sequence keeps its latents alone: its next query attends to them
-    as they are, with the projection to keys applied to the query, and that to values to what comes out.
+    they travel in place of keys and values. A running sequence keeps its latents alone: its next query
+    attention_flops to them as they are, with the projection to keys applied to the query, and that to values to
+    what comes out.
     """
 
     Config: ClassVar[type[LatentAttentionConfig]] = LatentAttentionConfig
-    generates = True
+    supports_decoding = True
 
     def __init__(self, config: LatentAttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -164,11 +165,11 @@ class LatentAttention(Block):
         latent, key_turned = latent.split((config.latent_size, config.rope_dim), dim=-1)
         table = context.rotary(config.rotary, config.rope_dim)
         if config.interleaved:
-            query_turned, key_turned = paired(query_turned), paired(key_turned)
+            query_turned, key_turned = deinterleave_pairs(query_turned), deinterleave_pairs(key_turned)
         query_turned, key_turned = rotate_heads(query_turned, key_turned[:, None], table)
         latent = torch.cat((latent, key_turned[:, 0]), dim=-1)  # [T, latent + rope]
-        if context.running is not None:
-            heads = context.running.grow(
+        if context.decode_state is not None:
+            heads = context.decode_state.attend_latents(
                 self.name, (query_part, query_turned, latent), (latent[:, None],), self._go_on, self._begin
             )
         elif context.microbatch.context is not None:
@@ -212,7 +213,7 @@ class LatentAttention(Block):
         key = torch.cat((key_part, key_turned[:, None].expand(-1, key_part.shape[1], -1)), dim=-1)
         return attend(query, key, value, queries, keys, config.scores)
 
-    def _go_on(self, inputs: Inputs, stores: Stores, attend_stores: AttendStores) -> Tensor:
+    def _go_on(self, inputs: Inputs, stores: Stores, attend_stores: AttendCache) -> Tensor:
         """One token of each sequence: its query asks the latents themselves, as if all heads shared one key head."""
         config = self.config
         query_part, query_turned, _ = inputs

@@ -11,19 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from postlude.data.microbatch import ByHeads
+from postlude.data.microbatch import HeadExchange
 from postlude.layout import Layout
-from postlude.model.block_config import BlockConfig, usual_heads
+from postlude.model.block_config import BlockConfig, default_heads
 from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
-from postlude.model.parallel import ChannelKernels, ColumnLinear, HeadVectors, Role, RowLinear, local, products, stored
-from postlude.ops.backend import ScanBackend
+from postlude.model.parallel import (
+    ColumnLinear,
+    DepthwiseConvWeights,
+    PerHeadVectors,
+    Role,
+    RowLinear,
+    apply_linears,
+    local,
+    sharded_parameter,
+)
 from postlude.ops.collectives import gather_from_sequence, sum_over_group
 from postlude.ops.convolution import convolve, convolve_step, last_inputs
+from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.packing import Packing
 from postlude.ops.ssd import ssd, ssd_step
-from postlude.world.mesh import ALONE, Axis, Mesh
+from postlude.world.mesh import SINGLE_RANK, Axis, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +80,9 @@ class MambaConfig(BlockConfig):
             raise ValueError(f"time_step_limit={self.time_step_limit}: give a least and a greatest step, neither < 0.")
 
     @classmethod
-    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+    def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
         """As in Nemotron-H: heads of 64 over twice the width, states of 128, and eight groups where those divide."""
-        heads, size = usual_heads(2 * hidden_size, 64)
+        heads, size = default_heads(2 * hidden_size, 64)
         groups = 8 if heads % 8 == 0 else 1
         common = cls.as_in(others)
         return cls(heads=heads, head_dim=size, state_size=128, groups=groups, norm_groups=groups, **common)
@@ -96,19 +105,19 @@ class MambaConfig(BlockConfig):
             projections + convolution + 2 * self.chunk * (self.inner + self.shared) + 4 * self.inner * self.state_size
         )
 
-    def moved_by_cp(self, cp: int) -> float:
+    def cp_traffic(self, cp: int) -> float:
         """Every sequence is exchanged for heads, and back."""
         return (cp - 1) / cp * (2 * self.inner + 2 * self.shared + self.heads)
 
-    def kept(self, hidden_size: int) -> float:
+    def saved_activations(self, hidden_size: int) -> float:
         """The norm's input and output; x, B and C before and after the convolution; z; the scan's output, twice."""
         return 3 * hidden_size + 3 * (self.inner + 2 * self.shared) + 5 * self.inner
 
-    def put_off(self, hidden_size: int) -> float:
+    def wgrad_activations(self, hidden_size: int) -> float:
         """The norm's output and the gated heads; gradients of x, B, C, z, steps, and the output."""
         return 2 * hidden_size + 3 * self.inner + 2 * self.shared + self.heads
 
-    def fits(self, layout: Layout, name: str) -> None:
+    def check_layout(self, layout: Layout, name: str) -> None:
         """Each tensor- and context-parallel rank has heads of its own, and whole groups or an even part of one."""
         if not self._divided_by(layout.tp, layout.cp):
             fitting = [
@@ -147,25 +156,27 @@ class Mamba(Recurrent):
         self.b_proj = ColumnLinear(size, shared, bias=config.bias, tp=tp)
         self.c_proj = ColumnLinear(size, shared, bias=config.bias, tp=tp)
         self.dt_proj = ColumnLinear(size, config.heads, bias=config.bias, tp=tp)
-        self.x_conv = ChannelKernels(inner, config.conv_kernel, bias=config.conv_bias, tp=tp)
-        self.b_conv = ChannelKernels(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
-        self.c_conv = ChannelKernels(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
-        self.vectors = HeadVectors(("A_log", "dt_bias", "D"), config.heads, tp=tp)
+        self.x_conv = DepthwiseConvWeights(inner, config.conv_kernel, bias=config.conv_bias, tp=tp)
+        self.b_conv = DepthwiseConvWeights(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
+        self.c_conv = DepthwiseConvWeights(shared, config.conv_kernel, bias=config.conv_bias, tp=tp)
+        self.vectors = PerHeadVectors(("A_log", "dt_bias", "D"), config.heads, tp=tp)
         self.gated_norm = GatedRMSNorm(inner, config.norm_groups, model.norm_eps, config.norm_before_gate, tp=tp)
         self.out_proj = RowLinear(inner, size, bias=config.bias, tp=tp)
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], after the pre-norm."""
-        config, by_heads = self.config, context.microbatch.by_heads
+        config, head_exchange = self.config, context.microbatch.head_exchange
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        x, dt, gate, *shared = products(hidden, self.x_proj, self.dt_proj, self.z_proj, self.b_proj, self.c_proj)
+        x, dt, gate, *shared = apply_linears(hidden, self.x_proj, self.dt_proj, self.z_proj, self.b_proj, self.c_proj)
         x = x.unflatten(-1, (-1, config.head_dim))  # [T, heads, p]
         shared = [self._own_groups(each.T).permute(2, 0, 1) for each in shared]
         # Two exchanges where there are context-parallel ranks: what heads have of their own, and what they share.
-        x, dt = by_heads.enter(torch.cat((x, dt[..., None]), -1)).split((config.head_dim, 1), -1)
-        b, c = by_heads.enter(_for_each(by_heads, torch.cat(shared, -1), 1)).chunk(2, -1)  # [total, groups, n]
+        x, dt = head_exchange.to_heads(torch.cat((x, dt[..., None]), -1)).split((config.head_dim, 1), -1)
+        b, c = head_exchange.to_heads(_for_each(head_exchange, torch.cat(shared, -1), 1)).chunk(
+            2, -1
+        )  # [total, groups, n]
         inputs = torch.cat([each.flatten(1) for each in (x, b, c)], 1), dt.squeeze(-1)
-        y = self.recur(inputs, self._recurrence(vectors, by_heads, context.scans), by_heads, context)
+        y = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
         output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), gate))
         return output
 
@@ -177,25 +188,27 @@ class Mamba(Recurrent):
             case _:
                 super().reset(name, parameter, std, generator)
 
-    def _recurrence(self, vectors: Mapping[str, Tensor], by_heads: ByHeads, backend: ScanBackend) -> StateSpace:
+    def _recurrence(
+        self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
+    ) -> StateSpace:
         """Of the heads that this rank works on."""
         kernels = (self.x_conv, self.b_conv, self.c_conv)
         biases = [kernel.bias for kernel in kernels if kernel.bias is not None]
         return StateSpace(
             self.config,
-            kernel=self._channels([kernel.weight for kernel in kernels], by_heads),
-            bias=self._channels(biases, by_heads) if biases else None,
-            A=-by_heads.own(vectors["A_log"]).exp(),
-            dt_bias=by_heads.own(vectors["dt_bias"]),
-            D=by_heads.own(vectors["D"]),
+            kernel=self._channels([kernel.weight for kernel in kernels], head_exchange),
+            bias=self._channels(biases, head_exchange) if biases else None,
+            A=-head_exchange.local_heads(vectors["A_log"]).exp(),
+            dt_bias=head_exchange.local_heads(vectors["dt_bias"]),
+            D=head_exchange.local_heads(vectors["D"]),
             backend=backend,
         )
 
-    def _channels(self, parameters: Sequence[Tensor], by_heads: ByHeads) -> Tensor:
+    def _channels(self, parameters: Sequence[Tensor], head_exchange: HeadExchange) -> Tensor:
         """One parameter each of x's, B's and C's channels -> those of this rank's heads, [channels, ...]."""
         x, *shared = (local(parameter) for parameter in parameters)
         parts = x.unflatten(0, (-1, self.config.head_dim)), *map(self._own_groups, shared)
-        return torch.cat([by_heads.own(_for_each(by_heads, part, 0)).flatten(0, 1) for part in parts])
+        return torch.cat([head_exchange.local_heads(_for_each(head_exchange, part, 0)).flatten(0, 1) for part in parts])
 
     def _own_groups(self, features: Tensor) -> Tensor:
         """Of this rank's features [shared / tp, ...], or parts of them, the groups of its heads: [groups, n, ...].
@@ -211,9 +224,9 @@ class Mamba(Recurrent):
         return own
 
 
-def _for_each(by_heads: ByHeads, groups: Tensor, dimension: int) -> Tensor:
+def _for_each(head_exchange: HeadExchange, groups: Tensor, dimension: int) -> Tensor:
     """Groups that fewer than all context-parallel ranks could have, once for each that has heads of them."""
-    ranks, count = by_heads.axis.size, groups.shape[dimension]
+    ranks, count = head_exchange.axis.size, groups.shape[dimension]
     return groups if count % ranks == 0 else groups.repeat_interleave(ranks // count, dimension)
 
 
@@ -272,10 +285,10 @@ class GatedRMSNorm(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
 
-    def __init__(self, size: int, groups: int, eps: float, before_gate: bool, *, tp: Axis = ALONE) -> None:
+    def __init__(self, size: int, groups: int, eps: float, before_gate: bool, *, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
         self.groups, self.width, self.eps, self.before_gate, self.tp = groups, size // groups, eps, before_gate, tp
-        self.weight = stored(size, axis=tp, dim=0)
+        self.weight = sharded_parameter(size, axis=tp, dim=0)
 
     def forward(self, features: Tensor, gate: Tensor) -> Tensor:
         """[T, size / tp], twice -> [T, size / tp]."""

@@ -14,10 +14,10 @@ from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, Linear, RowLinear, joined_weight, local, products
+from postlude.model.parallel import ColumnLinear, Linear, RowLinear, apply_linears, fused_weight, local
+from postlude.ops.activation import Activation, gated_activation
 from postlude.ops.collectives import gather_from_sequence
-from postlude.ops.few_rows import add_product, gated_product
-from postlude.ops.gating import Activation, gated
+from postlude.ops.decode_linear import linear_add, norm_gated_linear
 from postlude.ops.norm import Norm
 from postlude.world.mesh import Mesh
 
@@ -58,7 +58,7 @@ class GatedConfig(BlockConfig):
     def features(self, gate: Tensor | None, up: Tensor) -> Tensor:
         """Of both projections, [..., intermediate_size] each; without a gate, of one."""
         if self.alpha == 1.0:
-            return gated(*self._bounded(gate, up), self.activation)
+            return gated_activation(*self._bounded(gate, up), self.activation)
         gate, up = self._bounded(gate, up)
         opened = up if gate is None else gate
         opened = opened * (self.alpha * opened).sigmoid()
@@ -87,7 +87,7 @@ class MLPConfig(GatedConfig):
     bias: bool = False
 
     @classmethod
-    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+    def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
         """SwiGLU, or what the model's experts do, over the usual 8/3 of the width, in multiples of 64."""
         return cls(**cls.made_as_in(others) | {"intermediate_size": 64 * math.ceil(hidden_size * 8 / 3 / 64)})
 
@@ -95,11 +95,11 @@ class MLPConfig(GatedConfig):
         """Two or three products."""
         return 2 * hidden_size * self.intermediate_size * (3 if self.gated else 2)
 
-    def kept(self, hidden_size: int) -> float:
+    def saved_activations(self, hidden_size: int) -> float:
         """The norm's input and output, and every feature before and after the activation."""
         return 3 * hidden_size + self.intermediate_size * (4 if self.gated else 2)
 
-    def put_off(self, hidden_size: int) -> float:
+    def wgrad_activations(self, hidden_size: int) -> float:
         """The norm's output and the features; gradients of those before the activation, and of the output."""
         return 2 * hidden_size + self.intermediate_size * (3 if self.gated else 2)
 
@@ -113,8 +113,8 @@ class MLP(Block):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
 
     Config = MLPConfig
-    generates = True
-    steady = True
+    supports_decoding = True
+    cuda_graphable = True
 
     def __init__(self, config: MLPConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -124,30 +124,30 @@ class MLP(Block):
         self.up_proj = ColumnLinear(outer, inner, bias=config.bias, tp=mesh.tp)
         self.down_proj = RowLinear(inner, outer, bias=config.bias, tp=mesh.tp)
 
-    def together(self) -> tuple[tuple[ColumnLinear, ...], ...]:
+    def fused_projections(self) -> tuple[tuple[ColumnLinear, ...], ...]:
         """The gate and what it multiplies, in the order in which they are stored."""
         return ((*(() if self.gate_proj is None else (self.gate_proj,)), self.up_proj),)
 
-    def at_once(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+    def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """Where nothing but products and the activation is asked for."""
         config = self.config
         if not config.is_plain:
             return None
-        layers = [local(layer.weight) for layer in self.together()[0]]
-        steps = importlib.import_module("postlude.ops.block_step")  # which needs triton
-        output: Tensor = steps.mlp_step(hidden, norm, layers, local(self.down_proj.weight), config.activation)
+        layers = [local(layer.weight) for layer in self.fused_projections()[0]]
+        steps = importlib.import_module("postlude.ops.fused_block")  # which needs triton
+        output: Tensor = steps.fused_mlp_block(hidden, norm, layers, local(self.down_proj.weight), config.activation)
         return output
 
-    def generated(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+    def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """See `Block`. Where a gate's activation alone stands between its products."""
-        config, joined = self.config, joined_weight(self.together()[0])
+        config, joined = self.config, fused_weight(self.fused_projections()[0])
         if joined is None or not config.gated or not config.is_plain:
             return None
-        features = gated_product(hidden, norm, joined, config.activation)
-        return add_product(hidden, features, local(self.down_proj.weight), context.counters)
+        features = norm_gated_linear(hidden, norm, joined, config.activation)
+        return linear_add(hidden, features, local(self.down_proj.weight), context.counters)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        *gates, up = products(hidden, *self.together()[0], one=True)
+        *gates, up = apply_linears(hidden, *self.fused_projections()[0], one=True)
         return self.config.through(self.down_proj, gates[0] if gates else None, up)

@@ -9,27 +9,27 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from postlude.checks import Within
-from postlude.layout import Layout, nearest
+from postlude.checks import Bounds
+from postlude.layout import Layout, nearest_degrees
 from postlude.model.block_config import BlockConfig
-from postlude.model.blocks.block import Block, Part
+from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import Gathered, Linear, Role, WideLinear, local, stored
+from postlude.model.parallel import FP32Linear, FSDPUnit, Linear, Role, local, sharded_parameter
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import Step, compute, exchange
+from postlude.ops.aux_loss import add_aux_loss, weighted_sum
 from postlude.ops.experts import (
     ExpertRoute,
     add_bias,
-    ask_route,
     expert_order,
     grouped_kernel_fits,
     grouped_linear,
     merge_rows,
     replicate_rows,
+    start_expert_route,
 )
-from postlude.ops.side_loss import add_side_loss, weighted_sum
 from postlude.world.mesh import Axis, Mesh
 
 
@@ -53,7 +53,7 @@ class MoEConfig(GatedConfig):
     """
 
     has_experts = True
-    selective = 0.9  # what exchanges bring is not cheap
+    selective_share = 0.9  # what exchanges bring is not cheap
     experts: int
     top_k: int
     expert_bias: bool = False
@@ -79,18 +79,18 @@ class MoEConfig(GatedConfig):
         return self.top_k // self.top_groups if self.group_best is None else self.group_best
 
     @property
-    def side_losses(self) -> bool:
+    def has_aux_losses(self) -> bool:
         """Balance or z-loss."""
         return bool(self.balance_coefficient or self.z_coefficient)
 
     @property
-    def choice(self) -> tuple[int, int]:
+    def router_shape(self) -> tuple[int, int]:
         """The best `top_k` of all."""
         return self.top_k, self.experts
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Within(least=0).check("selection_bias_rate", self.selection_bias_rate)
+        Bounds(least=0).check("selection_bias_rate", self.selection_bias_rate)
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(
                 f"top_k={self.top_k} of {self.experts} experts: choose at least 1 and at most all of them."
@@ -118,9 +118,9 @@ class MoEConfig(GatedConfig):
             raise ValueError("shared_gate needs a shared expert; set shared_intermediate_size.")
 
     @classmethod
-    def like(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
+    def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
         """Eight experts, of which a token sees two that together are as wide as the model's MLP."""
-        mlp = next((each for each in others if isinstance(each, MLPConfig)), MLPConfig.like(hidden_size, others))
+        mlp = next((each for each in others if isinstance(each, MLPConfig)), MLPConfig.default_for(hidden_size, others))
         made = cls.made_as_in([mlp]) | {"intermediate_size": max(1, mlp.intermediate_size // 2)}
         return cls(experts=8, top_k=2, **made)
 
@@ -131,21 +131,21 @@ class MoEConfig(GatedConfig):
         others = products * self.shared_intermediate_size + self.experts + 2 * self.latent_size
         return 2 * (chosen + hidden_size * others)
 
-    def moved_by_tp(self, hidden_size: int) -> float:
+    def tp_traffic(self, hidden_size: int) -> float:
         """Nothing: every rank routes its own tokens."""
         return 0.0
 
-    def moved_by_ep(self, hidden_size: int) -> float:
+    def ep_traffic(self, hidden_size: int) -> float:
         """The token, or its latent, once for each expert."""
         return self.top_k * (self.latent_size or hidden_size)
 
-    def kept(self, hidden_size: int) -> float:
+    def saved_activations(self, hidden_size: int) -> float:
         """Each chosen expert's tokens and features, the shared one's, and the router's scores."""
         wide = 4 if self.gated else 2
         chosen = self.top_k * (2 * (self.latent_size or hidden_size) + wide * self.intermediate_size)
         return 3 * hidden_size + chosen + wide * self.shared_intermediate_size + 2 * self.experts
 
-    def put_off(self, hidden_size: int) -> float:
+    def wgrad_activations(self, hidden_size: int) -> float:
         """As an MLP, for each chosen expert and a shared one; the norm's output, and the gradients of the scores."""
         wide = 3 if self.gated else 2
         chosen = self.top_k * (2 * (self.latent_size or hidden_size) + wide * self.intermediate_size)
@@ -153,10 +153,10 @@ class MoEConfig(GatedConfig):
         others = hidden_size + outputs + 2 * self.latent_size + self.experts
         return chosen + wide * self.shared_intermediate_size + others
 
-    def fits(self, layout: Layout, name: str) -> None:
+    def check_layout(self, layout: Layout, name: str) -> None:
         """Each expert-parallel rank holds as many experts."""
         if self.experts % layout.ep:
-            others = nearest(layout.ep, (ep for ep in range(1, self.experts + 1) if self.experts % ep == 0))
+            others = nearest_degrees(layout.ep, (ep for ep in range(1, self.experts + 1) if self.experts % ep == 0))
             raise ValueError(
                 f"{name} has {self.experts} experts, which ep={layout.ep} ranks cannot share evenly. Use ep={others}."
             )
@@ -169,7 +169,7 @@ class MoE(Block):
     """
 
     Config = MoEConfig
-    generates = True
+    supports_decoding = True
     selection_bias: Tensor  # [experts] fp32, added where experts are chosen
     load: Tensor  # [experts] fp32, slots each expert got in this step
 
@@ -178,7 +178,7 @@ class MoE(Block):
         self.config = config
         self.moves_bias = config.selection_bias and config.selection_bias_rate > 0
         self._replays: list[Tensor] = []  # each [2]: choices that were not the router's own, of how many given
-        router = WideLinear if config.router_fp32 else Linear
+        router = FP32Linear if config.router_fp32 else Linear
         self.router = router(model.hidden_size, config.experts, bias=config.router_bias, tp=mesh.tp)
         self.experts = Experts(config, config.latent_size or model.hidden_size, mesh.ep)
         self.latent_down = self.latent_up = None
@@ -191,7 +191,7 @@ class MoE(Block):
         self.shared = SharedExpert(config, model.hidden_size, mesh.tp) if config.shared_intermediate_size else None
 
     @property
-    def steady(self) -> bool:
+    def cuda_graphable(self) -> bool:
         """Where one kernel takes the rows of all experts. Elsewhere the host must know how many each gets."""
         layers = (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj)
         fits = all(grouped_kernel_fits(layer.weight) for layer in layers if layer is not None)
@@ -213,16 +213,16 @@ class MoE(Block):
             compute("merge", self.merge),
         )
 
-    def apart(self) -> tuple[Part, ...]:
+    def sharded_separately(self) -> tuple[SeparateUnit, ...]:
         """The experts, and a router that promises fp32."""
-        experts = Part(self.experts, experts=True)
-        return (Part(self.router, fp32=True), experts) if isinstance(self.router, WideLinear) else (experts,)
+        experts = SeparateUnit(self.experts, experts=True)
+        return (SeparateUnit(self.router, fp32=True), experts) if isinstance(self.router, FP32Linear) else (experts,)
 
-    def counted(self) -> tuple[Tensor, ...]:
+    def count_buffers(self) -> tuple[Tensor, ...]:
         """The load of each expert."""
         return (self.load,) if self.moves_bias else ()
 
-    def measured(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+    def metrics(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Of the choices that were given, the share that the router would not have made."""
         counted, self._replays = self._replays, []
         if not counted:
@@ -231,7 +231,7 @@ class MoE(Block):
         return {"routing/changed": (changed, given)}
 
     @torch.no_grad()
-    def after_step(self) -> None:
+    def after_optimizer_step(self) -> None:
         """Raise the bias of experts that saw less than the mean load, lower the others'."""
         if self.moves_bias:
             self.selection_bias += self.config.selection_bias_rate * torch.sign(self.load.mean() - self.load)
@@ -246,8 +246,8 @@ class MoE(Block):
         inside: Recompute = "selective" if selective else "none"
         logits, scores = self.score(tokens, inside)
         choice = self.replay(self.choose(scores.detach()), context)
-        if context.running is not None:
-            context.running.chose(self.name, choice)
+        if context.decode_state is not None:
+            context.decode_state.record_routing(self.name, choice)
         counts = self.count(choice, context)
         weights = scores.gather(-1, choice)
         if self.config.normalise:
@@ -263,7 +263,7 @@ class MoE(Block):
         """Lay out a row for every expert of a token, sorted by expert, and tell other ranks how many they get."""
         order, inverse, counts = expert_order(choice, self.config.experts)
         rows = replicate_rows(tokens, order, inverse, self.config.top_k)
-        return {"rows": rows, "asked": ask_route(counts, self.mesh.ep), "order": order, "inverse": inverse}
+        return {"rows": rows, "asked": start_expert_route(counts, self.mesh.ep), "order": order, "inverse": inverse}
 
     def plan(self, asked: Callable[[], ExpertRoute], context: ForwardContext) -> Mapping[str, Any]:
         """The way to the experts and back, once it is known how many rows come."""
@@ -358,7 +358,7 @@ class MoE(Block):
         whole sequence, wherever its tokens are: `counts` [n, experts] are this rank's.
         """
         config, batch_tokens = self.config, context.microbatch.batch_tokens
-        attach = add_side_loss if self.training else _only_report
+        attach = add_aux_loss if self.training else _only_report
         if config.balance_coefficient and counts is not None:
             counts = context.total(counts)
             share = counts / counts.sum(-1, keepdim=True).clamp_min(1.0)
@@ -378,7 +378,7 @@ def _only_report(weights: Tensor, loss: Tensor) -> Tensor:
     return weights
 
 
-class Experts(Gathered):
+class Experts(FSDPUnit):
     """This rank's block of the experts, stacked: gate and up [E / ep, I, H], down [E / ep, H, I], perhaps biases."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, ep: Axis) -> None:
@@ -406,8 +406,8 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts: int, in_features: int, out_features: int, ep: Axis, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = stored(experts, out_features, in_features, axis=ep, dim=0)
-        self.bias = stored(experts, out_features, axis=ep, dim=0) if bias else None
+        self.weight = sharded_parameter(experts, out_features, in_features, axis=ep, dim=0)
+        self.bias = sharded_parameter(experts, out_features, axis=ep, dim=0) if bias else None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[R, in] -> [R, out]."""

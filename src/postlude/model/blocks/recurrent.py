@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from postlude.data.microbatch import ByHeads
-from postlude.model.blocks.block import Block, Part
+from postlude.data.microbatch import HeadExchange
+from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.context import ForwardContext, Inputs, States
-from postlude.model.parallel import HeadVectors
+from postlude.model.parallel import PerHeadVectors
 from postlude.model.steps import Step, compute
 from postlude.ops.packing import Packing
 
@@ -39,9 +39,9 @@ class Recurrent(Block):
     Its decays are made of `vectors`, A_log and dt_bias among them, which stay in fp32.
     """
 
-    generates = True
-    steady = True
-    vectors: HeadVectors
+    supports_decoding = True
+    cuda_graphable = True
+    vectors: PerHeadVectors
     decays: tuple[float, float]
     """Between which A is drawn."""
     time_steps: tuple[float, float] = (1e-3, 1e-1)
@@ -51,9 +51,9 @@ class Recurrent(Block):
         """The vectors are gathered by themselves, so that all else can be run again."""
         return (compute("vectors", self.read_vectors, again=False), compute("work", self.run))
 
-    def apart(self) -> tuple[Part, ...]:
+    def sharded_separately(self) -> tuple[SeparateUnit, ...]:
         """What decays are made of stays in fp32."""
-        return (Part(self.vectors, fp32=True),)
+        return (SeparateUnit(self.vectors, fp32=True),)
 
     def read_vectors(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
         """The vectors of this rank's heads."""
@@ -61,18 +61,20 @@ class Recurrent(Block):
 
     def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
         """Everything else."""
-        hidden, normed = self.norm.beside(hidden)
+        hidden, normed = self.norm.with_residual(hidden)
         return self.join(hidden, self.mix(normed, vectors, context))
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], after the pre-norm."""
         raise NotImplementedError(f"{type(self).__name__} must define mix().")
 
-    def recur(self, inputs: Inputs, recurrence: Recurrence, by_heads: ByHeads, context: ForwardContext) -> Tensor:
+    def recur(
+        self, inputs: Inputs, recurrence: Recurrence, head_exchange: HeadExchange, context: ForwardContext
+    ) -> Tensor:
         """Whole sequences from their beginning, or on from what is kept of running ones: [T, heads, width]."""
-        if context.running is None:
-            return by_heads.leave(recurrence.outputs(inputs, by_heads.packing))
-        return context.running.recur(self.name, inputs, recurrence.step, recurrence.scan)
+        if context.decode_state is None:
+            return head_exchange.to_sequences(recurrence.outputs(inputs, head_exchange.packing))
+        return context.decode_state.recur(self.name, inputs, recurrence.step, recurrence.scan)
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
         """Decays from slow to fast, time steps from short to long, kernels as convolutions have them."""

@@ -7,6 +7,6 @@ and `logits.py`, the mathematics in `statistics.py`.
 """
 
 from postlude.ops.linear_logprobs.api import TokenStats, linear_logprobs
-from postlude.ops.linear_logprobs.logits import Logits
+from postlude.ops.linear_logprobs.logits import LogitConfig
 
-__all__ = ["Logits", "TokenStats", "linear_logprobs"]
+__all__ = ["LogitConfig", "TokenStats", "linear_logprobs"]

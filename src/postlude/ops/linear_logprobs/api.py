@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from postlude.ops.linear_logprobs.gemm import without_autocast
-from postlude.ops.linear_logprobs.logits import PLAIN, LogitKeywords, Logits
+from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, TopK, Upstream, join_ranks
-from postlude.ops.linear_logprobs.sweep import EarlyStatistics, Head, Wanted, sweep_gradients, sweep_statistics
+from postlude.ops.linear_logprobs.sweep import EarlyStatistics, GradientsNeeded, Head, sweep_gradients, sweep_statistics
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def linear_logprobs(
     topk: int = 0,
     lse: bool = False,
     hit: bool = False,
-    how: Logits = PLAIN,
-    **changes: Unpack[LogitKeywords],
+    logit_config: LogitConfig = DEFAULT_LOGITS,
+    **changes: Unpack[LogitOptions],
 ) -> TokenStats:
     """Log-prob of each target under softmax(logits), and on request entropy, lse, top-k and argmax hit.
 
@@ -62,25 +62,27 @@ def linear_logprobs(
         hit: also whether the target is a likeliest id.
         how: how logits are made. Its fields are keywords of the call, too, and those given go before: bias,
             temperature, logit_scale, softcap, ignore_index, target_count, vocab_start, vocab_size, group, backend and
-            memory_budget, as `Logits` explains them.
+            memory_budget, as `LogitConfig` explains them.
 
     It is differentiable once; a second derivative is refused. Forward keeps references and a few numbers a token for
     backward.
     """
-    how = how.but(**changes)
-    early = None if topk else EarlyStatistics(Head(flat_hidden(hidden), weight, how.bias))
-    problem = resolve(hidden, weight, targets, how, early)
-    known = problem.columns if problem.group is None else how.vocab_size
+    logit_config = logit_config.replace(**changes)
+    early = None if topk else EarlyStatistics(Head(flat_hidden(hidden), weight, logit_config.bias))
+    problem = resolve(hidden, weight, targets, logit_config, early)
+    known = problem.columns if problem.group is None else logit_config.vocab_size
     assert known is not None
     if not 0 <= topk <= known:
         raise ValueError(f"topk must be between 0 and the vocabulary's {known} entries, but is {topk}.")
-    asked = Asked(entropy=entropy, lse=lse, hit=hit, topk=topk)
-    results = token_results(hidden, weight, how.bias, problem, asked, None if early is None else early.of(problem))
+    asked = RequestedStats(entropy=entropy, lse=lse, hit=hit, topk=topk)
+    results = token_results(
+        hidden, weight, logit_config.bias, problem, asked, None if early is None else early.of(problem)
+    )
     return TokenStats.of(results, targets.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RequestedStats:
     """Which results a call wants besides the log-probs."""
 
     entropy: bool
@@ -94,7 +96,7 @@ def token_results(
     weight: Tensor,
     bias: Tensor | None,
     problem: Problem,
-    asked: Asked,
+    asked: RequestedStats,
     state: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """What `TokenStats` holds, [positions, ...] each, of a resolved call whose `state` may be there already."""
@@ -107,7 +109,7 @@ def flat_hidden(hidden: Tensor) -> Tensor:
 
 
 def at_positions(
-    results: Results, problem: Problem, asked: Asked, top: TopK | None = None
+    results: Results, problem: Problem, asked: RequestedStats, top: TopK | None = None
 ) -> tuple[Tensor | None, ...]:
     """What `TokenStats` holds, [positions, ...] each, made of what the projected tokens gave."""
     rows = (
@@ -137,7 +139,7 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         problem: Problem,
-        asked: Asked,
+        asked: RequestedStats,
         state: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(hidden.device):
@@ -168,7 +170,7 @@ class _LinearLogprobs(torch.autograd.Function):
         coefficients = problem.epilogue.coefficients(problem.rows, normalizer, row_entropy, upstream, problem.kept)
         with without_autocast(hidden.device):
             head = Head(problem.take(hidden), weight, bias)
-            gradients = sweep_gradients(head, problem, coefficients, Wanted(*ctx.needs_input_grad[:3]))
+            gradients = sweep_gradients(head, problem, coefficients, GradientsNeeded(*ctx.needs_input_grad[:3]))
         hidden_gradient, weight_gradient, bias_gradient = gradients.finish()
         if hidden_gradient is not None:
             hidden_gradient = problem.put(hidden_gradient)

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from postlude.ops.backend import Backend, takes_triton
+from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.linear_logprobs import torch_epilogue
 from postlude.ops.linear_logprobs.gemm import HALF
 from postlude.ops.linear_logprobs.statistics import Epilogue
@@ -22,10 +22,10 @@ HOPPER = 9  # the only generation the fused kernels were measured on
 
 def select_epilogue(backend: Backend, device: torch.device, dtype: torch.dtype) -> Epilogue:
     """The epilogues for tensors on `device` whose logits are computed in `dtype`."""
-    if not takes_triton("linear_logprobs", backend, device, dtype):
+    if not use_kernel("linear_logprobs", backend, device, dtype):
         return torch_epilogue
     # Imported here: the module needs triton, and everything else does not.
-    return cast(Epilogue, importlib.import_module("postlude.ops.linear_logprobs.triton_epilogue"))
+    return cast(Epilogue, importlib.import_module("postlude.ops.kernels.linear_logprobs_rows"))
 
 
 def can_fuse(epilogue: Epilogue, operand: torch.dtype, hidden: Tensor, weight: Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""Logits: how a linear head makes them. The one value behind every function of a head, with fields as keywords."""
+"""LogitConfig: how a linear head makes them. The one value behind every function of a head, with fields as keywords."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from postlude.ops.linear_logprobs.backends import Backend
 
 
-class LogitKeywords(TypedDict, total=False):
-    """The fields of `Logits`, as type checkers know the keywords of a call. What they mean stands there."""
+class LogitOptions(TypedDict, total=False):
+    """The fields of `LogitConfig`, as type checkers know the keywords of a call. What they mean stands there."""
 
     bias: Tensor | None
     temperature: float | Tensor
@@ -29,7 +30,7 @@ class LogitKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Logits:
+class LogitConfig:
     """How logits are made of hidden states [..., H] and weight [V, H], this rank's rows of the output embedding.
 
         logits = softcap(logit_scale · (hidden @ weightᵀ + bias)) / temperature,   softcap(x) = c · tanh(x / c)
@@ -93,16 +94,16 @@ class Logits:
             products = products * self.logit_scale
         return products if self.softcap is None else self.softcap * torch.tanh(products / self.softcap)
 
-    def but(self, **changes: Unpack[LogitKeywords]) -> Logits:
+    def replace(self, **changes: Unpack[LogitOptions]) -> LogitConfig:
         """The same, but for what is named."""
         if not changes:
             return self
         if not changes.keys() <= self.__dict__.keys():
-            return replace(self, **changes)  # which says what it does not know
-        made = object.__new__(Logits)  # a sixth of replace's time, before every call of a head
+            return dataclasses.replace(self, **changes)  # which says what it does not know
+        made = object.__new__(LogitConfig)  # a sixth of replace's time, before every call of a head
         made.__dict__.update(self.__dict__, **changes)
         made.__post_init__()
         return made
 
 
-PLAIN = Logits()
+DEFAULT_LOGITS = LogitConfig()

@@ -15,9 +15,16 @@ from torch import Tensor
 
 from postlude.ops.linear_logprobs.backends import can_fuse, select_epilogue
 from postlude.ops.linear_logprobs.gemm import HALF, operand_dtype
-from postlude.ops.linear_logprobs.logits import Logits
+from postlude.ops.linear_logprobs.logits import LogitConfig
 from postlude.ops.linear_logprobs.plan import Shape
-from postlude.ops.linear_logprobs.statistics import Census, Coding, Epilogue, Kernels, Picked, Told
+from postlude.ops.linear_logprobs.statistics import (
+    Epilogue,
+    FusedKernels,
+    HostMailbox,
+    QuantizedKernels,
+    TargetCount,
+    TokenRows,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +33,7 @@ log = logging.getLogger(__name__)
 class Problem:
     """`rows` and `kept` cover the n tokens that have a target; `positions` counts all tokens."""
 
-    rows: Picked
+    rows: TokenRows
     kept: Tensor | None  # [n] their positions; None if every position has a target
     positions: int
     vocab_start: int
@@ -57,13 +64,13 @@ class Problem:
         size = self.compute.itemsize
         logit_bytes: float = self.operand.itemsize if fused else self.epilogue.LOGIT_COPIES * size
         if coded:
-            logit_bytes = coding().CODE_BYTES
+            logit_bytes = quantized_kernels().QUANTIZED_BYTES
         device = self.rows.targets.device.type
         return Shape(self.rows.targets.shape[0], self.columns, hidden, logit_bytes, size, device)
 
     @property
     def coded(self) -> bool:
-        """Whether coding() can hold these logits: their gradients take its codes' place."""
+        """Whether quantized_kernels() can hold these logits: their gradients take its codes' place."""
         return self.fused and self.operand in HALF
 
 
@@ -71,8 +78,8 @@ def resolve(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    how: Logits,
-    early: Callable[[Census, int, torch.dtype, int | None], bool] | None = None,
+    logit_config: LogitConfig,
+    early: Callable[[TargetCount, int, torch.dtype, int | None], bool] | None = None,
 ) -> Problem:
     """Check the arguments, find the tokens to project and make their per-token numbers.
 
@@ -81,11 +88,11 @@ def resolve(
     work while the host waits. Arguments of `early` are the census, this shard's columns, the operands' dtype and the
     memory budget; it says whether it has begun.
     """
-    _check_shapes(hidden, weight, targets, how.bias)
-    logit_scale, softcap = float(how.logit_scale), how.softcap
-    ignore_index, target_count = how.ignore_index, how.target_count
-    vocab_start, vocab_size = how.vocab_start, how.vocab_size
-    group = None if how.group is None or dist.get_world_size(how.group) == 1 else how.group
+    _check_shapes(hidden, weight, targets, logit_config.bias)
+    logit_scale, softcap = float(logit_config.logit_scale), logit_config.softcap
+    ignore_index, target_count = logit_config.ignore_index, logit_config.target_count
+    vocab_start, vocab_size = logit_config.vocab_start, logit_config.vocab_size
+    group = None if logit_config.group is None or dist.get_world_size(logit_config.group) == 1 else logit_config.group
     if vocab_size is None:
         vocab_size = vocab_start + weight.shape[0]
     columns = min(max(vocab_size - vocab_start, 0), weight.shape[0])
@@ -97,24 +104,29 @@ def resolve(
     positions = targets.numel()
     if target_count is not None and not 0 <= target_count <= positions:
         raise ValueError(f"target_count is {target_count}, but there are {positions} targets, ignored ones included.")
-    temperatures = _flat_temperature(how.temperature, targets)
+    temperatures = _flat_temperature(logit_config.temperature, targets)
     dtype = _projection_dtype(hidden, weight)
     operand = operand_dtype(dtype, hidden.device)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    epilogue = select_epilogue(how.backend, hidden.device, compute)
+    epilogue = select_epilogue(logit_config.backend, hidden.device, compute)
     scale, inner = (logit_scale, None) if softcap is None else (float(softcap), logit_scale / softcap)
     fused = can_fuse(epilogue, operand, hidden, weight)
     rows, kept, broken, count = None, None, None, target_count
     factor = None if isinstance(temperatures, Tensor) or vocab_start else scale / temperatures
     if count is None and early is not None and fused and factor is not None and positions and columns:
-        told = Told.make(targets.device)
-        if early(Census(targets, factor, inner, ignore_index, allowed, told), columns, operand, how.memory_budget):
+        told = HostMailbox.make(targets.device)
+        if early(
+            TargetCount(targets, factor, inner, ignore_index, allowed, told),
+            columns,
+            operand,
+            logit_config.memory_budget,
+        ):
             count, ignored = told.wait()  # the only wait for the device
             if count + ignored < positions:
                 raise _outside(targets, ignore_index, allowed)
             if count == positions:
                 # A copy, for backward: what was handed in may be overwritten before that.
-                rows = Picked(targets.clone(), torch.full_like(targets, factor, dtype=compute), inner)
+                rows = TokenRows(targets.clone(), torch.full_like(targets, factor, dtype=compute), inner)
     if rows is None:
         selection = epilogue.select(
             targets,
@@ -132,7 +144,7 @@ def resolve(
                 raise _outside(targets, ignore_index, allowed)
             if cold:
                 raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
-        rows, broken = Picked(selection.targets, selection.factor, inner), selection.broken
+        rows, broken = TokenRows(selection.targets, selection.factor, inner), selection.broken
         if count < positions:
             rows, kept = rows[:count], selection.positions[:count]
     return Problem(
@@ -146,21 +158,21 @@ def resolve(
         epilogue=epilogue,
         fused=fused,
         group=group,
-        memory_budget=how.memory_budget,
+        memory_budget=logit_config.memory_budget,
         broken=broken,
     )
 
 
 @functools.cache
-def kernels() -> Kernels:
+def kernels() -> FusedKernels:
     """Those that project and finish in one, where a problem is `fused`. Imported here: the module needs triton."""
-    return cast(Kernels, importlib.import_module("postlude.ops.linear_logprobs.fused"))
+    return cast(FusedKernels, importlib.import_module("postlude.ops.kernels.linear_logprobs_fused"))
 
 
 @functools.cache
-def coding() -> Coding:
+def quantized_kernels() -> QuantizedKernels:
     """The kernels of one sweep, where a problem is `coded`."""
-    return cast(Coding, importlib.import_module("postlude.ops.linear_logprobs.coded"))
+    return cast(QuantizedKernels, importlib.import_module("postlude.ops.kernels.linear_logprobs_quantized"))
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

@@ -29,7 +29,7 @@ MAXIMUM, SUM, MOMENT, TARGET = range(4)
 
 
 @dataclass(frozen=True)
-class Picked:
+class TokenRows:
     """What each projected token brings along, and what all share.
 
     logit = product · factor, or factor · tanh(product · inner) under a softcap. `targets` counts from this shard's
@@ -40,8 +40,8 @@ class Picked:
     factor: Tensor  # [n]
     inner: float | None
 
-    def __getitem__(self, rows: slice) -> Picked:
-        return Picked(self.targets[rows], self.factor[rows], self.inner)
+    def __getitem__(self, rows: slice) -> TokenRows:
+        return TokenRows(self.targets[rows], self.factor[rows], self.inner)
 
     @property
     def slope(self) -> Tensor:
@@ -58,16 +58,16 @@ class Selection:
 
     counts: Tensor  # [3] int64: tokens to project, ignored tokens, tokens to project at no temperature above 0
     positions: Tensor  # int64
-    targets: Tensor  # int64, as in `Picked`
+    targets: Tensor  # int64, as in `TokenRows`
     factor: Tensor
     broken: Tensor | None = None  # 0-dim bool, whether a promise was not kept; None without a promise
 
 
 @dataclass(frozen=True)
-class Census:
+class TargetCount:
     """Every position of a call, as if each had a target; a kernel counts those that have one before it does anything.
 
-    As `Picked`, with one factor for all.
+    As `TokenRows`, with one factor for all.
     """
 
     targets: Tensor  # [positions] int64
@@ -75,10 +75,10 @@ class Census:
     inner: float | None
     ignore_index: int
     allowed: tuple[int, int]
-    told: Told
+    told: HostMailbox
 
 
-class Told:
+class HostMailbox:
     """Two numbers that a kernel tells the host while it runs: how many positions have a target, how many are ignored.
 
     Kept for the next call: to make an event and to pin memory takes as long as to launch a kernel.
@@ -86,7 +86,7 @@ class Told:
 
     SPINS = 2000  # looks before the host lets other threads have its time
     PAUSE = 2e-5  # seconds
-    _idle: ClassVar[dict[torch.device, list[Told]]] = {}
+    _idle: ClassVar[dict[torch.device, list[HostMailbox]]] = {}
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -96,12 +96,12 @@ class Told:
         self.event = torch.cuda.Event() if device.type == "cuda" else None
 
     @staticmethod
-    def make(device: torch.device) -> Told:
+    def make(device: torch.device) -> HostMailbox:
         """One that nobody waits for, with nothing told."""
         try:
-            told = Told._idle[device].pop()
+            told = HostMailbox._idle[device].pop()
         except (KeyError, IndexError):
-            told = Told(device)
+            told = HostMailbox(device)
         told.seen[0] = -1
         return told
 
@@ -120,7 +120,7 @@ class Told:
                 raise RuntimeError("the kernel that counts targets ended without telling how many there are.")
             time.sleep(self.PAUSE)
         ignored, kept = divmod(int(self.seen[0]), 2**32)
-        Told._idle.setdefault(self.device, []).append(self)
+        HostMailbox._idle.setdefault(self.device, []).append(self)
         return kept, ignored
 
 
@@ -139,7 +139,7 @@ class Slab(Operands):
     """Operands with their products, and all that turns these into logits."""
 
     products: Tensor  # [rows, columns]
-    rows: Picked
+    rows: TokenRows
     bias: Tensor | None  # [columns]
 
 
@@ -175,7 +175,7 @@ class Epilogue(Protocol):
         ...
 
     def coefficients(
-        self, rows: Picked, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
+        self, rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
     ) -> Tensor:
         """[5, n]: m, log Σ, a, b, c with d_product = a·[target] - p·(b + c·log p), given the rows' results.
 
@@ -193,17 +193,17 @@ class Epilogue(Protocol):
         ...
 
 
-class Coding(Protocol):
+class QuantizedKernels(Protocol):
     """Projection and statistics in one, with the logits kept in sixteen bits each: `coded.py`."""
 
-    CODE_BYTES: float
+    QUANTIZED_BYTES: float
 
     def encode(
         self,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: Picked | Census,
+        rows: TokenRows | TargetCount,
         columns: int,
         codes: Tensor,
         state: Tensor,
@@ -211,12 +211,13 @@ class Coding(Protocol):
         """Code the logits of hidden [n, H] on the first `columns` of weight, and find their `state` [4, n].
 
         What the codes are relative to is returned, and the results of the state.
-        A census is of all positions of a call, of which these rows are the first n. It is as in `Kernels.accumulate`.
+        A census is of all positions of a call, of which these rows are the first n. It is as in
+        `FusedKernels.accumulate`.
         """
         ...
 
     def decode(
-        self, codes: Tensor, partial: Tensor, rows: Picked, results: Results, upstream: Upstream, *, masked: bool
+        self, codes: Tensor, partial: Tensor, rows: TokenRows, results: Results, upstream: Upstream, *, masked: bool
     ) -> Tensor:
         """Overwrite `codes` [n, columns] with the gradient of the products that they stand for.
 
@@ -225,7 +226,7 @@ class Coding(Protocol):
         ...
 
 
-class Kernels(Protocol):
+class FusedKernels(Protocol):
     """Projection and epilogue in one: `fused.py`."""
 
     STATISTICS_TILE: tuple[int, int, int]
@@ -236,7 +237,7 @@ class Kernels(Protocol):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: Picked | Census,
+        rows: TokenRows | TargetCount,
         columns: slice,
         state: Tensor,
     ) -> None:
@@ -251,7 +252,7 @@ class Kernels(Protocol):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: Picked,
+        rows: TokenRows,
         columns: slice,
         coefficients: Tensor,
         out: Tensor,

@@ -16,14 +16,14 @@ from postlude.ops.linear_logprobs.plan import (
     plan_statistics,
     plan_tiles,
 )
-from postlude.ops.linear_logprobs.problem import Problem, coding, kernels
+from postlude.ops.linear_logprobs.problem import Problem, kernels, quantized_kernels
 from postlude.ops.linear_logprobs.statistics import (
-    Census,
     Epilogue,
     Operands,
-    Picked,
     Results,
     Slab,
+    TargetCount,
+    TokenRows,
     TopK,
     Upstream,
     empty_state,
@@ -44,7 +44,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GradientsNeeded:
     """Which of the head's tensors want a gradient."""
 
     hidden: bool
@@ -126,13 +126,15 @@ class FusedProjection:
         return operands, out
 
 
-class CodedProjection:
+class QuantizedProjection:
     """`Projection`'s `score` and `differentiate`, with the logits held in sixteen bits between the two.
 
     `rows` may be a census while the first slab is scored.
     """
 
-    def __init__(self, head: Head, rows: Picked | Census, operand: torch.dtype, plan: Plan, shape: Shape) -> None:
+    def __init__(
+        self, head: Head, rows: TokenRows | TargetCount, operand: torch.dtype, plan: Plan, shape: Shape
+    ) -> None:
         self.head = head
         self.rows = rows
         most, columns = plan.largest(shape)
@@ -143,9 +145,9 @@ class CodedProjection:
     def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
         """As there; the state begins here, and entropy costs nothing."""
         hidden, weight = self.head.hidden[rows], self.head.weight
-        picked = self.rows if isinstance(self.rows, Census) else self.rows[rows]
+        picked = self.rows if isinstance(self.rows, TargetCount) else self.rows[rows]
         codes = self.codes[: hidden.shape[0], : columns.stop]
-        partial, results = coding().encode(hidden, weight, self.bias, picked, columns.stop, codes, state)
+        partial, results = quantized_kernels().encode(hidden, weight, self.bias, picked, columns.stop, codes, state)
         operands = Operands(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
         self.current = operands, codes, partial
         return results
@@ -154,9 +156,9 @@ class CodedProjection:
         """As there."""
         assert self.current is not None, "nothing was scored"
         (operands, codes, partial), self.current = self.current, None
-        assert isinstance(self.rows, Picked), "the census is not over"
+        assert isinstance(self.rows, TokenRows), "the census is not over"
         picked, masked = self.rows[operands.row_range], self.bias is not None
-        return operands, coding().decode(codes, partial, picked, results, upstream, masked=masked)
+        return operands, quantized_kernels().decode(codes, partial, picked, results, upstream, masked=masked)
 
 
 @dataclass(frozen=True)
@@ -169,17 +171,22 @@ class TokenSweep:
     plan: Plan
     exact: bool
     state: Tensor
-    projection: Projection | CodedProjection
+    projection: Projection | QuantizedProjection
     first: Results | None = None
 
     @staticmethod
     def coded(
-        head: Head, rows: Picked | Census, shape: Shape, operand: torch.dtype, wanted: Wanted, budget: int | None
+        head: Head,
+        rows: TokenRows | TargetCount,
+        shape: Shape,
+        operand: torch.dtype,
+        wanted: GradientsNeeded,
+        budget: int | None,
     ) -> TokenSweep:
         """With logits held in sixteen bits each."""
         plan, exact = plan_coded_sweep(shape, weight_gradient=wanted.weight, memory_budget=budget)
         state = torch.empty(4, shape.rows, dtype=torch.float32, device=head.hidden.device)  # begun slab by slab
-        return TokenSweep(shape, plan, exact, state, CodedProjection(head, rows, operand, plan, shape))
+        return TokenSweep(shape, plan, exact, state, QuantizedProjection(head, rows, operand, plan, shape))
 
 
 class GradientSum:
@@ -217,7 +224,7 @@ class Gradients:
     """The gradients of a head's tensors, filled slab by slab."""
 
     def __init__(
-        self, head: Head, problem: Problem, wanted: Wanted, plan: Plan, shape: Shape, *, exact: bool = True
+        self, head: Head, problem: Problem, wanted: GradientsNeeded, plan: Plan, shape: Shape, *, exact: bool = True
     ) -> None:
         """If not `exact`, the weight's gradient is summed in the weight's own dtype."""
         single = plan.count(shape) <= 1
@@ -261,7 +268,7 @@ class EarlyStatistics:
         self.head = head
         self.state: Tensor | None = None
 
-    def __call__(self, census: Census, columns: int, operand: torch.dtype, memory_budget: int | None) -> bool:
+    def __call__(self, census: TargetCount, columns: int, operand: torch.dtype, memory_budget: int | None) -> bool:
         """Begin."""
         shape = Shape(census.targets.shape[0], columns, self.head.hidden.shape[1])
         self.state = _fused_statistics(self.head, census, shape, memory_budget)
@@ -275,17 +282,17 @@ class EarlyStatistics:
 class EarlySweep:
     """Likewise the first slab of one sweep over tokens, where logits can be held in sixteen bits each."""
 
-    def __init__(self, head: Head, wanted: Wanted) -> None:
+    def __init__(self, head: Head, wanted: GradientsNeeded) -> None:
         self.head = head
         self.wanted = wanted
         self.begun: TokenSweep | None = None
 
-    def __call__(self, census: Census, columns: int, operand: torch.dtype, memory_budget: int | None) -> bool:
+    def __call__(self, census: TargetCount, columns: int, operand: torch.dtype, memory_budget: int | None) -> bool:
         """Begin."""
         if operand not in gemm.HALF:
             return False
         features, device = self.head.hidden.shape[1], census.targets.device.type
-        shape = Shape(census.targets.shape[0], columns, features, coding().CODE_BYTES, device=device)
+        shape = Shape(census.targets.shape[0], columns, features, quantized_kernels().QUANTIZED_BYTES, device=device)
         begun = TokenSweep.coded(self.head, census, shape, operand, self.wanted, memory_budget)
         rows, vocabulary = next(begun.plan.slabs(shape))
         first = begun.projection.score(rows, vocabulary, begun.state[:, rows], entropy=True)
@@ -297,12 +304,12 @@ class EarlySweep:
         begun, self.begun = self.begun, None  # where it is another, its memory is free
         if begun is None or problem.kept is not None:
             return None
-        assert isinstance(begun.projection, CodedProjection)
+        assert isinstance(begun.projection, QuantizedProjection)
         begun.projection.rows = problem.rows
         return begun
 
 
-def _fused_statistics(head: Head, rows: Picked | Census, shape: Shape, memory_budget: int | None) -> Tensor:
+def _fused_statistics(head: Head, rows: TokenRows | TargetCount, shape: Shape, memory_budget: int | None) -> Tensor:
     fused = kernels()
     tiles = plan_tiles(shape, fused.STATISTICS_TILE[1], fused.PARTIAL_BYTES, memory_budget)
     bias = _fused_bias(head)
@@ -332,7 +339,7 @@ def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) 
     return state, top
 
 
-def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: Wanted) -> Gradients:
+def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: GradientsNeeded) -> Gradients:
     """Project again and turn `Epilogue.coefficients` [5, n] into gradients; that of hidden is this shard's part."""
     shape = problem.shape(head.hidden.shape[1], fused=problem.fused)
     plan = plan_gradients(

@@ -11,10 +11,10 @@ from postlude.ops.linear_logprobs.statistics import (
     MOMENT,
     SUM,
     TARGET,
-    Picked,
     Results,
     Selection,
     Slab,
+    TokenRows,
     Upstream,
     join,
     transform,
@@ -77,7 +77,9 @@ def results(state: Tensor) -> Results:
     )
 
 
-def coefficients(rows: Picked, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None) -> Tensor:
+def coefficients(
+    rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
+) -> Tensor:
     """See `Epilogue.coefficients`."""
     at_target, linear, at_all = (
         torch.zeros_like(entropy) if row is None else (row if kept is None else row[kept]) * rows.slope

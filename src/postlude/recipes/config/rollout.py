@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from postlude.recipes.config.schema import Kinds, NonNegative, Positive, ReadFrom, Settings
+from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
 
 
 def _whole_or_share(gpus: float) -> float:
@@ -18,11 +18,11 @@ def _whole_or_share(gpus: float) -> float:
 GPUs: TypeAlias = Annotated[NonNegative, AfterValidator(_whole_or_share)]
 
 
-class Native(Settings):
+class NativeRollout(Settings):
     """The generator in the trainer's own ranks: a whole copy of the model on each."""
 
 
-class Connections(Settings):
+class ConnectionSettings(Settings):
     """How servers are asked, and when one is given up."""
 
     concurrency: PositiveInt = 64
@@ -33,12 +33,12 @@ class Connections(Settings):
     """Times in a row that a server may fail before it is given up, until there are new weights or no other is left."""
     backoff: NonNegative = 0.5
     """Seconds that a server that failed is left alone for; they double each time, up to 30."""
-    patience: NonNegative = 600.0
+    outage_timeout: NonNegative = 600.0
     """Seconds that the run waits for a server when none answers, as while one is started again; then it ends, and can
     go on later. Servers that the run started are started again instead."""
 
 
-class Sync(Settings):
+class SyncSettings(Settings):
     """How new weights reach servers that have more than one way."""
 
     sync: Literal["disk", "network"] = "disk"
@@ -46,18 +46,18 @@ class Sync(Settings):
     (vLLM, over NCCL, where the trainer and they have GPUs)."""
     sync_timeout: Positive = 60.0
     """Seconds that a server may take to join, or to take one gibibyte of what is sent; then it counts as failed."""
-    check_every: NonNegativeInt = 20
+    checksum_every: NonNegativeInt = 20
     """How many times servers get new weights from one comparison of their checksums to the next, beginning with the
     first; 0 compares none. vLLM hashes every weight for it, about a second a gigabyte."""
 
 
-class Servers(Connections, Sync):
+class RunningServers(ConnectionSettings, SyncSettings):
     """Servers that are running already, each with the whole model: `postlude serve`, vLLM, SGLang, llama.cpp, or others
     of OpenAI's protocol that take and give token ids."""
 
     urls: Annotated[tuple[Annotated[str, Field(pattern="^https?://.")], ...], Field(min_length=1)]
     """Their addresses, such as http://localhost:8000."""
-    dialect: Literal["auto", "postlude", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
+    api: Literal["auto", "postlude", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
     """How they are spoken to; auto asks each what it is."""
     model: str | None = None
     """What they call the model; none takes the only one that a server has."""
@@ -65,12 +65,12 @@ class Servers(Connections, Sync):
     """The name of the environment variable that holds their key; the key itself has no place in a config."""
 
     @classmethod
-    def parse(cls, text: str) -> Servers:
+    def parse(cls, text: str) -> RunningServers:
         """From text alone: addresses with commas between them."""
         return cls(urls=tuple(each.strip() for each in text.split(",")))
 
 
-class StartedServers(Connections):
+class LaunchedServers(ConnectionSettings):
     """Servers that are started with the run, kept running, and end with it."""
 
     count: PositiveInt = 1
@@ -79,15 +79,15 @@ class StartedServers(Connections):
     """Cores that each needs. Who starts servers on several machines goes by it."""
     arguments: tuple[str, ...] = ()
     """More words for the command that starts one, such as --max-sequences and 64."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
     """Environment variables that it gets besides the run's own. A run writes *** in place of their values."""
-    ready_within: Positive = 600.0
+    start_timeout: Positive = 600.0
     """Seconds in which a server must be ready to answer."""
-    restarts: NonNegativeInt = 3
+    max_restarts: NonNegativeInt = 3
     """Times that each is started again when it ends."""
 
 
-class Generators(StartedServers):
+class LaunchedGenerators(LaunchedServers):
     """Processes of `postlude serve`, the native generator, which draw answers beside the trainer's ranks."""
 
     device: Literal["cpu", "cuda"] | None = None
@@ -99,18 +99,18 @@ class Generators(StartedServers):
     """Threads that each computes with on a CPU."""
 
 
-class StartedVLLM(StartedServers, Sync):
+class LaunchedVLLM(LaunchedServers, SyncSettings):
     """vLLM servers, with the words and variables that they need to take new weights."""
 
-    python: Annotated[str, ReadFrom("path")] | None = None
+    python: Annotated[str, InputPath("path")] | None = None
     """The interpreter that has vLLM; none is the one that runs this."""
     gpus: GPUs = 1.0
     """GPUs that each has for itself, on Ray also a share of one; 0 for a vLLM of the CPU, whose keys and values get 4
-    GiB: another number is yours to say, as VLLM_CPU_KVCACHE_SPACE in `environment`."""
+    GiB: another number is yours to say, as VLLM_CPU_KVCACHE_SPACE in `env`."""
 
 
 RolloutSettings: TypeAlias = Annotated[
-    Native | Servers | Generators | StartedVLLM,
-    Kinds(native=Native, server=Servers, generators=Generators, vllm=StartedVLLM),
+    NativeRollout | RunningServers | LaunchedGenerators | LaunchedVLLM,
+    TaggedUnion(native=NativeRollout, server=RunningServers, generators=LaunchedGenerators, vllm=LaunchedVLLM),
 ]
-Rollout: TypeAlias = Native | Servers | Generators | StartedVLLM
+Rollout: TypeAlias = NativeRollout | RunningServers | LaunchedGenerators | LaunchedVLLM

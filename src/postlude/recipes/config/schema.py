@@ -1,12 +1,12 @@
 """What a config can hold, as one JSON Schema: help, editors and the reader of configs all look at it.
 
 A config is a `Settings` (pydantic) made of other ones and of the core's own dataclasses. The string under a field is
-its help, its type carries its bounds. Where a field may hold one of several, `Kinds` names each:
+its help, its type carries its bounds. Where a field may hold one of several, `TaggedUnion` names each:
 
     class Config(Settings):
         steps: PositiveInt = 100
         '''Optimizer steps.'''
-        optimizer: Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)] = AdamW()
+        optimizer: Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)] = AdamW()
         '''How weights are moved.'''
 """
 
@@ -35,10 +35,10 @@ TEXT = "="
 """The key of text that stands for a section, beside those that are set over it: layout=pp=2 and layout.vpp=2."""
 
 NAME = "x-kind"
-"""In a schema, a section's name; editors pass over it. Those without one are no part of a `Kinds`."""
+"""In a schema, a section's name; editors pass over it. Those without one are no part of a `TaggedUnion`."""
 
 PLACE = "x-path"
-"""In a schema, marks text that names a file or directory to read; see `ReadFrom`."""
+"""In a schema, marks text that names a file or directory to read; see `InputPath`."""
 
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -53,11 +53,11 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, protected_namespaces=())
 
 
-class ReadFrom:
-    """Beside the type of a field that names something to read: `path: Annotated[Path, ReadFrom("path")]`.
+class InputPath:
+    """Beside the type of a field that names something to read: `path: Annotated[Path, InputPath("path")]`.
 
     `what` is "path" for a file or directory, "code" for path/to/file.py:name, "model" for a model's directory or name.
-    Written in a config file, it is looked for beside that file first, then in the working directory.
+    RawValue in a config file, it is looked for beside that file first, then in the working directory.
     """
 
     def __init__(self, what: str) -> None:
@@ -68,11 +68,11 @@ class ReadFrom:
         return handler(core) | {PLACE: self.what}
 
 
-class Kinds:
-    """The sections a field may hold, by name: `Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)]`.
+class TaggedUnion:
+    """The sections a field may hold, by name: `Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)]`.
 
-    One alone needs no name: `Annotated[Layout, Kinds(Layout)]` says that it can be given as text. Text is read by a
-    class's `parse`, or stands for the field that its `text_field` names.
+    One alone needs no name: `Annotated[Layout, TaggedUnion(Layout)]` says that it can be given as text. Text is
+    read by a class's `parse`, or stands for the field that its `text_field` names.
     """
 
     def __init__(self, only: type | None = None, /, **classes: type) -> None:
@@ -265,7 +265,7 @@ def sections(node: Node) -> dict[str, Node]:
     named = {each.get(NAME, ""): each for each in found}
     if len(named) < len(found):
         raise TypeError(
-            f"a config cannot hold one of {', '.join(each['title'] for each in found)}; name them by Kinds."
+            f"a config cannot hold one of {', '.join(each['title'] for each in found)}; name them by TaggedUnion."
         )
     return named
 

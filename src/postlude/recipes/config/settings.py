@@ -11,34 +11,34 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from postlude.data.datasets import read_rows
+from postlude.generate.sampling_params import SamplingParams
 from postlude.head import HeadConfig
 from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
-from postlude.optimizer import SGD, AdamW, Weights
-from postlude.recipes.config.rollout import Native, Rollout
-from postlude.recipes.config.schema import Kinds, NonNegative, Positive, ReadFrom, Settings
-from postlude.recipes.run.sinks import known
-from postlude.rollout.crew import Hire
+from postlude.optimizer import SGD, AdamW, WeightStorage
+from postlude.pool.worker_pool import PoolFactory
+from postlude.recipes.config.rollout import NativeRollout, Rollout
+from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
+from postlude.recipes.run.loggers import parse_logger
+from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
-from postlude.rollout.episodes import Episodes
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.rewards import RewardPool
-from postlude.rollout.sampling import Sampling
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, SplitBy, Task, Tasks
-from postlude.rollout.tools import ToolReply, by_name, schema
+from postlude.rollout.tools import ToolReply, load_tools, tool_schema
 from postlude.rollout.verifiers import MathReward
 from postlude.user_code import load_callable
 
 Recompute = Literal["none", "selective", "full"]
-Code: TypeAlias = Annotated[str, ReadFrom("code")]
+Code: TypeAlias = Annotated[str, InputPath("code")]
 """path/to/file.py:name of something of the user's."""
-ModelSource: TypeAlias = Annotated[str, ReadFrom("model")]
+ModelSource: TypeAlias = Annotated[str, InputPath("model")]
 """A model's directory or file, or the name of a built-in one."""
 FailedReward: TypeAlias = Annotated[float, Field(allow_inf_nan=False)] | None
-OptimizerSettings: TypeAlias = Annotated[AdamW | SGD, Kinds(adamw=AdamW, sgd=SGD)]
+OptimizerSettings: TypeAlias = Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)]
 
 
-class Gym(Settings):
+class ReasoningGymSettings(Settings):
     """Tasks that reasoning-gym makes."""
 
     task: str
@@ -60,8 +60,8 @@ class Gym(Settings):
     failed_reward: FailedReward = None
     """What an answer earns whose call failed; none leaves it out of the baseline and the loss."""
 
-    def build(self, seed: int, hire: Hire | None = None) -> Environment:
-        """The environment of these tasks, judged by workers that `hire` finds."""
+    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
+        """The environment of these tasks, judged by workers that `pool_factory` finds."""
         tag = None if self.template is not None else self.tag
         gym = ReasoningGym(
             self.task,
@@ -74,15 +74,19 @@ class Gym(Settings):
         )
         tasks: Tasks = gym if self.template is None else Templated(gym, self.template)
         pool = RewardPool(
-            gym.reward(), workers=self.workers, timeout=self.timeout, failed_reward=self.failed_reward, hire=hire
+            gym.reward(),
+            workers=self.workers,
+            timeout=self.timeout,
+            failed_reward=self.failed_reward,
+            pool_factory=pool_factory,
         )
         return SingleTurn(tasks, pool)
 
 
-class Prompts(Settings):
+class PromptSettings(Settings):
     """Prompts of a JSONL or parquet file, and the processes that judge what is said to them."""
 
-    path: Annotated[Path, ReadFrom("path")]
+    path: Annotated[Path, InputPath("path")]
     """The file, or a directory of them."""
     prompt: str = "prompt"
     """The column with the prompt: text or messages."""
@@ -103,14 +107,14 @@ class Prompts(Settings):
         return DatasetTasks(read_rows(self.path), prompt=self.prompt, chat=self.chat, system=self.system)
 
 
-class Processes(Settings):
+class WorkerSettings(Settings):
     """Where a function of yours is called."""
 
     workers: NonNegativeInt = 4
     """Processes that judge."""
 
 
-class Turns(Settings):
+class TurnSettings(Settings):
     """When an attempt of several turns ends, and what the model is shown of earlier ones."""
 
     max_turns: PositiveInt
@@ -121,30 +125,34 @@ class Turns(Settings):
     """Whether reasoning of earlier turns stays before the model, though its chat template would leave it out."""
 
 
-class Dataset(Prompts, Processes):
+class DatasetSettings(PromptSettings, WorkerSettings):
     """Prompts of a file, judged by a function of yours or by comparing mathematics."""
 
     reward: Code
     """path/to/file.py:name of reward(prompt, completion, example), or "math" to compare with the row's "answer"."""
 
-    def build(self, seed: int, hire: Hire | None = None) -> Environment:
-        """The environment of these rows, judged by workers that `hire` finds."""
+    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
+        """The environment of these rows, judged by workers that `pool_factory` finds."""
         score = MathReward() if self.reward == "math" else self.reward
         pool = RewardPool(
-            score, workers=self.workers, timeout=self.timeout, failed_reward=self.failed_reward, hire=hire
+            score,
+            workers=self.workers,
+            timeout=self.timeout,
+            failed_reward=self.failed_reward,
+            pool_factory=pool_factory,
         )
         return SingleTurn(self.tasks(), pool)
 
 
-class Conversation(Prompts, Processes, Turns):
+class ConversationSettings(PromptSettings, WorkerSettings, TurnSettings):
     """Prompts of a file, each the beginning of a conversation with a function of yours."""
 
     reply: Code
     """path/to/file.py:name of reply(prompt, completions, example). Text or messages that it returns are read next; a
     number, or a dict of numbers, is the reward and the end."""
 
-    def build(self, seed: int, hire: Hire | None = None) -> Environment:
-        """The environment of these rows, judged by workers that `hire` finds."""
+    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
+        """The environment of these rows, judged by workers that `pool_factory` finds."""
         environment = MultiTurn(
             self.tasks(),
             self.reply,
@@ -153,13 +161,13 @@ class Conversation(Prompts, Processes, Turns):
             workers=self.workers,
             timeout=self.timeout,
             failed_reward=self.failed_reward,
-            hire=hire,
+            pool_factory=pool_factory,
         )
         environment.keep_reasoning = self.keep_reasoning
         return environment
 
 
-class Tools(Prompts, Processes, Turns):
+class ToolSettings(PromptSettings, WorkerSettings, TurnSettings):
     """Prompts of a file, answered after calls of tools: functions of yours, as chat models are taught to call them."""
 
     tools: Annotated[tuple[Code, ...], Field(min_length=1)]
@@ -167,9 +175,9 @@ class Tools(Prompts, Processes, Turns):
     reward: Code
     """path/to/file.py:name of reward(prompt, completion, example) for an answer without a call, or "math"."""
 
-    def build(self, seed: int, hire: Hire | None = None) -> Environment:
-        """The environment of these rows, judged by workers that `hire` finds."""
-        found, tasks = by_name(self.tools), self.tasks()
+    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
+        """The environment of these rows, judged by workers that `pool_factory` finds."""
+        found, tasks = load_tools(self.tools), self.tasks()
         if not is_chat(tasks[0].prompt):
             raise ValueError(
                 "tools are called in messages, but prompts are text. Set environment.chat to true, or give messages."
@@ -182,14 +190,14 @@ class Tools(Prompts, Processes, Turns):
             workers=self.workers,
             timeout=self.timeout,
             failed_reward=self.failed_reward,
-            hire=hire,
+            pool_factory=pool_factory,
         )
         environment.keep_reasoning = self.keep_reasoning
-        environment.template_options = {"tools": [schema(name, function) for name, function in found.items()]}
+        environment.template_options = {"tools": [tool_schema(name, function) for name, function in found.items()]}
         return environment
 
 
-class Live(Prompts, Turns):
+class EpisodeSettings(PromptSettings, TurnSettings):
     """Prompts of a file, each the beginning of an episode that is an object of a class of yours."""
 
     episode: Code
@@ -198,13 +206,13 @@ class Live(Prompts, Turns):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Handed to it as keywords."""
 
-    def build(self, seed: int, hire: Hire | None = None) -> Environment:
+    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """The environment of these rows. Its episodes are coroutines of the rank, which hires nobody for them."""
         made = functools.partial(load_callable(self.episode), **self.settings)
         return _episodes(self, self.tasks(), made, self.episode)
 
 
-class OpenEnv(Turns):
+class OpenEnvSettings(TurnSettings):
     """Episodes of an OpenEnv server, one a seed. What it shows at first is the prompt."""
 
     address: str
@@ -224,15 +232,17 @@ class OpenEnv(Turns):
     failed_reward: FailedReward = None
     """What an attempt earns that failed; none leaves it out of the baseline and the loss."""
 
-    def build(self, seed: int, hire: Hire | None = None) -> Environment:
+    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """The environment of these episodes, which wait for their server in a thread of the rank."""
         server = OpenEnvServer(self.address, self.action, self.observation, self.timeout)
         tasks = OpenEnvTasks(server, first=seed * self.size, size=self.size, chat=self.chat, system=self.system)
         return _episodes(self, tasks, server.episode, f"the server at {self.address}")
 
 
-def _episodes(settings: Live | OpenEnv, tasks: Tasks, make: Callable[..., Any], name: str) -> Environment:
-    made = Episodes(
+def _episodes(
+    settings: EpisodeSettings | OpenEnvSettings, tasks: Tasks, make: Callable[..., Any], name: str
+) -> Environment:
+    made = AsyncEnvironment(
         tasks,
         make,
         name=name,
@@ -246,8 +256,15 @@ def _episodes(settings: Live | OpenEnv, tasks: Tasks, make: Callable[..., Any], 
 
 
 EnvironmentSettings: TypeAlias = Annotated[
-    Gym | Dataset | Conversation | Tools | Live | OpenEnv,
-    Kinds(reasoning_gym=Gym, dataset=Dataset, conversation=Conversation, tools=Tools, episodes=Live, openenv=OpenEnv),
+    ReasoningGymSettings | DatasetSettings | ConversationSettings | ToolSettings | EpisodeSettings | OpenEnvSettings,
+    TaggedUnion(
+        reasoning_gym=ReasoningGymSettings,
+        dataset=DatasetSettings,
+        conversation=ConversationSettings,
+        tools=ToolSettings,
+        episodes=EpisodeSettings,
+        openenv=OpenEnvSettings,
+    ),
 ]
 
 
@@ -263,7 +280,7 @@ class ObjectiveFile(Settings):
     """Handed to it as keywords."""
 
 
-def built(objective: Objective | ObjectiveFile) -> Objective:
+def build_objective(objective: Objective | ObjectiveFile) -> Objective:
     """The objective itself, from its file where it is one of the user's."""
     if isinstance(objective, ObjectiveFile):
         return load_objective(objective.file, objective.settings)
@@ -292,17 +309,17 @@ class Templated:
 
 
 def _temperature(value: float) -> float:
-    return Sampling(temperature=value).temperature
+    return SamplingParams(temperature=value).temperature
 
 
 def _top_p(value: float) -> float:
-    return Sampling(top_p=value).top_p
+    return SamplingParams(top_p=value).top_p
 
 
 Temperature: TypeAlias = Annotated[NonNegative, AfterValidator(_temperature)]
 
 
-class Answers(Settings):
+class SamplingSettings(Settings):
     """How answers are drawn."""
 
     max_new_tokens: PositiveInt = 256
@@ -325,9 +342,9 @@ class Answers(Settings):
     where it guesses well."""
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         """The same as a generator takes it."""
-        return Sampling(
+        return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -346,13 +363,14 @@ class Answers(Settings):
         for token in stated:
             if isinstance(token, str) and token not in vocabulary:
                 raise ValueError(
-                    f"answers.stop_tokens has {token!r}, which is no token of the tokenizer. Give one of its tokens or "
-                    "an id; a text of several tokens belongs in answers.stop."
+                    f"sampling.stop_tokens has {token!r}, which is no token of the tokenizer. Give one of its "
+                    f"tokens or "
+                    "an id; a text of several tokens belongs in sampling.stop."
                 )
         return tuple(vocabulary[token] if isinstance(token, str) else token for token in stated)
 
 
-class Evaluation(Settings):
+class EvaluationSettings(Settings):
     """Answers to tasks that are never trained on: before the first step, every so many steps, and after the last."""
 
     every: NonNegativeInt = 50
@@ -363,13 +381,13 @@ class Evaluation(Settings):
     split_by: SplitBy = "prompt"
     """What tells a held-out task from one trained on: its prompt; or "row", the whole row, for prompts that are alike
     and rows that decide what follows, such as games."""
-    samples: PositiveInt = 1
+    samples_per_prompt: PositiveInt = 1
     """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
     temperature: Temperature = 0.0
     """Of these answers; 0 takes the likeliest token."""
 
 
-class HeldOut(Settings):
+class HeldOutSettings(Settings):
     """Rows that are never trained on, measured before the first step, every so many steps, and after the last."""
 
     every: NonNegativeInt = 50
@@ -380,26 +398,26 @@ class HeldOut(Settings):
     out."""
 
 
-def _known(sinks: tuple[str, ...]) -> tuple[str, ...]:
-    names = [known(sink)[0] for sink in sinks]
+def _known(loggers: tuple[str, ...]) -> tuple[str, ...]:
+    names = [parse_logger(logger)[0] for logger in loggers]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"sinks has {name} more than once; a run is shown there in one place. Leave one.")
-    return sinks
+            raise ValueError(f"loggers has {name} more than once; a run is shown there in one place. Leave one.")
+    return loggers
 
 
-class Cluster(Settings):
+class ClusterSettings(Settings):
     """What a run takes of a Ray cluster, where it is run on one (--ray)."""
 
-    cpus: PositiveInt | None = None
+    cpus_per_rank: PositiveInt | None = None
     """CPUs of each rank, which are the threads it computes with; none takes 1, or of a local Ray without GPUs an equal
     share of the machine's."""
-    gpus: Annotated[float, Field(gt=0.5, le=1)] = 1.0
+    gpus_per_rank: Annotated[float, Field(gt=0.5, le=1)] = 1.0
     """GPUs of each rank on cuda. With less than 1, the rest of its GPU is for servers of a share (rollout.gpus); more
     than a half, so that no two ranks have the same one."""
-    worker_cpus: NonNegative = 1.0
+    cpus_per_worker: NonNegative = 1.0
     """CPUs of each worker that judges."""
-    restarts: NonNegativeInt = 3
+    max_restarts: NonNegativeInt = 3
     """How often in a row ranks are started again after one was lost, if no checkpoint was saved in between."""
 
 
@@ -412,7 +430,7 @@ def _not_empty(run: Any) -> Any:
     return run
 
 
-class Model(Settings):
+class RunConfig(Settings):
     """What every recipe's config begins with."""
 
     model: ModelSource = "tiny-dense"
@@ -426,10 +444,10 @@ class Model(Settings):
     """The most tokens of a microbatch, and so of a sequence."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """What is computed in; none takes bfloat16 on a GPU and float32 elsewhere."""
-    sinks: Annotated[tuple[str, ...], AfterValidator(_known)] = ("tensorboard",)
+    loggers: Annotated[tuple[str, ...], AfterValidator(_known)] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow or trackio. A project's name may follow a
     colon: wandb:sums."""
-    cluster: Cluster = Cluster()
+    cluster: ClusterSettings = ClusterSettings()
     """What the run takes of a Ray cluster."""
 
 
@@ -447,7 +465,7 @@ class Limits(Settings):
     """Steps in a row that failing rewards, low entropy, or groups without a difference are borne."""
 
 
-class Ahead(Settings):
+class MTPSettings(Settings):
     """Multi-token prediction beside the objective, by the depths that the model comes with, else by fresh ones."""
 
     weight: NonNegative = 0.1
@@ -462,22 +480,22 @@ class Ahead(Settings):
     """Whether the output head is left alone by it."""
 
 
-class Training(Model):
+class TrainingConfig(RunConfig):
     """What is common to recipes that train."""
 
-    layout: Annotated[Layout, Kinds(Layout)] = Layout()
+    layout: Annotated[Layout, TaggedUnion(Layout)] = Layout()
     """How the model is divided, such as pp=2,tp=2."""
     optimizer: OptimizerSettings = AdamW()
     """How weights are moved."""
-    weights: Weights = "fp32"
+    weights: WeightStorage = "fp32"
     """How weights are stored, where no ranks share them: in fp32; "split", in bf16, with the sixteen bits that fp32
     has beyond in the optimizer's state; "rounded", in bf16 alone, each step rounded at random, right on average."""
     selection_bias_rate: NonNegative | None = None
     """How far each step moves the selection biases of routers that have them (DeepSeek-V3, GLM, Nemotron-H) towards
     even load, whatever the learning rate is; none leaves what the model's config says, 0 for a Hugging Face model."""
-    mtp: Ahead | None = None
+    mtp: MTPSettings | None = None
     """Multi-token prediction of the tokens that are learned, beside the objective; none leaves it out."""
-    head: Annotated[HeadConfig, Kinds(HeadConfig)] = HeadConfig()
+    head: Annotated[HeadConfig, TaggedUnion(HeadConfig)] = HeadConfig()
     """How the output head is computed."""
     recompute: Recompute = "none"
     """What is computed again in the backward instead of kept."""
@@ -490,9 +508,9 @@ class Training(Model):
     them. Each then needs room for all of its stage's weights and gradients."""
     save_every: NonNegativeInt = 50
     """Steps between checkpoints; 0 saves the last one alone."""
-    keep: PositiveInt = 2
+    keep_checkpoints: PositiveInt = 2
     """How many checkpoints stay."""
-    max_skipped: NonNegativeInt = 10
+    max_skipped_steps: NonNegativeInt = 10
     """How many optimizer steps in a row may have a loss or gradient that is not finite before the run ends."""
     code_changes: Literal["refuse", "allow"] = "refuse"
     """Whether a run goes on after a file of yours that it calls (a reward, an objective) was changed."""
@@ -502,7 +520,7 @@ class Training(Model):
     """Whether the trained model is written at the end, as a Hugging Face directory: model/ in the run's."""
 
 
-def scheduled(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
+def fit_schedule(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
     """The optimizer of a run of so many optimizer steps. A schedule that is over before, at a rate of 0, is refused."""
     schedule = optimizer.schedule
     early = schedule.shape != "constant" and schedule.steps is not None and schedule.steps < steps
@@ -512,19 +530,19 @@ def scheduled(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
             f"would be 0 in the last {steps - (schedule.steps or 0)}. Leave it out, and it is {steps}; or set "
             f"{key}.schedule.floor."
         )
-    return replace(optimizer, schedule=schedule.over(steps))
+    return replace(optimizer, schedule=schedule.with_steps(steps))
 
 
-def room_for_prompts(answers: Answers, budget: int) -> None:
+def check_prompt_room(answers: SamplingSettings, budget: int) -> None:
     """Refuse answers so long that no prompt has a place before them."""
     if answers.max_new_tokens > budget - 2:
         raise ValueError(
-            f"answers.max_new_tokens is {answers.max_new_tokens}, which leaves no room for a prompt in a budget of "
+            f"sampling.max_new_tokens is {answers.max_new_tokens}, which leaves no room for a prompt in a budget of "
             f"{budget} tokens. Raise budget."
         )
 
 
-def within_reach(rollout: Rollout, answers: Answers) -> None:
+def check_draft_support(rollout: Rollout, answers: SamplingSettings) -> None:
     """Refuse what only the generator here can do."""
-    if answers.draft is not None and not isinstance(rollout, Native):
-        raise ValueError("answers.draft is for the generator here; a server drafts as it was started to.")
+    if answers.draft is not None and not isinstance(rollout, NativeRollout):
+        raise ValueError("sampling.draft is for the generator here; a server drafts as it was started to.")

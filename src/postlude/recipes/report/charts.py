@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from postlude.recipes.metrics import TIME, explain, title
-from postlude.recipes.numbers import duration, labels, share, short
 from postlude.recipes.report.data import Band, Floats, RunData, Series, smooth, thin
+from postlude.recipes.report.formatting import duration, labels, share, short
+from postlude.recipes.report.metrics import TIME, explain, title
 
 WIDTH, HEIGHT = 400, 210
 RIGHT, TOP, BOTTOM = 388, 22, 184  # the plots' edges; what is left of them, the labels of the axis need
@@ -114,11 +114,11 @@ def curve(key: str, runs: Sequence[tuple[int, RunData]], points: int) -> str:
 
 def _now(key: str, runs: Sequence[tuple[int, RunData]]) -> str:
     """What stands in the caption while no step is pointed at: the way of one run, or where each of several is."""
-    ways = [(index, run.verdict.ways.get(key)) for index, run in runs]
-    if len(ways) == 1:
-        return str(ways[0][1] or "–")
-    found = (f"<b {colour(index)}>{short(way.last)}</b>" for index, way in ways[:4] if way)
-    return " ".join(found) + (" …" if len(ways) > 4 else "")
+    changes = [(index, run.summary.changes.get(key)) for index, run in runs]
+    if len(changes) == 1:
+        return str(changes[0][1] or "–")
+    found = (f"<b {colour(index)}>{short(way.last)}</b>" for index, way in changes[:4] if way)
+    return " ".join(found) + (" …" if len(changes) > 4 else "")
 
 
 def _span(lines: Sequence[Line]) -> tuple[float, float]:

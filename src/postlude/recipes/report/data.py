@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from postlude.recipes.metrics import EVAL
+from postlude.recipes.report.metrics import EVAL
+from postlude.recipes.report.summary import RunSummary, read_summary
 from postlude.recipes.run.directory import read_config, read_metrics, read_record, read_samples
-from postlude.recipes.verdict import Verdict, read_verdict
 
 SMOOTHED_FROM = 40  # values; fewer are shown as they are
 CALM = 3.0  # times its range that a smooth series goes up and down in all
@@ -62,7 +62,7 @@ class RunData:
     samples: Sequence[Mapping[str, Any]]
     machine: Mapping[str, Any]
     """What it ran on and with: versions, commit, device. Empty where nothing was recorded."""
-    verdict: Verdict
+    summary: RunSummary
 
     def whole(self, key: str) -> Series:
         """A metric over all phases, where its sum counts and not its course."""
@@ -115,7 +115,7 @@ def _read(path: Path, name: str) -> RunData:
         distributions={key: sorted(found.items()) for key, found in lists.items()},
         samples=samples,
         machine=_dotted(starts[-1]) if starts else {},
-        verdict=read_verdict(path),
+        summary=read_summary(path),
     )
 
 

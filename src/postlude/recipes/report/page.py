@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from postlude.recipes.metrics import EVAL, LENGTH, LOSS, MEMORY, PASS, REWARD, SPEED, TIME
 from postlude.recipes.report.charts import as_json, colour, curve, distribution, phases
 from postlude.recipes.report.data import RunData, read_runs
+from postlude.recipes.report.metrics import EVAL, LENGTH, LOSS, MEMORY, PASS, REWARD, SPEED, TIME
 from postlude.recipes.report.samples import samples
+from postlude.recipes.report.summary import REPORT
 from postlude.recipes.report.tables import config, differences, held_out, machine, verdicts
-from postlude.recipes.run.files import write_whole
-from postlude.recipes.verdict import REPORT
+from postlude.recipes.run.durable_files import write_atomic
 
 CURVES = (  # in this order; all others follow
     f"{EVAL}{REWARD}",
@@ -32,7 +32,7 @@ CURVES = (  # in this order; all others follow
     "kl_old",
     "grad_norm",
     "rollout_kl",
-    "rollout_gap_max",
+    "rollout_logprob_diff_max",
     "ratio",
     "clipped_low",
     "clipped_high",
@@ -51,7 +51,7 @@ def write_report(run_dirs: Sequence[Path], target: Path) -> Path:
     target = target / REPORT if target.is_dir() else target
     target.parent.mkdir(parents=True, exist_ok=True)
     page = _page(read_runs(run_dirs))
-    write_whole(target, page.encode(errors="backslashreplace"))
+    write_atomic(target, page.encode(errors="backslashreplace"))
     return target
 
 
@@ -94,7 +94,7 @@ def _legend(runs: Sequence[RunData]) -> str:
 
 
 def _curves(runs: Sequence[RunData]) -> str:
-    drawn = [(index, run) for index, run in enumerate(runs) if not run.verdict.is_evaluation]  # those are a table
+    drawn = [(index, run) for index, run in enumerate(runs) if not run.summary.is_evaluation]  # those are a table
     keys = list(dict.fromkeys(key for _, run in drawn for key in run.series if not key.startswith(TIME)))
     known = [key for key in CURVES if key in keys]
     place = sum(key in keys for key in CURVES[:2])

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from postlude.recipes.numbers import short
 from postlude.recipes.report.charts import colour
 from postlude.recipes.report.data import RunData
+from postlude.recipes.report.formatting import short
 
 SAMPLE_STEPS = 6
 ALL_TOKENS, MOST_TOKENS, FEWEST_TOKENS = 12_000, 800, 100  # shown on the whole page, in a sample

@@ -1,4 +1,4 @@
-"""The report's tables: the verdict, what was measured on what is held out, configs and how they differ, the machine."""
+"""The report's tables: the summary, what was measured on what is held out, configs and how they differ, the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from postlude.recipes.report.charts import colour
 from postlude.recipes.report.data import RunData
-from postlude.recipes.verdict import Fact, Verdict, facts, held_out_table
+from postlude.recipes.report.summary import RunSummary, SummaryLine, held_out_table, summary_lines
 
 MISSING = "–"
 
@@ -16,9 +16,9 @@ MISSING = "–"
 def verdicts(runs: Sequence[RunData]) -> str:
     """What came of each run; first of all what went wrong."""
     bad = "".join(
-        f'<p class="bad" role="alert">{f"{_named(index, run)}: " if len(runs) > 1 else ""}{escape(run.verdict.bad)}</p>'
+        f'<p class="bad" role="alert">{f"{_named(index, run)}: " if len(runs) > 1 else ""}{escape(run.summary.bad)}</p>'
         for index, run in enumerate(runs)
-        if run.verdict.bad
+        if run.summary.bad
     )
     empty = "".join(
         f"<p>{escape(run.name)} has no metrics yet: no step has been logged.</p>" for run in runs if not run.series
@@ -34,8 +34,8 @@ def _paths(runs: Sequence[RunData]) -> str:
 
 
 def _card(run: RunData) -> str:
-    found = facts(run.verdict)
-    state = f'<p class="state">{_state(run.verdict)}<code class="soft">{escape(str(run.path))}</code>{_where(run)}</p>'
+    found = summary_lines(run.summary)
+    state = f'<p class="state">{_state(run.summary)}<code class="soft">{escape(str(run.path))}</code>{_where(run)}</p>'
     large = [fact for place, fact in enumerate(found) if place == 0 or "→" in fact.text]  # what has come a way
     heroes, rest = ("".join(_fact(fact) for fact in found if (fact in large) == which) for which in (True, False))
     return f'<div class="card">{state}<dl class="heroes">{heroes}</dl><dl>{rest}</dl></div>'
@@ -53,13 +53,13 @@ def _where(run: RunData) -> str:
     return f" <small>{escape(' · '.join(filter(None, words)))}</small>"
 
 
-def _state(verdict: Verdict) -> str:
-    outcome = verdict.ending.outcome if verdict.ending else "no end recorded"
-    kind = "fine" if outcome == "finished" else "poor" if verdict.bad else "open"
+def _state(summary: RunSummary) -> str:
+    outcome = summary.outcome.outcome if summary.outcome else "no end recorded"
+    kind = "fine" if outcome == "finished" else "poor" if summary.bad else "open"
     return f'<span class="tag {kind}">{escape(outcome)}</span> '
 
 
-def _fact(fact: Fact) -> str:
+def _fact(fact: SummaryLine) -> str:
     first, arrow, last = fact.text.partition(" → ")
     text = f'<i class="was">{escape(first)}</i> → {escape(last)}' if arrow else escape(first)
     return (
@@ -70,13 +70,13 @@ def _fact(fact: Fact) -> str:
 
 def _beside(runs: Sequence[tuple[int, RunData]]) -> str:
     """Several runs' verdicts: a row each."""
-    found = [(index, run, {fact.label: fact for fact in facts(run.verdict)}) for index, run in runs]
+    found = [(index, run, {fact.label: fact for fact in summary_lines(run.summary)}) for index, run in runs]
     names = list(dict.fromkeys(label for _, _, own in found for label in own))
     rows = []
     for index, run, own in found:
-        cells = [_named(index, run), _state(run.verdict)]
+        cells = [_named(index, run), _state(run.summary)]
         for name in names:
-            fact = own.get(name, Fact(name, MISSING))
+            fact = own.get(name, SummaryLine(name, MISSING))
             kind = " class=warn" if fact.warn else ""
             cells.append(f'<span{kind} data-tip="{escape(fact.note)}">{escape(fact.text)}</span>')
         rows.append((f"r{index}", cells))
@@ -85,7 +85,7 @@ def _beside(runs: Sequence[tuple[int, RunData]]) -> str:
 
 def held_out(runs: Sequence[RunData]) -> str:
     """Scores and pass@k on what is held out: first, best and last reading; an evaluation has one."""
-    tables = [(index, run, held_out_table(run.verdict)) for index, run in enumerate(runs)]
+    tables = [(index, run, held_out_table(run.summary)) for index, run in enumerate(runs)]
     tables = [(index, run, table) for index, run, table in tables if table]
     names = list(dict.fromkeys(name for _, _, table in tables for name in table[0][1:]))
     rows = []

@@ -8,7 +8,7 @@
     cache/                      the dataset's rows as tokens, to begin faster next time
     checkpoints/step-000100/    training state after step 100, as `Engine.save` writes it
 
-Every rank makes the same calls. The first rank writes; the others hold an `Onlooker`, which only reads.
+Every rank makes the same calls. The first rank writes; the others hold an `ReadOnlyRun`, which only reads.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import yaml
 
-from postlude.recipes.masking import mask
-from postlude.recipes.run.beginning import CHECKPOINTS, STEP
-from postlude.recipes.run.changes import MISSING, code_in, covered, differences, told
-from postlude.recipes.run.files import LineFile, write_whole
+from postlude.recipes.config.secrets import mask
+from postlude.recipes.run.config_changes import MISSING, describe_differences, differences, is_covered, user_code_hashes
+from postlude.recipes.run.durable_files import JSONLinesFile, write_atomic
 from postlude.recipes.run.lock import RunLock
-from postlude.recipes.run.sinks import TENSORBOARD, Opening, Sinks, check_sinks
-from postlude.world.agreement import first_rank_says
+from postlude.recipes.run.loggers import TENSORBOARD, MetricLoggers, RunInfo, check_loggers
+from postlude.recipes.run.start_mode import CHECKPOINTS, STEP
+from postlude.world.agreement import on_rank0
 
 CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -64,16 +64,16 @@ class RunDirectory:
         self,
         path: str | os.PathLike[str],
         *,
-        sinks: Sequence[str] = (TENSORBOARD,),
+        loggers: Sequence[str] = (TENSORBOARD,),
         lock: RunLock | None = None,
         changed: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path).expanduser().absolute()
         self.changed = dict(changed or {})
         self._lock = lock
-        self._metrics = LineFile(self.path / METRICS)
-        self._samples = LineFile(self.path / SAMPLES)
-        self._sinks = Sinks(sinks, self._opening)
+        self._metrics = JSONLinesFile(self.path / METRICS)
+        self._samples = JSONLinesFile(self.path / SAMPLES)
+        self._loggers = MetricLoggers(loggers, self._opening)
         self._step: int | None = None
         self._resumed_at: int | None = None
 
@@ -96,7 +96,7 @@ class RunDirectory:
             )
         self._step = step
         self._metrics.append([{"step": step, "phase": phase} | values])
-        self._sinks.log(step, values)
+        self._loggers.log(step, values)
 
     def sample(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some rollouts of a step, to be read in the report."""
@@ -111,7 +111,7 @@ class RunDirectory:
         folder = self.path / CHECKPOINTS
         found = folder.iterdir() if folder.is_dir() else ()
         complete = [path for path in found if STEP.fullmatch(path.name) and (path / COMPLETE).is_file()]
-        return sorted(complete, key=step_of)
+        return sorted(complete, key=checkpoint_step)
 
     def latest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, the same on every rank: the first one looks."""
@@ -120,12 +120,12 @@ class RunDirectory:
             found = self.checkpoints()
             return found[-1] if found else None
 
-        return first_rank_says(look)
+        return on_rank0(look)
 
     def resume(self) -> Path | None:
         """Go back to the newest checkpoint, or to nothing where there is none; returns it. Load it next."""
         checkpoint = self.latest_checkpoint()
-        self.resume_at(-1 if checkpoint is None else step_of(checkpoint))
+        self.resume_at(-1 if checkpoint is None else checkpoint_step(checkpoint))
         return checkpoint
 
     def set_aside(self, checkpoints: Sequence[Path], why: str) -> None:
@@ -143,26 +143,26 @@ class RunDirectory:
         def remove() -> None:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
-        first_rank_says(remove)
+        on_rank0(remove)
 
     def record(self, **entries: Any) -> None:
         """Add a start to what `run.json` says of the run: `entries`, and which settings it came with anew."""
         starts = read_record(self.path).get("starts", [])
         changed = {"changed": self.changed} if self.changed else {}
         record = {"starts": [*starts, _plain(entries) | changed]}
-        write_whole(self.path / RECORD, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
+        write_atomic(self.path / RECORD, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def resume_at(self, step: int) -> None:
         """Forget what was written of later steps: they will be done again. -1 forgets everything.
 
         A torn last line, as a kill leaves it, goes as well.
         """
-        later = [path for path in self.checkpoints() if step_of(path) > step]
+        later = [path for path in self.checkpoints() if checkpoint_step(path) > step]
         if later:
             raise ValueError(
                 f"{later[0]} is later than step {step}, where the run would go on. Move it away, or resume from it."
             )
-        self._sinks.close()
+        self._loggers.close()
         for lines in (self._metrics, self._samples):
             lines.keep(lambda line: int(line["step"]) <= step)
         self._step = None if step < 0 else step
@@ -187,17 +187,17 @@ class RunDirectory:
         try:
             self._metrics.close()
             self._samples.close()
-            self._sinks.close()
+            self._loggers.close()
         finally:
             if self._lock is not None:
                 self._lock.release()
 
-    def _opening(self, project: str) -> Opening:
+    def _opening(self, project: str) -> RunInfo:
         first = None if self._resumed_at is None else self._resumed_at + 1
-        return Opening(project, self.path, read_config(self.path), first)
+        return RunInfo(project, self.path, read_config(self.path), first)
 
 
-class Onlooker(RunDirectory):
+class ReadOnlyRun(RunDirectory):
     """The run as the other ranks see it: it knows the checkpoints and writes nothing."""
 
     def log(self, step: int, metrics: Mapping[str, Any], *, phase: str) -> None:
@@ -226,18 +226,18 @@ def open_run(
     *,
     resume: bool = True,
     may_change: Collection[str] = (),
-    sinks: Sequence[str] = (TENSORBOARD,),
+    loggers: Sequence[str] = (TENSORBOARD,),
 ) -> RunDirectory:
     """Make a run's directory, or open it again if `resume` and `config` allow; every rank calls it.
 
     No other process may hold it. A directory with the steps of another config is refused, by the keys that differ, save
-    those in `may_change` (dotted: it or what is below it), whose new values take the place of the old. `sinks` are
+    those in `may_change` (dotted: it or what is below it), whose new values take the place of the old. `loggers` are
     where metrics go besides. What is refused leaves everything as it was.
     """
     directory = Path(path).expanduser().absolute()
 
     def prepare() -> tuple[RunLock, dict[str, Any]]:
-        check_sinks(sinks)
+        check_loggers(loggers)
         _changes(directory, config, resume, may_change)
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
@@ -249,27 +249,27 @@ def open_run(
             raise
         return lock, changed
 
-    if not is_first_rank():
-        first_rank_says(lambda: None)
-        return Onlooker(directory)
+    if not is_rank0():
+        on_rank0(lambda: None)
+        return ReadOnlyRun(directory)
     held: list[tuple[RunLock, dict[str, Any]]] = []
-    first_rank_says(lambda: held.append(prepare()))
+    on_rank0(lambda: held.append(prepare()))
     lock, changed = held[0]
-    return RunDirectory(directory, sinks=sinks, lock=lock, changed=changed)
+    return RunDirectory(directory, loggers=loggers, lock=lock, changed=changed)
 
 
 def check_run(path: str | os.PathLike[str], config: Mapping[str, Any], *, may_change: Collection[str] = ()) -> None:
     """Refuse what `open_run` would refuse of this config, and touch nothing; every rank calls it."""
     directory = Path(path).expanduser().absolute()
-    first_rank_says(lambda: _changes(directory, config, True, may_change))
+    on_rank0(lambda: _changes(directory, config, True, may_change))
 
 
-def is_first_rank() -> bool:
+def is_rank0() -> bool:
     """Whether this process is the one that writes and speaks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """The step after which a checkpoint was saved, by its name."""
     found = STEP.fullmatch(checkpoint.name)
     if found is None:
@@ -297,12 +297,12 @@ def read_config(run: Path) -> dict[str, Any]:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """A run's metrics, line by line. Those of a run that is being written can be read, too."""
-    return LineFile(run / METRICS).read()
+    return JSONLinesFile(run / METRICS).read()
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:
     """A run's sample rollouts: the fields of `Sample`, and `step`."""
-    return LineFile(run / SAMPLES).read()
+    return JSONLinesFile(run / SAMPLES).read()
 
 
 def read_record(run: Path) -> dict[str, Any]:
@@ -340,12 +340,13 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
             "with the new one, or give another directory (--run)."
         )
     found = list(differences(yaml.safe_load(written), _config_of(path)))
-    refused = [each for each in found if not covered(each[0], may_change)]
+    refused = [each for each in found if not is_covered(each[0], may_change)]
     if refused:
         saved = RunDirectory(path).checkpoints()
         other = f", or begin a new run with its weights: --run OTHER --from {path}/{saved[-1].name}" if saved else ""
         raise ValueError(
-            f"{path} belongs to another run: {told(refused)}. Give the same config to go on with it, or another "
+            f"{path} belongs to another run: {describe_differences(refused)}. Give the same config to go on with "
+            f"it, or another "
             f"directory (--run){other}."
         )
     if not resume:
@@ -356,7 +357,7 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
 def changed_code(run: Path, config: Mapping[str, Any]) -> str:
     """The user's files that are not what a run was last started with, each with its key; empty where none is."""
     starts = read_record(run).get("starts") or [{}]
-    old, new = starts[-1].get("code", {}), code_in(config)
+    old, new = starts[-1].get("code", {}), user_code_hashes(config)
     changed = [key for key in new if key in old and old[key][0] == new[key][0] and old[key][1] != new[key][1]]
     return " and ".join(f"{new[key][0]} ({key})" for key in changed)
 
@@ -384,8 +385,8 @@ def _claim(path: Path, config: Mapping[str, Any], changed: bool) -> None:
     if changed:
         (path / EARLIER).mkdir(exist_ok=True)
         number = 1 + len(list((path / EARLIER).iterdir()))
-        write_whole(path / EARLIER / f"{number:03d}.yaml", (path / CONFIG).read_bytes())
-    write_whole(path / CONFIG, _as_yaml(config).encode())
+        write_atomic(path / EARLIER / f"{number:03d}.yaml", (path / CONFIG).read_bytes())
+    write_atomic(path / CONFIG, _as_yaml(config).encode())
 
 
 def _as_yaml(config: Mapping[str, Any]) -> str:

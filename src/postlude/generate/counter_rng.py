@@ -1,0 +1,45 @@
+"""Random numbers from a counter: each is a hash of who asks and for what, so no draw depends on another.
+
+Integers are 64 bits wide and wrap around. The mixing is the finaliser of splitmix64, whose stream steps by GOLDEN.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed integer
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+_MASK = (1 << 64) - 1
+
+
+def mix(values: Tensor) -> Tensor:
+    """Scramble int64 `values` of any shape, one to one: neighbours share nothing afterwards."""
+    values = (values ^ _shifted(values, 30)) * _FIRST
+    values = (values ^ _shifted(values, 27)) * _SECOND
+    return values ^ _shifted(values, 31)
+
+
+def rng_key(*parts: int) -> int:
+    """One signed 64-bit integer from any integers in order: where a stream of random numbers starts."""
+    key = 0
+    for part in parts:
+        key = (key + (part + 1) * 0x9E3779B97F4A7C15) & _MASK
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
+        key ^= key >> 31
+    return key - (1 << 64) if key >> 63 else key
+
+
+def gumbel(keys: Tensor, places: Tensor) -> Tensor:
+    """Standard Gumbel noise, fp64: `keys` and `places`, int64, broadcast against each other.
+
+    The likeliest of logits + noise is a sample of their softmax.
+    """
+    bits = mix(keys + (places + 1) * GOLDEN)
+    uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53  # strictly between 0 and 1
+    return -uniform.log_().neg_().log_()
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    """Shift to the right, zeros coming in from the left."""
+    return (values >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,110 @@
+"""SamplingParams: how answers are drawn and when they end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+MIN_TEMPERATURE = (
+    1e-5  # the least temperature above 0: colder, vLLM takes the likeliest token, and fp32 logits may overflow
+)
+MIN_FP32, MAX_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # normal numbers; below them a device may round to 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one prompt's answers are drawn.
+
+    Logits are divided by `temperature`; 0 takes the likeliest token. Then `top_k` leaves the likeliest k tokens,
+    `top_p` the fewest of those left that together have probability p, and `min_p` those at least p times as likely as
+    the likeliest. 0, 1.0 and 0.0 leave all. Tokens as likely as the last one left stay with it.
+
+    An answer ends with any of `stop_tokens`, with the end-of-sequence token unless `ignore_eos`, when a string of
+    `stop` appears in its text, or after `max_new_tokens`.
+
+    `seed` and the answer's number choose the random numbers, and, with one sampling for all prompts, the prompt's place
+    in the call: the same of these give the same answer whatever else is generated beside it.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._check_values()
+
+    def _check_types(self) -> None:
+        for name in ("max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r}: give a whole number.")
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name}={value!r}: give a number.")
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos={self.ignore_eos!r}: give True or False.")
+        for name, kind in (("stop", str), ("stop_tokens", int)):
+            values = getattr(self, name)
+            wrong = not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values)
+            if wrong or (kind is int and any(isinstance(value, bool) for value in values)):
+                raise TypeError(f"{name}={values!r}: give a tuple of {kind.__name__}; of one value it is (value,).")
+
+    def _check_values(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={short(self.max_new_tokens)}: an answer has at least 1 token.")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_FP32:
+            raise ValueError(
+                f"temperature={short(self.temperature)}: give 0 for the likeliest token, or a positive number from "
+                f"{MIN_TEMPERATURE:g} to {MAX_FP32:.3g}."
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k={short(self.top_k)}: give how many tokens to choose from, or 0 for all.")
+        if not MIN_FP32 <= self.top_p <= 1.0:
+            raise ValueError(
+                f"top_p={short(self.top_p)}: give a probability above 0, at least {MIN_FP32:.3g} since it is compared"
+                " in fp32; 1 leaves all tokens."
+            )
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(
+                f"min_p={short(self.min_p)}: give a share between 0 and 1 of the likeliest token's probability."
+            )
+        if "" in self.stop:
+            raise ValueError(f"stop={self.stop!r}: every stop string has at least one letter.")
+
+    @property
+    def limited(self) -> bool:
+        """Whether tokens are drawn from fewer than all."""
+        return bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0.0
+
+
+def short(value: float) -> str:
+    """A number as a sentence has it: 4000 digits of an integer are not shown."""
+    if isinstance(value, int) and abs(value) > MAX_FP32:
+        return f"{'-' if value < 0 else ''}10**{int(math.log10(abs(value)))} or so"
+    return str(value)
+
+
+def sampling_per_prompt(sampling: SamplingParams | Sequence[SamplingParams], prompts: int) -> list[SamplingParams]:
+    """The sampling of every prompt."""
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * prompts
+    if len(sampling) != prompts:
+        raise ValueError(
+            f"there are {prompts} prompts, but {len(sampling)} samplings. Give one for each prompt, or one for all."
+        )
+    return list(sampling)

@@ -1,0 +1,187 @@
+"""Where a model's tensors come from, one at a time and by their Hugging Face names. Never through pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from postlude.hf.family import Family, map_to_hf
+from postlude.model import ModelConfig
+from postlude.sharded_tensors import ShardReader, read_state
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MODEL = "model/"  # before the names of a model's tensors in a checkpoint
+
+
+class SafetensorsSource:
+    """The safetensors of a model directory, sharded or not, memory-mapped and read tensor by tensor."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file_of = _files(directory)
+        self._open: dict[Path, safe_open] = {}
+
+    def names(self) -> Iterable[str]:
+        """Every tensor in the directory."""
+        return self._file_of
+
+    def take(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        with self._reading(name) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The sizes of one tensor, by the header of its file."""
+        with self._reading(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[safe_open]:
+        path = self._file_of[name]
+        if path not in self._open:
+            self._open[path] = _open(path)
+        try:
+            yield self._open[path]
+        except SafetensorError as error:
+            raise ValueError(f"{path} does not hold {name}, as its index says ({error}); fetch both again.") from error
+
+
+class CheckpointSource:
+    """The model in a training checkpoint, whose tensors go by our names there and are in parts."""
+
+    def __init__(self, directory: Path, family: Family | None, config: ModelConfig) -> None:
+        self._reader = ShardReader(directory, read_state(directory))
+        ours = [name.removeprefix(MODEL) for name in self._reader.tensors if name.startswith(MODEL)]
+        self._theirs = map_to_hf(family, config, ((name, self._reader.shape(MODEL + name)) for name in ours))
+
+    def names(self) -> Iterable[str]:
+        """Every tensor of the model."""
+        return self._theirs
+
+    def take(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        theirs = self._theirs[name]
+        stretches = [
+            self._reader.read(MODEL + ours, tuple(each.start for each in place.ours), place.stretch)
+            for ours, place in theirs.parts
+        ]
+        if len(stretches) == 1 and theirs.parts[0][1].is_plain:
+            return stretches[0].view(theirs.shape)
+        whole = torch.empty(theirs.shape, dtype=stretches[0].dtype)
+        for (_, place), stretch in zip(theirs.parts, stretches, strict=True):
+            place.write(whole, stretch)
+        return whole
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The sizes of one tensor."""
+        return self._theirs[name].shape
+
+
+class MemorySource:
+    """Tensors in memory, let go of one by one as they are taken."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Iterable[str]:
+        """Every tensor not yet taken."""
+        return self._tensors
+
+    def take(self, name: str) -> Tensor:
+        """One tensor, forgotten here."""
+        return self._tensors.pop(name)
+
+
+class ModuleSource(MemorySource):
+    """The tensors of a transformers model in memory."""
+
+    def __init__(self, module: nn.Module, family: Family, wanted: Container[str]) -> None:
+        """`wanted` are the names of the family's tensors, as its files have them."""
+        super().__init__(as_stored(module.state_dict(), family, wanted))
+        module.to("meta")  # the tensors above are now the only hold on the memory
+
+
+def names_in_order(config: ModelConfig, family: Family, wanted: Container[str]) -> list[str]:
+    """The names that `wanted` tensors of a family have in files, in the order of transformers' own state dict."""
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(hf_config(config))
+    return list(as_stored(module.state_dict(), family, wanted))
+
+
+def hf_config(config: ModelConfig) -> PretrainedConfig:
+    """The transformers config a model was read from."""
+    if config.family is None or not config.hf_config:
+        raise ValueError(
+            f"no Hugging Face family describes this model, {config.pattern}, so it has no config.json. Write it as "
+            "Postlude's own (export_model), or load it from a transformers config."
+        )
+    settings = {
+        key: value for key, value in config.hf_config.items() if key not in ("model_type", "transformers_version")
+    }
+    hf: PretrainedConfig = AutoConfig.for_model(config.family, **settings)
+    return hf
+
+
+def as_stored(tensors: Mapping[str, Tensor], family: Family, wanted: Container[str]) -> dict[str, Tensor]:
+    """Tensors of a transformers module as its files name them: a layer's stacked experts one by one, as views.
+
+    Those that are `wanted` under the module's own name are left as they are.
+    """
+    stored: dict[str, Tensor] = {}
+    for module_name, tensor in tensors.items():
+        name = module_name
+        for theirs, filed in family.modules.items():
+            name = name.replace(theirs, filed)
+        stem, _, leaf = name.rpartition(".")
+        if name in wanted:
+            stored[name] = tensor
+        elif stem.endswith(".experts") and leaf == "gate_up_proj":
+            for expert, matrix in enumerate(tensor):
+                gate, up = matrix.chunk(2)
+                stored |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}
+        elif stem.endswith(".experts") and leaf in ("up_proj", "down_proj"):
+            stored |= {f"{stem}.{expert}.{leaf}.weight": matrix for expert, matrix in enumerate(tensor)}
+        else:
+            stored[name] = tensor
+    return stored
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    index, single = directory / INDEX, directory / SINGLE
+    if index.is_file():
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise TypeError("weight_map must give the name of a file for each tensor")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{index} is not a safetensors index ({error}); download or export the model again."
+            ) from error
+        missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
+        if missing:
+            raise FileNotFoundError(
+                f"{directory} lacks {', '.join(missing)}, which {INDEX} names; fetch the missing shards."
+            )
+        return {name: directory / file for name, file in weight_map.items()}
+    if single.is_file():
+        return dict.fromkeys(_open(single).keys(), single)
+    pickled = sorted(path.name for path in directory.glob("*.bin"))
+    hint = f" It has {', '.join(pickled)}, but pickled weights are never loaded: convert them first." if pickled else ""
+    raise FileNotFoundError(f"{directory} holds neither {SINGLE} nor {INDEX}.{hint}")
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is not a readable safetensors file ({error}); it may be cut short. Fetch it again."
+        ) from error

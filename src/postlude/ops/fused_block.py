@@ -1,0 +1,193 @@
+"""A block as one step of autograd, there and back: attention or an MLP with its norm and the residual stream.
+
+A step of autograd takes the host several times what a launch does, and a layer of eight steps and two sums kept a GPU
+waiting. These are the kernels and products of `rms_norm_with_residual`, `linear_group`, `rotate_heads`, `attend` and
+`gated_linear`, in the same order, with nothing between them. What they keep for the backward is the same, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from postlude.ops.activation import Gate
+from postlude.ops.attention import Scores
+from postlude.ops.kernels import activation as activation_kernels
+from postlude.ops.kernels import attention as attention_kernels
+from postlude.ops.kernels import norm as norm_kernels
+from postlude.ops.kernels import rotary as rotary_kernels
+from postlude.ops.linear import DeferredWgrads, linear_products, main_grad, product_gradients, wgrad, wgrad_queue
+from postlude.ops.norm import Norm
+from postlude.ops.packing import Packing
+from postlude.ops.rotary import HeadNorms, Table
+
+
+def fused_mlp_block(hidden: Tensor, norm: Norm, layers: Sequence[Tensor], down: Tensor, activation: Gate) -> Tensor:
+    """`hidden` [T, H] plus what `gated_linear` makes of its norm by `layers`, gate and up or up alone: [T, H]."""
+    output: Tensor = _MLP.apply(hidden, norm.weight, down, norm, activation, wgrad_queue(down), *layers)
+    return output
+
+
+def fused_attention_block(
+    hidden: Tensor,
+    norm: Norm,
+    layers: tuple[Tensor, Tensor, Tensor],
+    down: Tensor,
+    width: int,
+    table: Table,
+    norms: HeadNorms | None,
+    packing: Packing,
+    scores: Scores,
+    *,
+    operator: bool,
+) -> Tensor:
+    """`hidden` [T, H] plus attention of its norm: [T, H].
+
+    `layers` make queries, keys and values of heads of this `width`, which are turned as `rotate_heads` does. No sinks.
+    `operator`: as `attention_kernels.forward` says.
+    """
+    of_heads = (None, None) if norms is None else (norms.query, norms.key)
+    given = (
+        hidden,
+        norm.weight,
+        down,
+        *of_heads,
+        *table,
+        norm,
+        norms,
+        width,
+        packing,
+        scores,
+        operator,
+        wgrad_queue(down),
+    )
+    output: Tensor = _Attention.apply(*given, *layers)
+    return output
+
+
+class _MLP(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        norm_weight: Tensor,
+        down: Tensor,
+        norm: Norm,
+        activation: Gate,
+        later: DeferredWgrads | None,
+        *layers: Tensor,
+    ) -> Tensor:
+        normed = norm_kernels.forward(hidden, norm_weight, norm.eps, norm.offset)
+        made = linear_products(normed, layers, one=True)
+        gate, up = made if len(made) == 2 else (None, made[0])
+        ctx.save_for_backward(hidden, norm_weight, normed, gate, up, down, *layers)
+        ctx.given = norm, layers, down, activation, later
+        return hidden + F.linear(activation_kernels.forward(gate, up, activation), down)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, norm_weight, normed, gate, up, down, *layers = ctx.saved_tensors
+        norm, given, given_down, activation, later = ctx.given
+        gradient, asked = gradients[0], ctx.needs_input_grad
+        of_features = gradient.mm(down)
+        features = of_features if asked[2] else None  # which take the place of their gradient once it has been read
+        of_gate, of_up = activation_kernels.backward(gate, up, activation, of_features, features)
+        of_down = None if features is None else wgrad(given_down, gradient, features, later)
+        arrived = (of_up,) if of_gate is None else (of_gate, of_up)
+        of_normed, of_layers = product_gradients(normed, layers, given, arrived, later, asked[6:])
+        of_hidden, of_norm = _norm_backward(hidden, norm_weight, norm, of_normed, gradient)
+        return of_hidden, of_norm, of_down, None, None, None, *of_layers
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        norm_weight: Tensor,
+        down: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        norm: Norm,
+        norms: HeadNorms | None,
+        width: int,
+        packing: Packing,
+        scores: Scores,
+        operator: bool,
+        later: DeferredWgrads | None,
+        *layers: Tensor,
+    ) -> Tensor:
+        tokens = len(hidden)
+        normed = norm_kernels.forward(hidden, norm_weight, norm.eps, norm.offset)
+        made = linear_products(normed, layers, one=norms is not None)
+        query, key, value = (each.view(tokens, each.shape[1] // width, width) for each in made)
+        turned = rotary_kernels.forward(query, key, (cos, sin), _weights(query_norm, key_norm), *_how(norms))
+        asked = attention_kernels.AttentionCall.of(
+            (*turned, value), packing, packing, scores.scale, scores.window, scores.softcap
+        )
+        heads, lse = attention_kernels.forward(*turned, value, None, asked, operator=operator)
+        kept = (query, key) if norms is not None else (None, None)
+        ctx.save_for_backward(
+            hidden,
+            norm_weight,
+            normed,
+            down,
+            query_norm,
+            key_norm,
+            cos,
+            sin,
+            *kept,
+            *turned,
+            value,
+            heads,
+            lse,
+            *layers,
+        )
+        ctx.given = norm, norms, asked, layers, down, later
+        return hidden + F.linear(heads.view(tokens, -1), down)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, norm_weight, normed, down, query_norm, key_norm, cos, sin, *others = ctx.saved_tensors
+        query, key, turned_query, turned_key, value, heads, lse, *layers = others
+        norm, norms, how, given, given_down, later = ctx.given
+        gradient, asked = gradients[0], ctx.needs_input_grad
+        tokens, count, size = heads.shape
+        of_heads = gradient.mm(down).view(heads.shape)
+        of_down = wgrad(given_down, gradient, heads.view(tokens, -1), later) if asked[2] else None
+        # Gradients of queries, keys and values as columns of one tensor.
+        room = heads.new_empty(tokens, count + 2 * value.shape[1], size)
+        of_turned = attention_kernels.backward(
+            turned_query, turned_key, value, None, heads, lse, of_heads, how, room[:, -value.shape[1] :]
+        )[:2]
+        totals = (None, None) if norms is None else (main_grad(norms.query), main_grad(norms.key))
+        *_, of_query_norm, of_key_norm = rotary_kernels.backward(
+            query, key, (cos, sin), _weights(query_norm, key_norm), *_how(norms), of_turned, totals, room
+        )
+        arrived = room.view(tokens, -1).split([layer.shape[0] for layer in layers], 1)
+        of_normed, of_layers = product_gradients(normed, layers, given, arrived, later, asked[14:])
+        of_hidden, of_norm = _norm_backward(hidden, norm_weight, norm, of_normed, gradient)
+        return of_hidden, of_norm, of_down, of_query_norm, of_key_norm, *(None,) * 9, *of_layers
+
+
+def _weights(query: Tensor | None, key: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if query is None or key is None else (query, key)
+
+
+def _how(norms: HeadNorms | None) -> tuple[float, float]:
+    return (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
+
+
+def _norm_backward(
+    hidden: Tensor, weight: Tensor, norm: Norm, of_normed: Tensor | None, gradient: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the block's input, to which the residual stream's is added, and of the norm's weight."""
+    assert of_normed is not None  # the input has a gradient
+    total = main_grad(norm.weight)
+    return norm_kernels.backward(hidden, weight, norm.eps, norm.offset, of_normed, gradient, total)

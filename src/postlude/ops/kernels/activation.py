@@ -1,0 +1,151 @@
+"""activation(gate) · up and its gradients as one Triton kernel each, which reads and writes everything once."""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from postlude.ops.kernels.launch import Launcher, contiguous_like
+from postlude.ops.kernels.norm import as_rows
+
+TILE, WIDEST, WARPS = 2048, 1024, 4  # numbers of a program, and at most so many of them of one row
+
+
+def forward(gate: Tensor | None, up: Tensor, activation: str) -> Tensor:
+    """See `gated`."""
+    right = as_rows(up)
+    left = right if gate is None else as_rows(gate)
+    output = contiguous_like(right)
+    count, width = right.shape
+    at_once, columns = _tile(width)
+    constants = (left.stride(0), right.stride(0), width, activation, gate is not None, at_once, columns)
+    _forward((-(-count // at_once), -(-width // columns), 1), (left, right, output), (count,), constants, WARPS)
+    return output if up.ndim == 2 else output.view(up.shape)
+
+
+def backward(
+    gate: Tensor | None, up: Tensor, activation: str, gradient: Tensor, features: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """The gradients of gate, if there is one, and of up. Into `features`, dense as `up`, goes what `forward` gave.
+
+    They may be the memory of `gradient`. Both gradients are columns of one tensor, as layers laid together want them.
+    """
+    right, arrived = as_rows(up), as_rows(gradient)
+    left = right if gate is None else as_rows(gate)
+    count, width = right.shape
+    if gate is None:
+        of_left = of_right = contiguous_like(right)
+    else:
+        of_left, of_right = right.new_empty(count, 2 * width).split(width, 1)
+    at_once, columns = _tile(width)
+    strides = (left.stride(0), right.stride(0), arrived.stride(0), of_left.stride(0))
+    constants = (*strides, width, activation, gate is not None, at_once, columns)
+    tensors = (left, right, arrived, of_left, of_right, features)
+    _backward((-(-count // at_once), -(-width // columns), 1), tensors, (count,), constants, WARPS)
+    if up.ndim != 2:
+        of_left, of_right = of_left.view(up.shape), of_right.view(up.shape)
+    return None if gate is None else of_left, of_right
+
+
+@functools.cache
+def _tile(width: int) -> tuple[int, int]:
+    """Rows and columns: columns that divide the width where they can."""
+    columns = triton.next_power_of_2(width) if width < 128 else min(WIDEST, width & -width)
+    if width >= 128 > columns:  # divided by small powers of two alone
+        columns = min(WIDEST, triton.next_power_of_2(width))
+    return max(1, TILE // columns), columns
+
+
+@triton.jit
+def activated(value, ACTIVATION: tl.constexpr):
+    """The activation and its derivative."""
+    if ACTIVATION == "silu":
+        sigmoid = tl.sigmoid(value)
+        result = value * sigmoid
+        slope = sigmoid * (1 + value * (1 - sigmoid))
+    elif ACTIVATION == "sigmoid":
+        result = tl.sigmoid(value)
+        slope = result * (1 - result)
+    elif ACTIVATION == "gelu":
+        share = 0.5 * (1 + tl.erf(value * 0.7071067811865476))
+        result = value * share
+        slope = share + value * 0.3989422804014327 * tl.exp(-0.5 * value * value)
+    elif ACTIVATION == "gelu_tanh":
+        square = value * value
+        # (1 + tanh(x)) / 2 is sigmoid(2 x)
+        share = tl.sigmoid(1.5957691216057308 * value * (1 + 0.044715 * square))
+        result = value * share
+        slope = share + value * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * square)
+    else:
+        result = tl.maximum(value, 0.0)
+        slope = 2 * result
+        result = result * result
+    return result, slope
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    gate,
+    up,
+    output,
+    rows,
+    GATE_STRIDE: tl.constexpr,
+    UP_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    held = (row < rows) & (column < WIDTH)
+    left = tl.load(gate + row * GATE_STRIDE + column, mask=held, other=0.0).to(tl.float32)
+    result, _ = activated(left, ACTIVATION)
+    if GATED:
+        result *= tl.load(up + row * UP_STRIDE + column, mask=held, other=0.0).to(tl.float32)
+    tl.store(output + row * WIDTH + column, result.to(output.dtype.element_ty), mask=held)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_kernel(
+    gate,
+    up,
+    gradient,
+    of_gate,
+    of_up,
+    features,
+    rows,
+    GATE_STRIDE: tl.constexpr,
+    UP_STRIDE: tl.constexpr,
+    GRADIENT_STRIDE: tl.constexpr,
+    RESULT_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    held = (row < rows) & (column < WIDTH)
+    left = tl.load(gate + row * GATE_STRIDE + column, mask=held, other=0.0).to(tl.float32)
+    arrived = tl.load(gradient + row * GRADIENT_STRIDE + column, mask=held, other=0.0).to(tl.float32)
+    result, slope = activated(left, ACTIVATION)
+    at = row * RESULT_STRIDE + column
+    if GATED:
+        right = tl.load(up + row * UP_STRIDE + column, mask=held, other=0.0).to(tl.float32)
+        tl.store(of_up + at, (arrived * result).to(of_up.dtype.element_ty), mask=held)
+        arrived *= right
+        result *= right
+    if features is not None:
+        tl.store(features + row * WIDTH + column, result.to(features.dtype.element_ty), mask=held)
+    tl.store(of_gate + at, (arrived * slope).to(of_gate.dtype.element_ty), mask=held)
+
+
+_forward, _backward = Launcher(_forward_kernel), Launcher(_backward_kernel)

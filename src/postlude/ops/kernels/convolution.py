@@ -1,0 +1,240 @@
+"""The packed causal convolution and its gradients as one Triton kernel each: what memory can deliver is the limit.
+
+Tokens are masked by their place in their own sequence: of the token `m` before it one may see the value if that place
+is at least `m`.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+# ruff: noqa: RUF005 (Triton joins tuples, but does not unpack them)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from postlude.ops.kernels.launch import Kernel
+
+# Of a tile, by measurement on an H200. One thread has all of its tokens, so that it sums over them alone.
+TOKENS, CHANNELS, WARPS = 4, 512, 2
+# Of the backward: tokens that a program takes one after the other, and its channels, four a thread. Two tokens in a
+# turn: fewer numbers are moved from register to register. Three need more registers than leave room for four programs.
+# Chosen by what Triton 3.6 makes of it for Hopper: 210 instructions for a token's four channels, and 128 registers.
+RUN, BACK_CHANNELS, BACK_WARPS, UNROLL = 128, 512, 4, 2
+
+
+def forward(inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
+    """See `convolve`. `positions` [T]: each token's place in its sequence."""
+    tokens, channels = inputs.shape
+    output = torch.empty(tokens, channels, dtype=inputs.dtype, device=inputs.device)
+    _forward_kernel[(triton.cdiv(channels, CHANNELS) * triton.cdiv(tokens, TOKENS),)](
+        *(inputs, *inputs.stride(), kernel.T.contiguous(), bias, positions, output),
+        *(tokens, channels),
+        K=kernel.shape[1],
+        SILU=silu,
+        TOKENS=TOKENS,
+        CHANNELS=CHANNELS,
+        TAPS=triton.next_power_of_2(kernel.shape[1] + 1),
+        num_warps=WARPS,
+    )
+    return output
+
+
+def backward(
+    inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tensor, silu: bool, gradient: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of inputs [T, channels] and, fp32, of the kernel [channels, K] and of a bias [channels]."""
+    (tokens, channels), width = inputs.shape, kernel.shape[1]
+    of_inputs = torch.empty(tokens, channels, dtype=inputs.dtype, device=inputs.device)
+    programs = triton.cdiv(tokens, RUN)
+    partial = torch.empty(programs, width + 1, channels, dtype=torch.float32, device=inputs.device)
+    _backward_kernel[(triton.cdiv(channels, BACK_CHANNELS) * programs,)](
+        *(inputs, *inputs.stride(), kernel.T.contiguous(), bias, positions),
+        *(gradient, *gradient.stride(), of_inputs, partial),
+        *(tokens, channels, RUN),
+        K=width,
+        SILU=silu,
+        CHANNELS=BACK_CHANNELS,
+        UNROLL=UNROLL,
+        num_warps=BACK_WARPS,
+    )
+    sums = partial.sum(0)
+    return of_inputs, sums[:-1].T, sums[-1]
+
+
+@triton.jit
+def _rows(tensor, token_stride, channel_stride, token, tokens, channel, channels):
+    held = ((token >= 0) & (token < tokens))[:, None] & (channel < channels)[None, :]
+    at = tensor + token.to(tl.int64)[:, None] * token_stride + channel[None, :] * channel_stride
+    return tl.load(at, mask=held, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row(table, row, index: tl.constexpr):
+    # One row of a tile whose rows a thread has all of: the compiler knows which, and nothing is summed in the end.
+    return tl.sum(tl.where((row == index)[:, None], table, 0.0), 0)
+
+
+@triton.jit
+def _sums(
+    inputs,
+    token_stride,
+    channel_stride,
+    taps,
+    tap,
+    token,
+    position,
+    tokens,
+    channel,
+    channels,
+    K: tl.constexpr,
+):
+    # Before the activation, [TOKENS, CHANNELS], of the tokens whose places are `position`.
+    sums = tl.zeros((token.shape[0], channel.shape[0]), tl.float32) + _row(taps, tap, K)[None, :]
+    for back in tl.static_range(K):
+        value = _rows(inputs, token_stride, channel_stride, token - back, tokens, channel, channels)
+        sums += tl.where((position >= back)[:, None], value, 0.0) * _row(taps, tap, K - 1 - back)[None, :]
+    return sums
+
+
+@triton.jit
+def _taps(kernel, bias, tap, channel, channels, K: tl.constexpr):
+    # [rows, CHANNELS]: a row for each tap, and the bias, or zeros, behind them.
+    own = (channel < channels)[None, :]
+    at = kernel + tap[:, None] * channels + channel[None, :]
+    taps = tl.load(at, mask=(tap < K)[:, None] & own, other=0.0).to(tl.float32)
+    if bias is not None:
+        at = bias + channel[None, :] + tap[:, None] * 0
+        taps += tl.load(at, mask=(tap == K)[:, None] & own, other=0.0).to(tl.float32)
+    return taps
+
+
+@Kernel
+@triton.jit
+def _forward_kernel(
+    inputs,
+    token_stride,
+    channel_stride,
+    kernel,
+    bias,
+    positions,
+    output,
+    tokens,
+    channels,
+    K: tl.constexpr,
+    SILU: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    # In one dimension: of the others CUDA has no more than 65,535.
+    along = tl.cdiv(channels, CHANNELS)
+    channel = tl.program_id(0) % along * CHANNELS + tl.arange(0, CHANNELS)
+    token = tl.program_id(0) // along * TOKENS + tl.arange(0, TOKENS)
+    position = tl.load(positions + token, mask=token < tokens, other=0)
+    tap = tl.arange(0, TAPS)
+    taps = _taps(kernel, bias, tap, channel, channels, K)
+    sums = _sums(inputs, token_stride, channel_stride, taps, tap, token, position, tokens, channel, channels, K)
+    if SILU:
+        sums *= tl.sigmoid(sums)
+    at = output + token.to(tl.int64)[:, None] * channels + channel[None, :]
+    held = (token < tokens)[:, None] & (channel < channels)[None, :]
+    tl.store(at, sums.to(output.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _token_row(tensor, token_stride, channel_stride, token, tokens, channel, channels):
+    # One token's channels, as they are stored; zeros where there is no such token.
+    held = tl.where((token >= 0) & (token < tokens), channels, 0)
+    at = tensor + token.to(tl.int64) * token_stride + channel * channel_stride
+    return tl.load(at, mask=channel < held, other=0.0)
+
+
+@Kernel
+@triton.jit
+def _backward_kernel(
+    inputs,
+    token_stride,
+    channel_stride,
+    kernel,
+    bias,
+    positions,
+    gradient,
+    gradient_token,
+    gradient_channel,
+    of_inputs,
+    partial,
+    tokens,
+    channels,
+    run,
+    K: tl.constexpr,
+    SILU: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    # Token after token, each read once: the K - 1 before it are still there, and so is what they have got so far. A
+    # token gives to itself and to those, so the K - 1 behind the run are also read, for what they give to its last. A
+    # tap's gradient is the sum over tokens of what arrives at each times the value that it sees by that tap. Tuples go
+    # from the token itself, or the one before it, back.
+    along = tl.cdiv(channels, CHANNELS)
+    channel, program = tl.program_id(0) % along * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(0) // along
+    first = program * run
+    count = tl.minimum(run, tokens - first)
+    own = channel < channels
+    offset = tl.zeros((CHANNELS,), tl.float32)
+    of_bias = tl.zeros((CHANNELS,), tl.float32)
+    if bias is not None:
+        offset += tl.load(bias + channel, mask=own, other=0.0).to(tl.float32)
+    taps, of_taps, before, got = (), (), (), ()
+    for back in tl.static_range(K):
+        taps = taps + (tl.load(kernel + (K - 1 - back) * channels + channel, mask=own, other=0.0).to(tl.float32),)
+        of_taps = of_taps + (of_bias,)
+    for back in tl.static_range(1, K):
+        value = _token_row(inputs, token_stride, channel_stride, first - back, tokens, channel, channels)
+        before = before + (value.to(tl.float32),)
+        got = got + (of_bias,)
+
+    # Two tokens are on their way while one is worked on.
+    now = _token_row(inputs, token_stride, channel_stride, first, tokens, channel, channels)
+    soon = _token_row(inputs, token_stride, channel_stride, first + 1, tokens, channel, channels)
+    arrived = _token_row(gradient, gradient_token, gradient_channel, first, tokens, channel, channels)
+    arriving = _token_row(gradient, gradient_token, gradient_channel, first + 1, tokens, channel, channels)
+    for step in tl.range(0, count + K - 1, loop_unroll_factor=UNROLL):
+        token = first + step
+        later = _token_row(inputs, token_stride, channel_stride, token + 2, tokens, channel, channels)
+        sent = _token_row(gradient, gradient_token, gradient_channel, token + 2, tokens, channel, channels)
+        position = tl.load(positions + token, mask=token < tokens, other=0)
+        upstream = arrived.to(tl.float32)
+        seen = (now.to(tl.float32),)
+        for back in tl.static_range(1, K):
+            seen = seen + (tl.where(position >= back, before[back - 1], 0.0),)
+        if SILU:
+            sums = offset
+            for back in tl.static_range(K):
+                sums += seen[back] * taps[back]
+            gate = tl.sigmoid(sums)
+            upstream *= gate * (1 + sums * (1 - gate))
+        counted = tl.where(step < count, upstream, 0.0)  # those behind the run are another program's
+        of_bias += counted
+        summed = ()
+        for back in tl.static_range(K):
+            summed = summed + (of_taps[back] + counted * seen[back],)
+        of_taps = summed
+        done = upstream * taps[0]  # what the token has got; then the one before; the last of them gets nothing more
+        left = ()
+        for back in tl.static_range(1, K):
+            left = left + (done,)
+            done = got[back - 1] + tl.where(position >= back, upstream, 0.0) * taps[back]
+        got = left
+        last = token - (K - 1)
+        at = of_inputs + last.to(tl.int64) * channels + channel
+        tl.store(at, done.to(of_inputs.dtype.element_ty), mask=channel < tl.where(last >= first, channels, 0))
+        before = seen[: K - 1]
+        now, soon = soon, later
+        arrived, arriving = arriving, sent
+
+    at = partial + program.to(tl.int64) * (K + 1) * channels + channel
+    for back in tl.static_range(K):
+        tl.store(at + (K - 1 - back) * channels, of_taps[back], mask=own)
+    tl.store(at + K * channels, of_bias, mask=own)

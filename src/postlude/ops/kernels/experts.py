@@ -1,0 +1,111 @@
+"""Tokens to rows sorted by expert and back, as one Triton kernel each: what memory can deliver is the limit.
+
+Both go token by token, so that a token is read or written once however many experts it has.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from postlude.ops.kernels.launch import Kernel
+
+SUMMED = 4096  # numbers that a program adds
+
+
+def spread(tokens: Tensor, inverse: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
+    """`tokens` [T, H] -> [T·copies, H]: token t at rows inverse[t·copies + j], each by weights[t, j] if given."""
+    rows = tokens.new_empty(len(tokens) * copies, tokens.shape[1])
+    _run(_spread_kernel, tokens.contiguous(), rows, inverse, copies, weights, None, None)
+    return rows
+
+
+def collect(rows: Tensor, inverse: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
+    """`rows` [T·copies, H] -> [T, H]: rows inverse[t·copies + j], each by weights[t, j] if given, summed in fp32."""
+    tokens = rows.new_empty(len(rows) // copies, rows.shape[1])
+    _run(_collect_kernel, tokens, rows.contiguous(), inverse, copies, weights)
+    return tokens
+
+
+def spread_and_rate(
+    tokens: Tensor, inverse: Tensor, copies: int, weights: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`spread` with weights, and of the same read the products [T, copies] of a token with each of its `rows`."""
+    spreaded, rated = rows.new_empty(rows.shape), torch.empty_like(weights, memory_format=torch.contiguous_format)
+    _run(_spread_kernel, tokens.contiguous(), spreaded, inverse, copies, weights, rows.contiguous(), rated)
+    return spreaded, rated
+
+
+def add_to(total: Tensor, gradient: Tensor) -> None:
+    """total += gradient, both dense, of any dtypes."""
+    size = total.numel()
+    _add_kernel[(triton.cdiv(size, SUMMED),)](total, gradient, size, BLOCK=SUMMED, num_warps=4)
+
+
+def _run(
+    kernel, tokens: Tensor, rows: Tensor, inverse: Tensor, copies: int, weights: Tensor | None, *others: Tensor | None
+) -> None:
+    if not len(tokens):
+        return
+    wide = triton.next_power_of_2(tokens.shape[1])
+    weights = None if weights is None else weights.contiguous()
+    kernel[(len(tokens),)](
+        *(tokens, rows, inverse, weights, *others),
+        COPIES=copies,
+        WIDTH=tokens.shape[1],
+        WIDE=wide,
+        num_warps=min(max(wide // 512, 1), 16),
+    )
+
+
+@Kernel
+@triton.jit
+def _spread_kernel(
+    tokens, rows, inverse, weights, others, rated, COPIES: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.arange(0, WIDE)
+    held = feature < WIDTH
+    value = tl.load(tokens + token * WIDTH + feature, mask=held, other=0.0)
+    for copy in tl.static_range(COPIES):
+        row = tl.load(inverse + token * COPIES + copy).to(tl.int64)
+        if weights is None:
+            tl.store(rows + row * WIDTH + feature, value, mask=held)
+        else:
+            weight = tl.load(weights + token * COPIES + copy).to(tl.float32)
+            weighed = (value.to(tl.float32) * weight).to(rows.dtype.element_ty)
+            tl.store(rows + row * WIDTH + feature, weighed, mask=held)
+        if others is not None:
+            other = tl.load(others + row * WIDTH + feature, mask=held, other=0.0)
+            product = tl.sum(value.to(tl.float32) * other.to(tl.float32))
+            tl.store(rated + token * COPIES + copy, product.to(rated.dtype.element_ty))
+
+
+@Kernel
+@triton.jit
+def _collect_kernel(tokens, rows, inverse, weights, COPIES: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.arange(0, WIDE)
+    held = feature < WIDTH
+    total = tl.zeros((WIDE,), tl.float32)
+    for copy in tl.static_range(COPIES):
+        row = tl.load(inverse + token * COPIES + copy).to(tl.int64)
+        value = tl.load(rows + row * WIDTH + feature, mask=held, other=0.0).to(tl.float32)
+        if weights is None:
+            total += value
+        else:
+            total += value * tl.load(weights + token * COPIES + copy).to(tl.float32)
+    tl.store(tokens + token * WIDTH + feature, total.to(tokens.dtype.element_ty), mask=held)
+
+
+@Kernel
+@triton.jit
+def _add_kernel(total, gradient, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = at < size
+    added = tl.load(total + at, mask=held) + tl.load(gradient + at, mask=held).to(total.dtype.element_ty)
+    tl.store(total + at, added, mask=held)

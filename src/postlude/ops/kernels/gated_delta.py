@@ -1,0 +1,235 @@
+"""The gated delta rule as Triton kernels: the tensors they want, and the order they run in.
+
+Three kernels make the outputs: `solve_kernel` the triangular systems of all chunks side by side, `states_kernel` the
+states along each sequence, `outputs_kernel` the tokens' outputs. The backward runs the first two again, then the
+gradients of what is written (`seen_back_kernel`), those of the states from a sequence's end to its beginning
+(`states_back_kernel`), and everything else by chunks (`gradients_kernel`). Nothing is added up out of order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from postlude.ops.gated_delta import TRITON_WIDEST
+from postlude.ops.kernels import gated_delta_device as kernels
+from postlude.ops.packing import to_device
+
+# How many columns of values a program takes at a time, its warps and its stages, by measurement on an H200.
+SETTINGS = {
+    "solve": (128, 4, 1),
+    "states": (64, 4, 2),
+    "outputs": (128, 4, 1),
+    "seen_back": (64, 4, 1),
+    "states_back": (64, 4, 2),
+    "gradients": (64, 8, 1),
+}
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Where chunks of `size` lie; all int32. `starts` and `stops` [chunks] are tokens, `first` [n + 1] chunks.
+
+    `order` [n] is the sequences, the longest first: they take longest, one chunk after the other.
+    """
+
+    count: int
+    starts: Tensor
+    stops: Tensor
+    first: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, lengths: list[int], size: int, device: torch.device) -> _Table:
+        sizes = torch.tensor([0, *lengths])
+        begin = sizes.cumsum(0)
+        needed = (sizes + size - 1) // size
+        first = needed.cumsum(0)
+        count = int(first[-1])
+        sequence = torch.arange(len(lengths)).repeat_interleave(needed[1:])
+        starts = begin[sequence] + (torch.arange(count) - first[sequence]) * size
+        stops = torch.minimum(starts + size, begin[sequence + 1])
+        order = sizes[1:].argsort(descending=True, stable=True)
+        parts = (starts, stops, first, order)
+        # Each part begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that do not.
+        table = torch.zeros(len(parts), -(-max(count, len(first)) // 4) * 4, dtype=torch.int32)
+        for row, part in zip(table, parts, strict=True):
+            row[: len(part)] = part
+        return cls(count, *to_device(table, device))
+
+
+class GatedDeltaCall:
+    """One call of the operator: its tensors, [T, heads, ...] each unless said otherwise.
+
+    `keep` the inverses for a backward. First `run`, then ask for `outputs` or `gradients`.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor,
+        lengths: list[int],
+        scale: float,
+        normalise: bool,
+        chunk: int,
+        keep: bool = False,
+    ) -> None:
+        self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
+        self.log_decay, self.beta = log_decay.contiguous(), beta.contiguous()
+        self.cu_seqlens, self.scale = cu_seqlens, scale
+        tokens, heads, width = value.shape
+        key_heads, key_width = key.shape[1:]
+        self.sequences, self.heads, self.key_heads = len(lengths), heads, key_heads
+        self.table = _Table.of(lengths, chunk, value.device)
+        self.sizes: dict[str, Any] = {
+            "HEADS": heads,
+            "KEY_HEADS": key_heads,
+            "KEY": key_width,
+            "VALUE": width,
+            "CHUNK": chunk,
+            "KEYS": self._tile(key_width, TRITON_WIDEST),
+        }
+        self.normalise = normalise
+        make = value.new_empty
+        self.total = make(tokens, heads, dtype=torch.float64)  # G
+        self.leaving = make(tokens, heads, dtype=torch.float32)  # e^{G_C − G} over the key's length
+        self.reading = make(tokens, heads, key_width)  # w
+        self.written = make(tokens, heads, width)  # u, then δ
+        self.inverse = make(tokens, heads, chunk) if keep else None
+        self.states = make(self.table.count, heads, key_width, width)  # at each chunk's start
+
+    def _tile(self, width: int, most: int) -> int:
+        """Columns of a tile. In half precision always the same: Triton compiles narrow ones wrongly for Hopper."""
+        return most if self.value.itemsize == 2 else min(most, max(16, triton.next_power_of_2(width)))
+
+    def sized(self, kernel: str) -> tuple[int, dict[str, Any]]:
+        """The slices that a kernel cuts the values into, and its sizes."""
+        most, warps, stages = SETTINGS[kernel]
+        width = self.value.shape[-1]
+        values = self._tile(width, most)
+        return triton.cdiv(width, values), {**self.sizes, "VALUES": values, "num_warps": warps, "num_stages": stages}
+
+    def run(self, last_states: bool) -> Tensor:
+        """Solve the chunks, then go along the sequences. Returns last states, fp32 [n, heads, dk, dv], or nothing."""
+        _, sizes = self.sized("solve")
+        kernels.solve_kernel[(self.table.count * self.heads,)](
+            self.key,
+            self.value,
+            self.log_decay,
+            self.beta,
+            self.table.starts,
+            self.table.stops,
+            self.total,
+            self.leaving,
+            self.reading,
+            self.written,
+            self.inverse,
+            **sizes,
+            NORMALISE=self.normalise,
+        )
+        shape = (self.sequences, *self.states.shape[1:]) if last_states else (0,)
+        last = self.value.new_empty(shape, dtype=torch.float32)
+        slices, sizes = self.sized("states")
+        kernels.states_kernel[(self.sequences * self.heads * slices,)](
+            self.key,
+            self.total,
+            self.leaving,
+            self.reading,
+            self.written,
+            self.states,
+            last if last_states else None,
+            self.cu_seqlens,
+            self.table.first,
+            self.table.order,
+            **sizes,
+        )
+        return last
+
+    def outputs(self) -> Tensor:
+        """[T, heads, dv], after `run`."""
+        output = torch.empty_like(self.value)
+        slices, sizes = self.sized("outputs")
+        kernels.outputs_kernel[(self.table.count * self.heads, slices)](
+            self.query,
+            self.key,
+            self.total,
+            self.written,
+            self.states,
+            output,
+            self.table.starts,
+            self.table.stops,
+            self.scale,
+            **sizes,
+            NORMALISE=self.normalise,
+        )
+        return output
+
+    def gradients(self, output: Tensor, last_states: Tensor | None) -> tuple[Tensor, ...]:
+        """From those of the outputs and of the last states, after `run`: of query, key, value, log decay and beta."""
+        output = output.contiguous()
+        last_states = None if last_states is None else last_states.contiguous()
+        written = torch.empty_like(self.written)  # of δ
+        entering = torch.empty_like(self.leaving)  # e^G, times the query's scale over its length
+        _, sizes = self.sized("seen_back")
+        kernels.seen_back_kernel[(self.table.count * self.heads,)](
+            self.query,
+            self.key,
+            self.total,
+            output,
+            written,
+            entering,
+            self.table.starts,
+            self.table.stops,
+            self.scale,
+            **sizes,
+            NORMALISE=self.normalise,
+        )
+        ahead = torch.empty_like(self.states)  # of the state each chunk leaves
+        slices, sizes = self.sized("states_back")
+        kernels.states_back_kernel[(self.sequences * self.heads * slices,)](
+            self.query,
+            self.key,
+            self.total,
+            self.leaving,
+            entering,
+            self.reading,
+            output,
+            written,
+            ahead,
+            last_states,
+            self.cu_seqlens,
+            self.table.first,
+            self.table.order,
+            **sizes,
+        )
+        inputs = (self.query, self.key, self.value, self.log_decay, self.beta)
+        found = tuple(torch.empty_like(each) for each in inputs)
+        _, sizes = self.sized("gradients")
+        kernels.gradients_kernel[(self.table.count * self.key_heads,)](
+            self.query,
+            self.key,
+            self.value,
+            self.beta,
+            self.total,
+            self.inverse,
+            self.written,
+            self.states,
+            output,
+            written,
+            ahead,
+            *found,
+            self.table.starts,
+            self.table.stops,
+            self.scale,
+            **sizes,
+            NORMALISE=self.normalise,
+        )
+        return found

@@ -1,0 +1,121 @@
+"""Launching a small Triton kernel without the 30 µs in which Triton works out anew which of its compilations to take.
+
+A layer launches a dozen kernels that take a few µs each, so what a launch costs the host is what a step costs. The
+short way repeats the last line of `triton.JITFunction.run`, which is no public contract: with a Triton that was not
+looked at it is not taken, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from postlude.ops.kernels.capabilities import numbers_of, version_of
+
+LOOKED_AT = ((3, 6), (3, 9))  # Tritons that launch alike: the first was run on a GPU, the last was read
+ALIGNED = 16  # bytes: what Triton compiles for where addresses are multiples of it
+
+Grid = tuple[int, int, int]
+
+log = logging.getLogger(__name__)
+
+
+class Kernel:
+    """A Triton kernel that is launched on the device of its tensors: put it above `triton.jit`."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+        device = next(each.device for each in arguments if isinstance(each, Tensor))
+        if is_current(device):
+            return self.function[grid](*arguments, **options)
+        with torch.cuda.device(device):
+            return self.function[grid](*arguments, **options)
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether a kernel launched now runs on this device. A launch is on the current one, wherever its tensors are."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
+
+
+class Launcher:
+    """One kernel, whose parameters are tensors, then numbers, then constants, in this order.
+
+    It names its numbers in `do_not_specialize`, so that dtypes, None in place of a tensor, alignment and constants are
+    all that a compilation depends on. Strides are best constants: a model has few, and Triton knows what divides them.
+    Of a tensor that the copy engine reads in blocks, their shape follows from the constants.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[Any, tuple[Callable[..., None], Any, Any]] = {}
+
+    def __call__(
+        self,
+        grid: Grid,
+        tensors: tuple[Tensor | TensorDescriptor | None, ...],
+        numbers: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        warps: int,
+        **options: int,
+    ) -> None:
+        """Launch `grid` programs on the device of the tensors. `options` are Triton's others."""
+        device, addresses = None, 0
+        dtypes: list[torch.dtype | None] = []
+        given: list[Any] = []
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                address = tensor.data_ptr()
+                device, addresses = tensor.device, addresses | address
+                dtypes.append(tensor.dtype)
+                given.append(address)  # of a tensor Triton asks the driver whether the device can read it
+            else:
+                dtypes.append(None if tensor is None else tensor.base.dtype)
+                given.append(tensor)
+        assert device is not None  # there is a tensor
+        if not is_current(device):
+            with torch.cuda.device(device):
+                self(grid, tensors, numbers, constants, warps, **options)
+            return
+        key = (constants, warps, *options.values(), device, *dtypes)
+        found = self._compiled.get(key)
+        if found is None or addresses % ALIGNED:
+            compiled = self.kernel[grid](*tensors, *numbers, *constants, num_warps=warps, **options)
+            # The interpreter compiles nothing.
+            if compiled is not None and addresses % ALIGNED == 0 and has_short_way(version_of("triton")):
+                self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+            return
+        run, function, metadata = found
+        stream = driver.active.get_current_stream(device.index)
+        run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *constants)
+
+
+@functools.cache
+def has_short_way(version: str) -> bool:
+    """Whether this Triton's compilations are launched as here; if not, it is said once."""
+    first, last = LOOKED_AT
+    if first <= numbers_of(version)[:2] <= last:
+        return True
+    log.warning(
+        "kernels are launched by triton %s itself, which takes the host 30 µs more for each: a shorter way is known "
+        "for triton %s to %s. Use one of those where steps wait for the host.",
+        version,
+        *(".".join(map(str, each)) for each in LOOKED_AT),
+    )
+    return False
+
+
+def contiguous_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised, of the same shape and device."""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)

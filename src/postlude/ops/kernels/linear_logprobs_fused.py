@@ -1,0 +1,415 @@
+"""Projection and epilogue in one Triton kernel each, for half-precision operands on Hopper and later.
+
+cuBLAS multiplies faster than these kernels, but its logits have to be written and read again. Done in registers, the
+statistics cost a tenth of a GEMM and no memory, and the gradient leaves the kernel in the dtype the next GEMM wants.
+Top-k needs the logits themselves, so it stays with `Projection` and the row kernels; one sweep is in `coded.py`.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from postlude.ops.kernels.launch import Launcher
+from postlude.ops.kernels.linear_logprobs_rows import floored, store_results, tanh
+from postlude.ops.linear_logprobs import statistics
+from postlude.ops.linear_logprobs.statistics import Results, TargetCount, TokenRows
+
+# rows × columns × features of a tile, by measurement on an H200. 8 warps and 3 stages fill its shared memory.
+STATISTICS_TILE = (256, 128, 64)
+GRADIENT_TILE = (128, 256, 64)
+GROUP, WARPS, STAGES = 8, 8, 3
+
+# A tile leaves this many bytes for each of its rows until they are joined: maximum, sum and moment in fp32.
+PARTIAL_BYTES = 12
+
+_LOWEST = tl.constexpr(statistics.LOWEST)
+LOG2_E = tl.constexpr(
+    1.4426950408889634
+)  # e^x is 2^(x · log2 e): one instruction, where tl.exp takes care of denormals
+
+
+def accumulate(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: TokenRows | TargetCount,
+    columns: slice,
+    state: Tensor,
+) -> None:
+    """See `FusedKernels.accumulate`. Entropy is included. Where columns begin the state its memory is not read."""
+    count, features = hidden.shape
+    block_rows, block_columns, block_features = STATISTICS_TILE
+    tiles = -(-(columns.stop - columns.start) // block_columns)
+    partial = torch.empty(3, tiles, count, dtype=torch.float32, device=hidden.device)
+    programs = multiprocessors(hidden.device)
+    census = rows if isinstance(rows, TargetCount) else None
+    tensors = (
+        TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
+        TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
+        *((census.told.number, census.told.passed) if census and columns.start == 0 else (None, None)),
+        rows.targets,
+        None if census else rows.factor,
+        bias,
+        partial,
+        state,
+    )
+    numbers = (count, columns.start, columns.stop, features, 1.0 if rows.inner is None else rows.inner)
+    constants = (rows.inner is not None, *STATISTICS_TILE, GROUP, programs)
+    _accumulate(
+        (programs, 1, 1),
+        tensors,
+        (*numbers, state.stride(0), *counted(census)),
+        (census.ignore_index if census else 0, *constants),
+        WARPS,
+        num_stages=STAGES,
+    )
+    if census and columns.start == 0:
+        census.told.launched()
+    join_tiles(partial, columns, rows.targets, state)
+
+
+def counted(census: TargetCount | None) -> tuple[float, int, int]:
+    """What kernels are given of a census: the factor of all, and from where to where targets are allowed."""
+    return (1.0, 0, 0) if census is None else (census.factor, *census.allowed)
+
+
+def join_tiles(partial: Tensor, columns: slice, targets: Tensor, state: Tensor, results: Results | None = None) -> None:
+    """Join what the tiles of `columns` left, [3, tiles, n], to the rows' `state` [4, n]; column 0 begins it anew.
+
+    If there are `results` to be made of the state, they are, too.
+    """
+    _, tiles, count = partial.shape
+    made = (None, None, None) if results is None else (results.logprob, results.entropy, results.normalizer)
+    numbers = (tiles, count, columns.stop, state.stride(0))
+    _join((triton.cdiv(count, 32), 1, 1), (partial, targets, state, *made), numbers, (columns.start == 0, 32, 32), 4)
+
+
+def differentiate(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: TokenRows,
+    columns: slice,
+    coefficients: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """The gradient of the products of hidden [n, H] with `columns` of weight [V, H], into `out` [n, columns]."""
+    count, features = hidden.shape
+    block_rows, block_columns, block_features = GRADIENT_TILE
+    programs = multiprocessors(hidden.device)
+    tensors = (
+        TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
+        TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
+        TensorDescriptor.from_tensor(out, [block_rows, block_columns // 2]),
+        rows.targets,
+        rows.factor,
+        bias,
+        coefficients,
+    )
+    inner = 1.0 if rows.inner is None else rows.inner
+    numbers = (count, columns.start, columns.stop, features, inner, coefficients.stride(0))
+    constants = (rows.inner is not None, *GRADIENT_TILE, GROUP, programs)
+    _differentiate((programs, 1, 1), tensors, numbers, constants, WARPS, num_stages=STAGES)
+    return out
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """One program a multiprocessor: each takes tiles until none is left."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@triton.jit
+def tile_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Row tile and column tile of the tile that comes at place `tile`."""
+    # Neighbouring programs share rows and columns, so that both operands are read from the cache.
+    width = GROUP * column_tiles
+    first = tile // width * GROUP
+    size = min(row_tiles - first, GROUP)
+    return first + tile % width % size, tile % width // size
+
+
+@triton.jit
+def products_of(
+    hidden, weight, row, column, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr
+):
+    """Products [ROWS, COLUMNS] of the rows from `row` on with the columns from `column` on."""
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(tl.cdiv(features, FEATURES)):
+        left = hidden.load([row, step * FEATURES])
+        right = weight.load([column, step * FEATURES])
+        products = tl.dot(left, right.T, products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def scaled(products, factor, inner, bias, SOFTCAP: tl.constexpr):
+    """The logits of products whose bias has been added, and the softcap's slope. Only a bias is minus infinity."""
+    slope = 1.0
+    if SOFTCAP:
+        products, slope = tanh(products * inner)
+    logit = products * factor
+    if bias is not None:
+        logit = floored(logit)
+    return logit, slope
+
+
+@triton.jit(do_not_specialize=["count", "start", "stop", "features", "inner", "state_stride", "factor", "low", "high"])
+def _accumulate_kernel(
+    hidden,
+    weight,
+    told,
+    passed,
+    targets,
+    factors,
+    bias,
+    partial,
+    state,
+    count,
+    start,
+    stop,
+    features,
+    inner,
+    state_stride,
+    factor,
+    low,
+    high,
+    IGNORED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    row_tiles = tl.cdiv(count, ROWS)
+    column_tiles = tl.cdiv(stop - start, COLUMNS)
+    plane = column_tiles.to(tl.int64) * count
+    if factors is None:  # a census
+        row_tiles = tl.where(all_have_targets(targets, count, IGNORED, low, high, told, passed), row_tiles, 0)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
+        first = start + column_tile * COLUMNS
+        products = products_of(hidden, weight, row_tile * ROWS, first, features, ROWS, COLUMNS, FEATURES)
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        live = row < count
+        column = (first + tl.arange(0, COLUMNS))[None, :]
+        if bias is not None:
+            products += tl.load(bias + column, mask=column < stop, other=0.0)
+        if factors is None:
+            logit, _ = scaled(products, factor, inner, bias, SOFTCAP)
+        else:
+            logit, _ = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
+        # What few tiles need is not done in the others: beside a product of few features, every instruction shows.
+        target = tl.load(targets + row, mask=live, other=-1)
+        held = live & (target >= first) & (target < tl.minimum(first + COLUMNS, stop))
+        if tl.max(held.to(tl.int32), 0) > 0:
+            at_target = tl.sum(tl.where(column == target[:, None], logit, 0.0), 1)
+            tl.store(state + 3 * state_stride + row, at_target, mask=held)
+        if first + COLUMNS > stop:
+            logit = tl.where(column < stop, logit, _LOWEST)
+        maximum = tl.max(logit, 1)
+        gap = logit - maximum[:, None]
+        share = tl.exp2(gap * LOG2_E)
+        place = partial + column_tile.to(tl.int64) * count + row
+        tl.store(place, maximum, mask=live)
+        tl.store(place + plane, tl.sum(share, 1), mask=live)
+        tl.store(place + 2 * plane, tl.sum(share * gap, 1), mask=live)
+
+
+@triton.jit
+def all_have_targets(targets, count, ignored: tl.constexpr, low, high, told, passed):
+    """Whether every target is one; how many are, and how many are ignored, is told."""
+    kept, without = _count(targets, count, ignored, low, high, BLOCK=4096)
+    if told is not None:  # the host looks there already
+        tl.store(told, without.to(tl.int64) * 4294967296 + kept, mask=tl.program_id(0) == 0)
+        tl.atomic_xchg(passed, 1, mask=tl.program_id(0) == 0, sem="release", scope="sys")  # not before it is seen
+    return kept == count
+
+
+@triton.jit
+def _count(targets, count, ignore_index: tl.constexpr, low, high, BLOCK: tl.constexpr):
+    # Every program counts for itself: they start together, and this is a few microseconds for tens of thousands.
+    kept = 0
+    ignored = 0
+    for first in range(0, count, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        inside = position < count
+        target = tl.load(targets + position, mask=inside, other=0)
+        ignored += tl.sum((inside & (target == ignore_index)).to(tl.int32), 0)
+        held = inside & (target != ignore_index) & (target >= low) & (target < high)
+        kept += tl.sum(held.to(tl.int32), 0)
+    return kept, ignored
+
+
+@triton.jit(do_not_specialize=["tiles", "count", "stop", "state_stride"])
+def _join_kernel(
+    partial,
+    targets,
+    state,
+    logprobs,
+    entropies,
+    normalizer,
+    tiles,
+    count,
+    stop,
+    state_stride,
+    BEGINS: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    plane = tiles.to(tl.int64) * count
+    maximum = tl.full((TILES, ROWS), _LOWEST, tl.float32)
+    total = tl.zeros((TILES, ROWS), tl.float32)
+    moment = tl.zeros((TILES, ROWS), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        held = (tile < tiles)[:, None] & live[None, :]
+        place = partial + tile.to(tl.int64)[:, None] * count + row[None, :]
+        maximum, total, moment = _merge(
+            maximum,
+            total,
+            moment,
+            tl.load(place, mask=held, other=_LOWEST),
+            tl.load(place + plane, mask=held, other=0.0),
+            tl.load(place + 2 * plane, mask=held, other=0.0),
+        )
+    # Spread over the lanes until here; then over the tiles; then with what the state held before, if anything.
+    highest = tl.max(maximum, 0)
+    gap = maximum - highest[None, :]
+    decay = tl.exp(gap)
+    moment = tl.sum((moment + gap * total) * decay, 0)
+    total = tl.sum(total * decay, 0)
+    place = state + row
+    if BEGINS:
+        target = tl.load(targets + row, mask=live, other=0)
+        tl.store(place + 3 * state_stride, _LOWEST, mask=live & ((target < 0) | (target >= stop)))
+    else:
+        highest, total, moment = _merge(
+            highest,
+            total,
+            moment,
+            tl.load(place, mask=live, other=_LOWEST),
+            tl.load(place + state_stride, mask=live, other=0.0),
+            tl.load(place + 2 * state_stride, mask=live, other=0.0),
+        )
+    tl.store(place, highest, mask=live)
+    tl.store(place + state_stride, total, mask=live)
+    tl.store(place + 2 * state_stride, moment, mask=live)
+    if logprobs is not None:
+        if BEGINS:
+            tl.debug_barrier()  # its target's logit may be another thread's
+        at_target = tl.load(place + 3 * state_stride, mask=live, other=0.0)
+        store_results(highest, total, moment, at_target, logprobs, entropies, normalizer, row, count, live)
+
+
+@triton.jit
+def _merge(maximum, total, moment, other_maximum, other_total, other_moment):
+    # As `statistics.join`, of two. A NaN maximum wins no comparison, so it is passed on through the sums it is in.
+    highest = tl.maximum(maximum, other_maximum)
+    gap = maximum - highest
+    other_gap = other_maximum - highest
+    decay = tl.exp(gap)
+    other_decay = tl.exp(other_gap)
+    moment = (moment + gap * total) * decay + (other_moment + other_gap * other_total) * other_decay
+    return highest, total * decay + other_total * other_decay, moment
+
+
+@triton.jit(do_not_specialize=["count", "start", "stop", "features", "inner", "coefficient_stride"])
+def _differentiate_kernel(
+    hidden,
+    weight,
+    gradients,
+    targets,
+    factors,
+    bias,
+    coefficients,
+    count,
+    start,
+    stop,
+    features,
+    inner,
+    coefficient_stride,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    row_tiles = tl.cdiv(count, ROWS)
+    column_tiles = tl.cdiv(stop - start, COLUMNS)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
+        offset = column_tile * COLUMNS
+        products = products_of(hidden, weight, row_tile * ROWS, start + offset, features, ROWS, COLUMNS, FEATURES)
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        # Halves one after the other: the second's registers are free while the first is stored.
+        halves = tl.permute(tl.reshape(products, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        first = start + offset
+        left = _gradient(
+            left, row, first, count, stop, targets, factors, inner, bias, coefficients, coefficient_stride, SOFTCAP
+        )
+        gradients.store([row_tile * ROWS, offset], left.to(gradients.dtype))
+        first += COLUMNS // 2
+        right = _gradient(
+            right, row, first, count, stop, targets, factors, inner, bias, coefficients, coefficient_stride, SOFTCAP
+        )
+        gradients.store([row_tile * ROWS, offset + COLUMNS // 2], right.to(gradients.dtype))
+
+
+@triton.jit
+def _gradient(
+    products,
+    row,
+    first,
+    count,
+    stop,
+    targets,
+    factors,
+    inner,
+    bias,
+    coefficients,
+    coefficient_stride,
+    SOFTCAP: tl.constexpr,
+):
+    columns: tl.constexpr = products.shape[1]
+    column = first + tl.arange(0, columns)
+    live = row < count
+    if bias is not None:
+        products += tl.load(bias + column, mask=column < stop, other=0.0)[None, :]
+    logit, slope = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
+    place = coefficients + row
+    maximum = tl.load(place, mask=live, other=0.0)
+    log_total = tl.load(place + coefficient_stride, mask=live, other=0.0)
+    constant = tl.load(place + 3 * coefficient_stride, mask=live, other=0.0)
+    linear = tl.load(place + 4 * coefficient_stride, mask=live, other=0.0)
+    gap = logit - maximum[:, None]
+    share = tl.exp2(gap * LOG2_E - (log_total * LOG2_E)[:, None])
+    gradient = -share * ((constant - linear * log_total)[:, None] + linear[:, None] * gap)
+    target = tl.load(targets + row, mask=live, other=-1)
+    near = (target >= first) & (target < first + columns)
+    if tl.max(near.to(tl.int32), 0) > 0:
+        at_target = tl.load(place + 2 * coefficient_stride, mask=live, other=0.0)
+        gradient += tl.where(column[None, :] == target[:, None], at_target[:, None], 0.0)
+    if SOFTCAP:
+        gradient *= slope
+    return gradient
+
+
+_accumulate, _join, _differentiate = (
+    Launcher(_accumulate_kernel),
+    Launcher(_join_kernel),
+    Launcher(_differentiate_kernel),
+)

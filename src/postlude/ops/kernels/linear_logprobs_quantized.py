@@ -1,0 +1,274 @@
+"""One sweep in half precision on Hopper: the logits wait in sixteen bits each for the objective to say its gradients.
+
+The kernel that multiplies reads the statistics off its fp32 products, as in `fused.py`, and leaves each logit as its
+distance from the best of its row in its tile, in steps of 1/2048 nat. That is an error of at most 2⁻¹² in a
+probability, an eighth of what a bf16 gradient is rounded by, in half the memory of an fp32 logit. A second kernel
+overwrites the codes with the gradients, which are as wide.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from postlude.ops.kernels.launch import Launcher
+from postlude.ops.kernels.linear_logprobs_fused import (
+    GRADIENT_TILE,
+    GROUP,
+    LOG2_E,
+    PARTIAL_BYTES,
+    STAGES,
+    WARPS,
+    all_have_targets,
+    counted,
+    join_tiles,
+    multiprocessors,
+    products_of,
+    scaled,
+    tile_of,
+)
+from postlude.ops.kernels.linear_logprobs_rows import empty_results
+from postlude.ops.linear_logprobs import statistics
+from postlude.ops.linear_logprobs.statistics import Results, TargetCount, TokenRows, Upstream
+
+TILE_COLUMNS = GRADIENT_TILE[1]
+QUANTIZED_BYTES = 2 + PARTIAL_BYTES / TILE_COLUMNS
+
+# Tiles a program decodes at a time, and its warps.
+DECODED_TILES, DECODING_WARPS = 16, 8
+
+_LOWEST = tl.constexpr(statistics.LOWEST)
+_STEPS = tl.constexpr(2048.0)
+# A whole number is the last bits of 2²³ plus that number: an addition makes it of a float, or a float of it, at a
+# fraction of what the conversions cost.
+_WHOLE = tl.constexpr(8388608.0)
+_WHOLE_BITS = tl.constexpr(0x4B000000)
+_FARTHEST = tl.constexpr(8388608.0 + 65535.0)  # 32 nats and more below its tile's best
+
+
+def encode(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: TokenRows | TargetCount,
+    columns: int,
+    codes: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Results]:
+    """Code the logits of hidden [n, H] on the first `columns` of weight [V, H] into `codes` [n, columns], and find
+    their `state` [4, n]. What the codes are relative to is returned, [3, tiles, n], the best of each tile first; and
+    the results of the state.
+
+    A census is of all positions of a call, of which these rows are the first n; see `FusedKernels.accumulate`.
+    """
+    count, features = hidden.shape
+    block_rows, block_columns, block_features = GRADIENT_TILE
+    tiles = -(-columns // TILE_COLUMNS)
+    partial = torch.empty(3, tiles, count, dtype=torch.float32, device=hidden.device)
+    programs = multiprocessors(hidden.device)
+    census = rows if isinstance(rows, TargetCount) else None
+    tensors = (
+        TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
+        TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
+        TensorDescriptor.from_tensor(codes, [block_rows, block_columns // 2]),
+        *((None, None) if census is None else (census.told.number, census.told.passed)),
+        rows.targets,
+        None if census else rows.factor,
+        bias,
+        partial,
+        state,
+    )
+    numbers = (count, rows.targets.shape[0], columns, features, 1.0 if rows.inner is None else rows.inner)
+    constants = (rows.inner is not None, *GRADIENT_TILE, GROUP, programs)
+    _encode(
+        (programs, 1, 1),
+        tensors,
+        (*numbers, state.stride(0), *counted(census)),
+        (census.ignore_index if census else 0, *constants),
+        WARPS,
+        num_stages=STAGES,
+    )
+    if census:
+        census.told.launched()
+    results = empty_results(state)
+    join_tiles(partial, slice(0, columns), rows.targets, state, results)
+    return partial, results
+
+
+def decode(
+    codes: Tensor, partial: Tensor, rows: TokenRows, results: Results, upstream: Upstream, *, masked: bool
+) -> Tensor:
+    """Overwrite `codes` [n, columns] with the gradient of the products that they stand for.
+
+    If `masked`, minus infinity was among the logits, and gets no gradient at all.
+    """
+    arriving = upstream.logprob, upstream.entropy, upstream.lse
+    made = results.state, results.normalizer, results.entropy
+    tensors = (*arriving, codes, partial, rows.targets, rows.factor, *made)
+    strides = (0 if row is None else row.stride(0) for row in arriving)
+    inner = 1.0 if rows.inner is None else rows.inner
+    numbers = (codes.shape[0], results.state.stride(0), *strides, inner)
+    tiles = min(DECODED_TILES, triton.next_power_of_2(partial.shape[1]))
+    constants = (codes.stride(0), rows.inner is not None, masked, tiles, TILE_COLUMNS)
+    _decode((codes.shape[0], 1, 1), tensors, numbers, constants, DECODING_WARPS)
+    return codes
+
+
+@triton.jit(
+    do_not_specialize=["count", "positions", "stop", "features", "inner", "state_stride", "factor", "low", "high"]
+)
+def _encode_kernel(
+    hidden,
+    weight,
+    codes,
+    told,
+    passed,
+    targets,
+    factors,
+    bias,
+    partial,
+    state,
+    count,
+    positions,
+    stop,
+    features,
+    inner,
+    state_stride,
+    factor,
+    low,
+    high,
+    IGNORED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    row_tiles = tl.cdiv(count, ROWS)
+    column_tiles = tl.cdiv(stop, COLUMNS)
+    plane = column_tiles.to(tl.int64) * count
+    if factors is None:  # a census
+        row_tiles = tl.where(all_have_targets(targets, positions, IGNORED, low, high, told, passed), row_tiles, 0)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
+        first = column_tile * COLUMNS
+        products = products_of(hidden, weight, row_tile * ROWS, first, features, ROWS, COLUMNS, FEATURES)
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        # In halves: the second's registers are free while the first is stored.
+        left, right = tl.split(tl.permute(tl.reshape(products, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+        if factors is None:
+            scale = tl.zeros((ROWS,), tl.float32) + factor
+        else:
+            scale = tl.load(factors + row, mask=row < count, other=0.0)
+        left = _logits(left, row, first, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP)
+        second = first + COLUMNS // 2
+        right = _logits(right, row, second, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP)
+        maximum = tl.maximum(tl.max(left, 1), tl.max(right, 1))
+        total, moment, code = _code(left - maximum[:, None])
+        codes.store([row_tile * ROWS, first], code.to(codes.dtype, bitcast=True))
+        right_total, right_moment, code = _code(right - maximum[:, None])
+        codes.store([row_tile * ROWS, second], code.to(codes.dtype, bitcast=True))
+        live = row < count
+        place = partial + column_tile.to(tl.int64) * count + row
+        tl.store(place, maximum, mask=live)
+        tl.store(place + plane, total + right_total, mask=live)
+        tl.store(place + 2 * plane, moment + right_moment, mask=live)
+
+
+@triton.jit
+def _logits(products, row, first, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP: tl.constexpr):
+    columns: tl.constexpr = products.shape[1]
+    column = (first + tl.arange(0, columns))[None, :]
+    live = row < count
+    if bias is not None:
+        products += tl.load(bias + column, mask=column < stop, other=0.0)
+    logit, _ = scaled(products, scale[:, None], inner, bias, SOFTCAP)
+    target = tl.load(targets + row, mask=live, other=-1)
+    held = live & (target >= first) & (target < tl.minimum(first + columns, stop))
+    if tl.max(held.to(tl.int32), 0) > 0:
+        at_target = tl.sum(tl.where(column == target[:, None], logit, 0.0), 1)
+        tl.store(state + 3 * state_stride + row, at_target, mask=held)
+    if first + columns > stop:
+        logit = tl.where(column < stop, logit, _LOWEST)
+    return logit
+
+
+@triton.jit
+def _code(gap):
+    share = tl.exp2(gap * LOG2_E)
+    code = tl.minimum(gap * -_STEPS + _WHOLE, _FARTHEST).to(tl.int32, bitcast=True).to(tl.int16)
+    return tl.sum(share, 1), tl.sum(share * gap, 1), code
+
+
+@triton.jit(do_not_specialize=["count", "state_stride", "logprob_stride", "entropy_stride", "lse_stride", "inner"])
+def _decode_kernel(
+    logprobs,
+    entropies,
+    lses,
+    codes,
+    best,
+    targets,
+    factors,
+    state,
+    normalizer,
+    row_entropies,
+    count,
+    state_stride,
+    logprob_stride,
+    entropy_stride,
+    lse_stride,
+    inner,
+    STRIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    codes += row * STRIDE
+    best += row
+    maximum = tl.load(normalizer + row)
+    log_total = tl.load(normalizer + count + row)
+    slope = tl.load(factors + row) * inner
+    at_target = slope * 0.0 if logprobs is None else tl.load(logprobs + row * logprob_stride) * slope
+    linear = slope * 0.0 if entropies is None else tl.load(entropies + row * entropy_stride) * slope
+    constant = at_target + linear * tl.load(row_entropies + row)
+    if lses is not None:
+        constant -= tl.load(lses + row * lse_stride) * slope
+    # To the end of the stride, past the last column: whole steps, and what lies there is nobody's.
+    for start in range(0, STRIDE, TILES * COLUMNS):
+        tile = tl.arange(0, TILES)[:, None]
+        column = start + tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        inside = column < STRIDE
+        tile += start // COLUMNS
+        highest = tl.load(best + tile.to(tl.int64) * count, mask=tile * COLUMNS < STRIDE, other=0.0)
+        bits = tl.load(codes + column, mask=inside, other=0.0).to(tl.int16, bitcast=True)
+        code = ((bits.to(tl.int32) & 0xFFFF) | _WHOLE_BITS).to(tl.float32, bitcast=True)
+        log_p = ((highest - maximum) - log_total) - (code - _WHOLE) * (1.0 / _STEPS)
+        share = tl.exp2(log_p * LOG2_E)
+        if MASKED:
+            share = tl.where(code == _FARTHEST, 0.0, share)
+        gradient = -share * (constant + linear * log_p)
+        if SOFTCAP:
+            capped = (log_p + log_total + maximum) / tl.load(factors + row)
+            gradient *= 1.0 - capped * capped
+        tl.store(codes + column, gradient.to(codes.dtype.element_ty), mask=inside)
+    # The target's logit is known as it was, and its gradient is stored over the other.
+    logit = tl.load(state + 3 * state_stride + row)
+    log_p = (logit - maximum) - log_total
+    gradient = at_target - tl.exp(log_p) * (constant + linear * log_p)
+    if SOFTCAP:
+        capped = logit / tl.load(factors + row)
+        gradient *= 1.0 - capped * capped
+    tl.debug_barrier()
+    target = tl.load(targets + row)
+    tl.store(codes + target, gradient.to(codes.dtype.element_ty), mask=(target >= 0) & (target < STRIDE))
+
+
+_encode, _decode = Launcher(_encode_kernel), Launcher(_decode_kernel)

@@ -1,0 +1,434 @@
+"""The epilogues as two Triton kernels, one program a row. GEMMs stay with cuBLAS, which nobody outruns by hand.
+
+Both read a slab of products once at full bandwidth; the softcap, bias, scale and temperature ride along for free. A
+third kernel selects the tokens to project: a dozen small launches would keep the device idle for as long as they take.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from postlude.ops.kernels.launch import Kernel, Launcher
+from postlude.ops.linear_logprobs import statistics
+from postlude.ops.linear_logprobs.statistics import Results, Selection, Slab, TokenRows, Upstream
+
+LOGIT_COPIES = 1
+
+# Columns a program holds at a time, its warps, and how many loads it keeps ahead: by measurement on an H200.
+STATISTICS_BLOCK, STATISTICS_WARPS, STATISTICS_STAGES = 1024, 4, 3
+GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
+SELECTION_BLOCK, SELECTION_WARPS = 8192, 32
+ROW_BLOCK = 256
+SCALE_BLOCK, SCALE_BLOCKS = 4096, 16
+
+_LOWEST = tl.constexpr(statistics.LOWEST)
+
+
+def select(
+    targets: Tensor,
+    temperature: float | Tensor,
+    scale: float,
+    *,
+    ignore_index: int,
+    allowed: tuple[int, int],
+    vocab_start: int,
+    dtype: torch.dtype,
+    promised: int | None,
+) -> Selection:
+    """See `Epilogue.select`."""
+    tensors = temperature if isinstance(temperature, Tensor) else None
+    selection = Selection(
+        counts=targets.new_empty(3),
+        positions=torch.empty_like(targets),
+        targets=torch.empty_like(targets),
+        factor=torch.empty_like(targets, dtype=dtype),
+        broken=None if promised is None else targets.new_empty((), dtype=torch.bool),
+    )
+    _select_kernel[(1,)](
+        targets,
+        targets.numel(),
+        tensors,
+        0 if tensors is None else tensors.stride(0),
+        scale / temperature if tensors is None else scale,
+        ignore_index,
+        *allowed,
+        vocab_start,
+        selection.counts,
+        selection.positions,
+        selection.targets,
+        selection.factor,
+        0 if promised is None else promised,
+        selection.broken,
+        BLOCK=SELECTION_BLOCK,
+        num_warps=SELECTION_WARPS,
+    )
+    return selection
+
+
+def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
+    """See `Epilogue.accumulate`."""
+    count, columns = slab.products.shape
+    _accumulate_kernel[(count,)](
+        slab.products,
+        slab.products.stride(0),
+        columns,
+        slab.column_range.start,
+        slab.rows.targets,
+        slab.rows.factor,
+        1.0 if slab.rows.inner is None else slab.rows.inner,
+        slab.bias,
+        state,
+        state.stride(0),
+        SOFTCAP=slab.rows.inner is not None,
+        ENTROPY=entropy,
+        BLOCK=_block(columns, STATISTICS_BLOCK),
+        STAGES=STATISTICS_STAGES,
+        num_warps=STATISTICS_WARPS,
+    )
+
+
+def empty_results(state: Tensor) -> Results:
+    """Room for those of a state [4, n]."""
+    count = state.shape[1]
+    return Results(state, state.new_empty(count), state.new_empty(count), state.new_empty(2, count))
+
+
+def results(state: Tensor) -> Results:
+    """See `Epilogue.results`."""
+    count, made = state.shape[1], empty_results(state)
+    tensors = (state, made.logprob, made.entropy, made.normalizer)
+    _results((triton.cdiv(count, ROW_BLOCK), 1, 1), tensors, (state.stride(0), count), (ROW_BLOCK,), 4)
+    return made
+
+
+def coefficients(
+    rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
+) -> Tensor:
+    """See `Epilogue.coefficients`."""
+    count = entropy.shape[0]
+    made = entropy.new_empty(5, count)
+    arriving = upstream.logprob, upstream.entropy, upstream.lse
+    strides = (0 if row is None else row.stride(0) for row in arriving)
+    inner = 1.0 if rows.inner is None else rows.inner
+    tensors = (*arriving, kept, rows.factor, normalizer, entropy, made)
+    _coefficients((triton.cdiv(count, ROW_BLOCK), 1, 1), tensors, (*strides, inner, count), (ROW_BLOCK,), 4)
+    return made
+
+
+def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `Epilogue.differentiate`. In place: a half-precision gradient takes the front half of its row's bytes."""
+    count, columns = slab.products.shape
+    stride = slab.products.stride(0)
+    whole = slab.products.as_strided((count, stride), (stride, 1)).view(dtype)
+    _differentiate_kernel[(count,)](
+        slab.products,
+        stride,
+        whole,
+        whole.stride(0),
+        columns,
+        slab.column_range.start,
+        slab.rows.targets,
+        slab.rows.factor,
+        1.0 if slab.rows.inner is None else slab.rows.inner,
+        slab.bias,
+        coefficients,
+        coefficients.stride(0),
+        SOFTCAP=slab.rows.inner is not None,
+        BLOCK=_block(columns, GRADIENT_BLOCK),
+        num_warps=GRADIENT_WARPS,
+    )
+    return whole[:, :columns]
+
+
+def scale(tensor: Tensor, factor: Tensor) -> Tensor:
+    """See `Epilogue.scale`. Where the factor is 1, as of a loss that nothing divides, memory is left alone."""
+    programs = triton.cdiv(tensor.numel(), SCALE_BLOCK * SCALE_BLOCKS)
+    if programs:
+        _scale_kernel[(programs,)](tensor, tensor.numel(), factor, BLOCK=SCALE_BLOCK, BLOCKS=SCALE_BLOCKS)
+    return tensor
+
+
+def _block(columns: int, most: int) -> int:
+    return min(most, max(256, 1 << (columns - 1).bit_length()))
+
+
+@Kernel
+@triton.jit
+def _select_kernel(
+    targets,
+    count,
+    temperatures,
+    temperature_stride,
+    scale,
+    ignore_index,
+    low,
+    high,
+    vocab_start,
+    counts,
+    positions,
+    kept_targets,
+    factors,
+    promised,
+    broken,
+    BLOCK: tl.constexpr,
+):
+    # One program: a token's place depends on all before it, and all there are take it a few microseconds.
+    kept_before = 0
+    ignored_before = 0
+    cold_before = 0
+    for first in range(0, count, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        inside = position < count
+        target = tl.load(targets + position, mask=inside, other=0)
+        ignored = inside & (target == ignore_index)
+        kept = inside & (target != ignore_index) & (target >= low) & (target < high)
+        place = kept_before + tl.cumsum(kept.to(tl.int32), 0) - 1
+        factor = tl.full((BLOCK,), scale, tl.float32)
+        if temperatures is not None:
+            temperature = tl.load(temperatures + position * temperature_stride, mask=inside, other=1.0)
+            factor = tl.div_rn(factor, temperature.to(tl.float32))
+            cold_before += tl.sum((kept & ~(temperature > 0)).to(tl.int32), 0)
+        tl.store(positions + place, position, mask=kept)
+        tl.store(kept_targets + place, target - vocab_start, mask=kept)
+        tl.store(factors + place, factor, mask=kept)
+        kept_before += tl.sum(kept.to(tl.int32), 0)
+        ignored_before += tl.sum(ignored.to(tl.int32), 0)
+    tl.store(counts, kept_before)
+    tl.store(counts + 1, ignored_before)
+    tl.store(counts + 2, cold_before)
+    if broken is not None:
+        wrong = (kept_before != promised) | (ignored_before != count - promised) | (cold_before != 0)
+        tl.store(broken, wrong)
+        if wrong:
+            tl.debug_barrier()  # what was stored above is overwritten here, by other threads
+            for first in range(0, count, BLOCK):
+                position = first + tl.arange(0, BLOCK)
+                inside = position < count
+                tl.store(factors + position, float("nan"), mask=inside)
+                # Behind the last, memory holds anything, and the rows that were promised are read as far as there.
+                behind = inside & (position >= kept_before)
+                tl.store(positions + position, 0, mask=behind)
+                tl.store(kept_targets + position, 0, mask=behind)
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) and its slope."""
+    # The exponential form loses its digits near 0, where the series has all of them.
+    square = x * x
+    series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    decay = tl.exp(-2.0 * tl.abs(x))
+    ratio = (1.0 - decay) / (1.0 + decay)
+    slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -ratio, ratio)), slope
+
+
+@triton.jit
+def logit_of(product, factor, inner, SOFTCAP: tl.constexpr):
+    """The logit of a product, and the softcap's slope."""
+    slope = 1.0
+    if SOFTCAP:
+        product, slope = tanh(product * inner)
+    return floored(product * factor), slope
+
+
+@triton.jit
+def floored(logit):
+    """Minus infinity as the lowest number. Not by tl.maximum, which would turn a NaN into a number and hide it."""
+    return tl.where(logit < _LOWEST, _LOWEST, logit)
+
+
+@Kernel
+@triton.jit
+def _accumulate_kernel(
+    products,
+    stride,
+    columns,
+    first,
+    targets,
+    factors,
+    inner,
+    bias,
+    state,
+    state_stride,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    products += row * stride
+    state += row
+    factor = tl.load(factors + row)
+    # Every lane keeps a maximum and sums of its own: no lane waits for another before the row is read.
+    maximum = tl.full([BLOCK], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        product = tl.load(products + column, mask=inside, other=0.0)
+        if bias is not None:
+            product += tl.load(bias + column, mask=inside, other=0.0)
+        logit, _ = logit_of(product, factor, inner, SOFTCAP)
+        rise = tl.where(inside, logit, _LOWEST) - maximum
+        share = tl.exp(-tl.abs(rise))
+        higher = rise > 0
+        if ENTROPY:
+            moment = tl.where(higher, (moment - rise * total) * share, moment + share * rise)
+        total = tl.where(higher, total * share + 1.0, total + share)
+        maximum = tl.where(higher, logit, maximum)
+    before = tl.load(state)
+    highest = tl.maximum(before, tl.max(maximum, 0))
+    gap = maximum - highest
+    decay = tl.exp(gap)
+    gap_before = before - highest
+    decay_before = tl.exp(gap_before)
+    total_before = tl.load(state + state_stride)
+    tl.store(state, highest)
+    tl.store(state + state_stride, total_before * decay_before + tl.sum(total * decay, 0))
+    if ENTROPY:
+        moment_before = tl.load(state + 2 * state_stride)
+        moment = (moment + gap * total) * decay
+        tl.store(
+            state + 2 * state_stride, (moment_before + gap_before * total_before) * decay_before + tl.sum(moment, 0)
+        )
+    target = (tl.load(targets + row) - first).to(tl.int32)
+    if (target >= 0) & (target < columns):
+        product = tl.load(products + target)
+        if bias is not None:
+            product += tl.load(bias + target)
+        logit, _ = logit_of(product, factor, inner, SOFTCAP)
+        tl.store(state + 3 * state_stride, logit)
+
+
+@triton.jit(do_not_specialize=["state_stride", "count"])
+def _results_kernel(state, logprobs, entropies, normalizer, state_stride, count, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < count
+    place = state + row
+    maximum = tl.load(place, mask=live, other=0.0)
+    total = tl.load(place + state_stride, mask=live, other=1.0)
+    moment = tl.load(place + 2 * state_stride, mask=live, other=0.0)
+    target = tl.load(place + 3 * state_stride, mask=live, other=0.0)
+    store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, live)
+
+
+@triton.jit
+def store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, live):
+    """Of the states of some rows."""
+    log_total = tl.log(total)
+    entropy = log_total - moment / total
+    tl.store(logprobs + row, (target - maximum) - log_total, mask=live)
+    # Not tl.maximum, which would turn a NaN into a number and hide it.
+    tl.store(entropies + row, tl.where(entropy < 0, 0.0, entropy), mask=live)
+    tl.store(normalizer + row, maximum, mask=live)
+    tl.store(normalizer + count + row, log_total, mask=live)
+
+
+@triton.jit(do_not_specialize=["logprob_stride", "entropy_stride", "lse_stride", "inner", "count"])
+def _coefficients_kernel(
+    logprobs,
+    entropies,
+    lses,
+    kept,
+    factors,
+    normalizer,
+    row_entropies,
+    made,
+    logprob_stride,
+    entropy_stride,
+    lse_stride,
+    inner,
+    count,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < count
+    place = row
+    if kept is not None:
+        place = tl.load(kept + row, mask=live, other=0)
+    slope = tl.load(factors + row, mask=live, other=0.0) * inner
+    at_target = _arriving(logprobs, logprob_stride, place, live, slope)
+    linear = _arriving(entropies, entropy_stride, place, live, slope)
+    at_all = _arriving(lses, lse_stride, place, live, slope)
+    constant = at_target + linear * tl.load(row_entropies + row, mask=live, other=0.0) - at_all
+    tl.store(made + row, tl.load(normalizer + row, mask=live, other=0.0), mask=live)
+    tl.store(made + count + row, tl.load(normalizer + count + row, mask=live, other=0.0), mask=live)
+    tl.store(made + 2 * count + row, at_target, mask=live)
+    tl.store(made + 3 * count + row, constant, mask=live)
+    tl.store(made + 4 * count + row, linear, mask=live)
+
+
+@triton.jit
+def _arriving(gradients, stride, place, live, slope):
+    arriving = tl.zeros_like(slope)
+    if gradients is not None:
+        arriving = tl.load(gradients + place * stride, mask=live, other=0.0) * slope
+    return arriving
+
+
+@Kernel
+@triton.jit
+def _differentiate_kernel(
+    products,
+    stride,
+    gradients,
+    gradient_stride,
+    columns,
+    first,
+    targets,
+    factors,
+    inner,
+    bias,
+    coefficients,
+    coefficient_stride,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    products += row * stride
+    gradients += row * gradient_stride
+    coefficients += row
+    factor = tl.load(factors + row)
+    target = (tl.load(targets + row) - first).to(tl.int32)
+    maximum = tl.load(coefficients)
+    log_total = tl.load(coefficients + coefficient_stride)
+    at_target = tl.load(coefficients + 2 * coefficient_stride)
+    constant = tl.load(coefficients + 3 * coefficient_stride)
+    linear = tl.load(coefficients + 4 * coefficient_stride)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        product = tl.load(products + column, mask=inside, other=0.0)
+        if bias is not None:
+            product += tl.load(bias + column, mask=inside, other=0.0)
+        logit, slope = logit_of(product, factor, inner, SOFTCAP)
+        log_p = (logit - maximum) - log_total
+        gradient = tl.where(column == target, at_target, 0.0) - tl.exp(log_p) * (constant + linear * log_p)
+        if SOFTCAP:
+            gradient *= slope
+        # A narrower gradient lands on products of earlier columns: every thread must have read before any writes.
+        tl.debug_barrier()
+        tl.store(gradients + column, gradient.to(gradients.dtype.element_ty), mask=inside)
+
+
+@Kernel
+@triton.jit
+def _scale_kernel(tensor, size, factor, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
+        for step in range(BLOCKS):
+            place = first + step * BLOCK + tl.arange(0, BLOCK)
+            inside = place < size
+            value = tl.load(tensor + place, mask=inside, other=0.0).to(tl.float32) * by
+            tl.store(tensor + place, value.to(tensor.dtype.element_ty), mask=inside)
+
+
+_results, _coefficients = Launcher(_results_kernel), Launcher(_coefficients_kernel)

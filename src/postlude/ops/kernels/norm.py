@@ -1,0 +1,208 @@
+"""RMSNorm and its gradients as Triton kernels: each reads and writes what it must once.
+
+A weight's gradient is a sum over all rows. Each program of the backward sums the rows that it takes, and a second
+kernel sums what the programs found, so the order of summation is fixed.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from postlude.ops.kernels.launch import Launcher, contiguous_like
+
+# By measurement on an H200, at widths of 1024 and 4096.
+TILE = 2048  # numbers that a program takes at once where rows are short
+PER_WARP = 512
+MOST_WARPS = 16
+BACK_PROGRAMS = 3  # of the backward, on each multiprocessor
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 4
+
+
+def forward(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """See `rms_norm`."""
+    rows = as_rows(vectors)
+    output = contiguous_like(rows)
+    count, width = rows.shape
+    at_once, block, warps = _tile(width)
+    constants = (rows.stride(0), width, at_once, block)
+    _forward((-(-count // at_once), 1, 1), (rows, weight, output), (count, eps, offset), constants, warps)
+    return output if vectors.ndim == 2 else output.view(vectors.shape)
+
+
+def backward(
+    vectors: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    gradient: Tensor,
+    beside: Tensor | None,
+    total: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of vectors and weight. `beside`: what else arrived at the vectors, to be added.
+
+    `total`: what to add the weight's to, in place of returning it.
+    """
+    rows, arrived = as_rows(vectors), as_rows(gradient)
+    other = None if beside is None else as_rows(beside)
+    output = contiguous_like(rows)
+    count, width = rows.shape
+    at_once, block, warps = _tile(width)
+    programs = min(-(-count // at_once), BACK_PROGRAMS * multiprocessors(vectors.device))
+    partial = torch.empty((programs, width), dtype=torch.float32, device=vectors.device)
+    strides = (rows.stride(0), arrived.stride(0), 0 if other is None else other.stride(0))
+    tensors = (rows, weight, arrived, other, output, partial)
+    _backward((programs, 1, 1), tensors, (count, eps, offset), (*strides, width, at_once, block), warps)
+    (of_weight,) = sum_partial(partial, (programs,), (weight,), (total,))
+    return output if vectors.ndim == 2 else output.view(vectors.shape), of_weight
+
+
+def sum_partial(
+    partial: Tensor, counts: tuple[int, ...], weights: tuple[Tensor, ...], totals: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Of `partial` [programs, width], the sums of the first counts[0] rows and, of a second weight, of the rest.
+
+    Each is added to its weight's total, or returned if there is none.
+    """
+    rows, width = partial.shape
+    adds = all(total is not None for total in totals)
+    sums = totals if adds else tuple(torch.empty_like(weight) for weight in weights)
+    grid = (-(-width // SUM_COLUMNS), len(counts), 1)
+    _sum(grid, (partial, sums[0], sums[-1]), (counts[0], rows), (adds, width, SUM_ROWS, SUM_COLUMNS), SUM_WARPS)
+    return (None,) * len(weights) if adds else sums
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """[..., width] -> [rows, width] whose last dimension is dense: itself where that can be."""
+    rows = tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; one where there is only the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def _tile(width: int) -> tuple[int, int, int]:
+    """Rows at once, columns, warps."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, TILE // block)
+    return rows, block, max(1, min(MOST_WARPS, rows * block // PER_WARP))
+
+
+@triton.jit(do_not_specialize=["rows", "eps", "offset"])
+def _forward_kernel(
+    vectors,
+    weight,
+    output,
+    rows,
+    eps,
+    offset,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    held = (row < rows) & (column < WIDTH)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    value = tl.load(vectors + row * STRIDE + column, mask=held, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
+    tl.store(output + row * WIDTH + column, (value * inverse * scale).to(output.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _rows(tensor, first, rows, STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.arange(0, ROWS)[:, None].to(tl.int64) + first
+    column = tl.arange(0, BLOCK)[None, :]
+    return tl.load(tensor + row * STRIDE + column, mask=(row < rows) & (column < WIDTH), other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows", "eps", "offset"])
+def _backward_kernel(
+    vectors,
+    weight,
+    gradient,
+    beside,
+    output,
+    partial,
+    rows,
+    eps,
+    offset,
+    STRIDE: tl.constexpr,
+    GRADIENT_STRIDE: tl.constexpr,
+    BESIDE_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    of_weight = tl.zeros((ROWS, BLOCK), tl.float32)
+    step = tl.num_programs(0) * ROWS
+    # The next rows are on their way while these are worked on.
+    next_value = _rows(vectors, program * ROWS, rows, STRIDE, WIDTH, ROWS, BLOCK)
+    next_arrived = _rows(gradient, program * ROWS, rows, GRADIENT_STRIDE, WIDTH, ROWS, BLOCK)
+    next_other = next_arrived
+    if beside is not None:
+        next_other = _rows(beside, program * ROWS, rows, BESIDE_STRIDE, WIDTH, ROWS, BLOCK)
+    for first in range(program * ROWS, rows, step):
+        value, arrived, other = next_value.to(tl.float32), next_arrived.to(tl.float32), next_other
+        next_value = _rows(vectors, first + step, rows, STRIDE, WIDTH, ROWS, BLOCK)
+        next_arrived = _rows(gradient, first + step, rows, GRADIENT_STRIDE, WIDTH, ROWS, BLOCK)
+        if beside is not None:
+            next_other = _rows(beside, first + step, rows, BESIDE_STRIDE, WIDTH, ROWS, BLOCK)
+        scaled = arrived * scale
+        inverse = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
+        along = tl.sum(scaled * value, 1)[:, None] * inverse / WIDTH
+        normed = value * inverse
+        result = inverse * (scaled - normed * along)
+        if beside is not None:
+            result += other.to(tl.float32)
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + first
+        held = (row < rows) & (column < WIDTH)
+        tl.store(output + row * WIDTH + column, result.to(output.dtype.element_ty), mask=held)
+        of_weight += arrived * normed
+    at = partial + program.to(tl.int64) * WIDTH + tl.arange(0, BLOCK)
+    tl.store(at, tl.sum(of_weight, 0), mask=tl.arange(0, BLOCK) < WIDTH)
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def _sum_kernel(
+    partial,
+    sums,
+    other_sums,
+    first,
+    rows,
+    ADDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # The first rows, or those behind them.
+    start, stop = 0, first
+    if tl.program_id(1) == 1:
+        start, stop, sums = first, rows, other_sums
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for from_row in range(start, stop, ROWS):
+        row = from_row + tl.arange(0, ROWS)[:, None]
+        held = (row < stop) & (column < WIDTH)[None, :]
+        total += tl.load(partial + row * WIDTH + column[None, :], mask=held, other=0.0)
+    found = tl.sum(total, 0)
+    if ADDS:
+        found += tl.load(sums + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(sums + column, found.to(sums.dtype.element_ty), mask=column < WIDTH)
+
+
+_forward, _backward, _sum = Launcher(_forward_kernel), Launcher(_backward_kernel), Launcher(_sum_kernel)

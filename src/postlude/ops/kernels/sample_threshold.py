@@ -1,0 +1,125 @@
+"""The least logit that a token may have, by top-k, top-p and min-p, of each row: what `draw` finds by sorting.
+
+An edge is the lowest number with fewer than k tokens, or less than p of the probability, above it. It is looked for
+among all fp32 numbers in their order, four bits at a time: eight looks at the row, and no sorting.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from postlude.ops.kernels.launch import Kernel
+
+TOKENS = 1024  # of a turn
+
+
+def edges(logits: Tensor, rows: Tensor, weights: Tensor, numbers: Tensor, settings: Tensor) -> Tensor:
+    """[n] fp32 of logits [n, vocab], -inf where all tokens may stay.
+
+    `weights` [n, blocks, 2] as `draw_triton` weighs blocks; `numbers` and `settings` as
+    `generate.paged_cache.Rows` has them, of which `rows` [n] are meant.
+    """
+    count, vocab = logits.shape
+    found = torch.empty(count, dtype=torch.float32, device=logits.device)
+    blocks = weights.shape[1]
+    _edge_kernel[(count,)](
+        *(logits, logits.stride(0), rows, weights, numbers, numbers.stride(0), settings, settings.stride(0), found),
+        *(vocab, blocks),
+        BLOCKS=triton.next_power_of_2(blocks),
+        TOKENS=TOKENS,
+        num_warps=8,
+    )
+    return found
+
+
+@triton.jit
+def _ordered(values):
+    # fp32 -> int32 in the same order.
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _number(ordered):
+    # The way back.
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _above(logits, heat, total, vocab, bounds, TOKENS: tl.constexpr):
+    # How many tokens are above each of `bounds` [16] int32, and what probability they have: fp64 [16] each.
+    many, mass = tl.zeros((16,), tl.float64), tl.zeros((16,), tl.float64)
+    for first in range(0, vocab, TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        values = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        values = tl.div_rn(values, tl.zeros_like(values) + heat)
+        share = tl.exp(values - total).to(tl.float64)
+        above = (_ordered(values)[None, :] > bounds[:, None]) & (token < vocab)[None, :]
+        many += tl.sum(above.to(tl.int32), 1).to(tl.float64)
+        mass += tl.sum(tl.where(above, share[None, :], 0.0), 1)
+    return many, mass
+
+
+@triton.jit
+def _search(logits, heat, total, vocab, wanted, counted, TOKENS: tl.constexpr):
+    # The lowest number with less than `wanted` above it: tokens where they are `counted`, else probability.
+    base = tl.full((), -(1 << 31), tl.int64)
+    step = tl.full((), 1 << 28, tl.int64)
+    for _ in range(8):
+        bounds = base + (tl.arange(0, 16).to(tl.int64) + 1) * step - 1
+        many, mass = _above(logits, heat, total, vocab, bounds.to(tl.int32), TOKENS)
+        base += tl.sum((tl.where(counted, many, mass) >= wanted).to(tl.int64), 0) * step
+        step = step >> 4
+    return base.to(tl.int32)
+
+
+@Kernel
+@triton.jit
+def _edge_kernel(
+    logits,
+    logits_row,
+    rows,
+    weights,
+    numbers,
+    numbers_column,
+    settings,
+    settings_column,
+    found,
+    vocab,
+    blocks,
+    BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    logits += place * logits_row
+    heat = tl.load(settings + row)
+    heat = tl.where(heat > 0, heat, 1.0)
+    running = tl.load(numbers + numbers_column + row) > 0
+    block = tl.arange(0, BLOCKS)
+    at = weights + (place * blocks + block) * 2
+    weight = tl.load(at, mask=block < blocks, other=float("-inf"))
+    highest = tl.max(tl.load(at + 1, mask=block < blocks, other=float("-inf")), 0)
+    top = tl.max(weight, 0)
+    total = tl.log(tl.sum(tl.exp(weight - top), 0)) + top
+
+    edge = highest + tl.load(settings + 2 * settings_column + row)
+    most = tl.load(numbers + 5 * numbers_column + row).to(tl.float64)
+    whole = tl.full((), 1.0, tl.float64)
+    if running & (most < vocab):
+        kth = _search(logits, heat, total, vocab, most, True, TOKENS)
+        many, mass = _above(logits, heat, total, vocab, tl.zeros((16,), tl.int32) + kth, TOKENS)
+        own = tl.exp(_number(kth) - total).to(tl.float64)
+        whole = (tl.sum(mass, 0) + (16 * most - tl.sum(many, 0)) * own) / 16
+        edge = tl.maximum(edge, _number(kth))
+    share = tl.load(settings + settings_column + row)
+    if running & (share < 1.0):
+        edge = tl.maximum(
+            edge, _number(_search(logits, heat, total, vocab, share.to(tl.float64) * whole, False, TOKENS))
+        )
+    tl.store(found + place, edge)

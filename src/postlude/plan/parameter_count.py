@@ -1,0 +1,126 @@
+"""How many parameters a rank holds, layer by layer: one layer of each kind is built without tensors, as a rank sees it.
+
+So a model of hundreds of billions is counted in a moment: its other layers are as those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from postlude.layout import Layout, Stage
+from postlude.model import ModelConfig
+from postlude.model.blocks import BLOCKS, Block, SeparateUnit
+from postlude.model.mtp import MTPDepth
+from postlude.model.stack import LogicalLayer
+from postlude.world.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters that a rank uses, its own part of what tensor- and expert-parallel ranks share.
+
+    `dense` ones are stored in shards over dp_shard · cp ranks, those of `experts` over dp_shard · cp · tp / ep.
+    """
+
+    dense: int = 0
+    experts: int = 0
+
+    @property
+    def used(self) -> int:
+        """All of them, whole, as they are when a layer runs."""
+        return self.dense + self.experts
+
+    def stored(self, layout: Layout) -> int:
+        """What of them one rank stores, but for padding."""
+        shards = layout.dp_shard * layout.cp
+        return -(-self.dense // shards) + -(-self.experts * layout.ep // (shards * layout.tp))
+
+    def __add__(self, other: ParameterCount) -> ParameterCount:
+        return ParameterCount(self.dense + other.dense, self.experts + other.experts)
+
+
+@dataclass(frozen=True)
+class ModelParameterCount:
+    """The parameters of a whole model in a layout."""
+
+    config: ModelConfig
+    layers: Mapping[str, ParameterCount]
+    """By the blocks of a logical layer."""
+    depth: ParameterCount
+    """Of one multi-token-prediction depth."""
+    embedding: ParameterCount
+    head: ParameterCount
+    norm: ParameterCount
+
+    def outside(self, stage: Stage) -> ParameterCount:
+        """Of a stage's embedding, norm and head: what belongs to none of its layers."""
+        config, found = self.config, ParameterCount()
+        if stage.first or (stage.last and config.shared):
+            found += self.embedding
+        if stage.last:
+            found += self.norm if config.tied_head else self.norm + self.head
+        return found
+
+    def inside(self, stage: Stage) -> list[ParameterCount]:
+        """Of each layer of a stage in order, and of each multi-token-prediction depth after them."""
+        layers = [self.layers[layer] for layer in layers_of(self.config, stage)]
+        return layers + [self.depth] * (self.config.mtp_module_count if stage.last else 0)
+
+    def stage(self, stage: Stage) -> ParameterCount:
+        """Of all of a stage."""
+        return total([self.outside(stage), *self.inside(stage)])
+
+
+def layers_of(config: ModelConfig, stage: Stage) -> tuple[str, ...]:
+    """The logical layers of a stage, by their blocks."""
+    own = config.stage_layers(stage)
+    return config.pattern.layers[own.start : own.stop]
+
+
+def total(parts: Iterable[ParameterCount]) -> ParameterCount:
+    """Several together."""
+    return sum(parts, ParameterCount())
+
+
+def count_parameters(
+    config: ModelConfig, layout: Layout | None = None, blocks: Mapping[str, type[Block]] = BLOCKS
+) -> ModelParameterCount:
+    """Count the parameters that the first rank of each stage of a layout uses; by default of one rank alone."""
+    mesh = Mesh.without_processes(layout or Layout())
+    pattern = config.pattern
+    kinds = {blocks: index for index, blocks in enumerate(pattern.layers)}
+    vocabulary = ParameterCount(_whole_or_block(config.vocab_size, mesh) * config.hidden_size)
+    with torch.device("meta"):
+        layers = {
+            kind: _held(layer := LogicalLayer(pattern.layer(index), config, mesh, blocks), layer.blocks)
+            for kind, index in kinds.items()
+        }
+        depth = ParameterCount()
+        if pattern.mtp:
+            one = MTPDepth(0, config, mesh, blocks)
+            depth = _held(one, [block for layer in one.layers.values() for block in cast(LogicalLayer, layer).blocks])
+    return ModelParameterCount(config, layers, depth, vocabulary, vocabulary, ParameterCount(config.hidden_size))
+
+
+def total_parameters(config: ModelConfig) -> int:
+    """How many parameters a model has."""
+    return count_parameters(config).stage(Stage()).used
+
+
+def _whole_or_block(rows: int, mesh: Mesh) -> int:
+    start, stop = mesh.tp.block(rows)
+    return stop - start
+
+
+def _held(module: nn.Module, blocks: Iterable[Block]) -> ParameterCount:
+    apart: list[SeparateUnit] = [part for block in blocks for part in block.sharded_separately()]
+    experts = {id(each) for part in apart if part.experts for each in part.module.parameters()}
+    sizes = [(each.numel(), id(each) in experts) for each in module.parameters()]
+    return ParameterCount(
+        sum(size for size, expert in sizes if not expert), sum(size for size, expert in sizes if expert)
+    )

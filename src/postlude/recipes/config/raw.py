@@ -1,0 +1,189 @@
+"""What a user wrote, before it has types: a YAML file's tree with the command line's keys set in it; and where."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.representer import SafeRepresenter
+
+from postlude.recipes.config.schema import join, plain
+
+COMMAND_LINE = "on the command line"
+CALL = "in the call"
+NULL = "tag:yaml.org,2002:null"
+RULES = {  # YAML 1.2's, and none. They decide about null, and about fields that take any value
+    NULL: (r"~|null|Null|NULL|none|None|", ["~", "n", "N", ""]),
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "tag:yaml.org,2002:int": (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)",
+        list("-+.0123456789"),
+    ),
+}
+
+
+class ConfigError(ValueError):
+    """A mistake in a config, as one sentence."""
+
+
+class Loader(yaml.SafeLoader):
+    """Safe YAML by these rules alone."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - the base class has it so
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes every text that this loader, or another, would take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: D102
+        return True
+
+
+def _flat_list(dumper: Dumper, data: list[Any]) -> yaml.Node:
+    flat = not any(isinstance(each, list | dict) for each in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
+
+
+def _text(dumper: Dumper, data: str) -> yaml.Node:
+    folded = not set(data).isdisjoint("\x85\u2028\u2029")  # PyYAML reads these line breaks back as spaces
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style='"' if folded else None)
+
+
+Dumper.add_representer(list, _flat_list)
+Dumper.add_representer(str, _text)
+for _tag, (_pattern, _starts) in RULES.items():
+    for _yaml in (Loader, Dumper):
+        _yaml.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})\Z"), _starts)
+
+
+@dataclass
+class RawValue:
+    """What stands at a key: a scalar, a list, or entries. Entries beside a scalar are set over what it stands for."""
+
+    path: str
+    where: str
+    scalar: yaml.ScalarNode | None = None
+    items: list[RawValue] | None = None
+    entries: dict[str, RawValue] = field(default_factory=dict)
+    file: Path | None = None
+    """The config file that it was written in; None on the command line."""
+    whole: bool = False
+    """The entries are a mapping as it was written, not keys that were set one by one."""
+
+    def __str__(self) -> str:
+        if self.scalar is not None:
+            return f'"{self.scalar.value}"' if self.scalar.value else "empty"
+        return "a list" if self.items is not None else "a mapping"
+
+    def inside(self, part: str | int) -> RawValue | None:
+        """What stands at a key, or at a place of a list."""
+        if isinstance(part, int) and self.items is not None:
+            return self.items[part]
+        return self.entries.get(str(part))
+
+    @property
+    def null(self) -> bool:
+        """Nothing, said in so many words."""
+        return self.scalar is not None and self.scalar.tag == NULL and not self.entries
+
+    @property
+    def places(self) -> str:
+        """Where it and the keys under it were written."""
+        later = COMMAND_LINE if self.where != COMMAND_LINE and self._set_later() else ""
+        return " and ".join(filter(None, (self.where, later)))
+
+    def _set_later(self) -> bool:
+        return self.where == COMMAND_LINE or any(each._set_later() for each in self.entries.values())
+
+
+def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping[str, Any]] = ()) -> RawValue:
+    """The file with the settings and then the overrides set in it, one after the other."""
+    written = RawValue("", "") if file is None else _read_file(file)
+    for each in settings:
+        _set_values(written, plain(each))
+    rest = list(overrides)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if not name.startswith("--") or not all(name[2:].split(".")):
+            raise ConfigError(f'"{name}" is no config key; write --a.b VALUE or --a.b=VALUE.')
+        if not equals and (not rest or rest[0].startswith("--")):
+            raise ConfigError(f"{name} has no value; write {name} VALUE or {name}=VALUE.")
+        _set(written, name[2:], value if equals else rest.pop(0))
+    return written
+
+
+def _read_file(file: Path) -> RawValue:
+    if file.is_dir():
+        raise ConfigError(f'"{file}" is a directory; give the config file itself.')
+    if not file.is_file():
+        others = {each.stem: each for each in file.parent.glob("*.y*ml")}
+        near = difflib.get_close_matches(file.stem, others, 1)
+        hint = f'did you mean "{others[near[0]]}"?' if near else f"the current directory is {Path.cwd()}."
+        raise ConfigError(f'there is no config file "{file}"; {hint}')
+    try:
+        node = Loader(file.read_text("utf-8")).get_single_node()
+        written = RawValue("", f"in {file}") if node is None else _tree(node, "", f"in {file}", file)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        if isinstance(error, RecursionError):
+            problem = "a value contains itself, or too many others"
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{file}{line} is not YAML: {problem}.") from error
+    if node is not None and not written.whole:
+        raise ConfigError(f"{file} line {node.start_mark.line + 1} is no config; write lines of `key: value`.")
+    return written
+
+
+def _tree(node: yaml.Node, path: str, where: str, file: Path | None = None) -> RawValue:
+    def place(at: yaml.Node) -> str:
+        return COMMAND_LINE if file is None else f"in {file} line {at.start_mark.line + 1}"
+
+    if isinstance(node, yaml.ScalarNode):
+        return RawValue(path, where, node, file=file)
+    if isinstance(node, yaml.SequenceNode):
+        items = [_tree(each, join(path, str(i)), place(each), file) for i, each in enumerate(node.value)]
+        return RawValue(path, where, items=items)
+    entries: dict[str, RawValue] = {}
+    for key, value in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else "?"
+        if name in entries:
+            first = f"{entries[name].where} and {place(key)}"
+            raise ConfigError(f'config key "{join(path, name)}" is given twice, {first}; keep one.')
+        entries[name] = _tree(value, join(path, name), place(key), file)
+    return RawValue(path, where, entries=entries, whole=True)
+
+
+def _set_values(written: RawValue, values: Mapping[str, Any]) -> None:
+    """Set values of Python in what is written: those of a mapping one by one."""
+    for name, value in values.items():
+        path = join(written.path, str(name))
+        if isinstance(value, Mapping) and value:
+            _set_values(written.entries.setdefault(str(name), RawValue(path, CALL)), value)
+            continue
+        try:
+            node = SafeRepresenter().represent_data(value)
+        except yaml.YAMLError:
+            raise ConfigError(
+                f'config key "{path}" is a {type(value).__name__} {CALL}; give a number, text, a list or a mapping.'
+            ) from None
+        written.entries[str(name)] = _tree(node, path, CALL)
+
+
+def _set(written: RawValue, path: str, text: str) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        written = written.entries.setdefault(section, RawValue(join(written.path, section), COMMAND_LINE))
+    found = RawValue(path, COMMAND_LINE)
+    if text.startswith(("[", "{")):
+        with contextlib.suppress(yaml.YAMLError):  # it may be meant as text
+            found = _tree(Loader(text).get_single_node() or yaml.ScalarNode(NULL, ""), path, COMMAND_LINE)
+    found.scalar = yaml.ScalarNode(Loader("").resolve(yaml.ScalarNode, text, (True, False)), text)
+    written.entries[name] = found

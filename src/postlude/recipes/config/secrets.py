@@ -1,0 +1,93 @@
+"""mask: a config without its secrets, as a run writes and shows it.
+
+Secret are every value of `rollout.env`, and in `environment.settings`, at any depth, text under a name whose
+last word is one of `SECRET_WORDS`: api_key, hf_token, password. Nothing that a run writes holds them, so that who goes
+on with it gives them again, as the first time; that they are other ones then is no change of the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+MASK = "***"
+SECRET_WORDS = frozenset(
+    {"key", "apikey", "token", "secret", "password", "passwd", "passphrase", "credential", "credentials", "auth"}
+)
+VARIABLES, SETTINGS = ("rollout", "env"), ("environment", "settings")
+
+
+def mask(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same config with `MASK` in place of every secret."""
+    return {name: _changed(value, (str(name),), lambda *_: MASK) for name, value in config.items()}
+
+
+def refuse_masked(config: Mapping[str, Any]) -> None:
+    """Refuse a config that a run wrote, whose secrets are not given again."""
+    found = [".".join(path) for path, value in _secrets(config, ()) if value == MASK]
+    if found:
+        raise ValueError(
+            f"{found[0]} is {MASK}, which stands in a run's files for a secret. Give it again: --{found[0]} VALUE."
+        )
+
+
+def mask_arguments(words: Sequence[str]) -> list[str]:
+    """A command's words with `MASK` in place of every value that holds a secret, however it was written."""
+    found, rest = list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        path = tuple(name.removeprefix("--").split("."))
+        if equals and name.startswith("--") and _holds_secret(path, value):
+            word = f"{name}={MASK}"
+        elif word.startswith("--") and not equals and rest and _holds_secret(path, rest[0]):
+            rest[0] = MASK
+        found.append(word)
+    return found
+
+
+def _holds_secret(path: tuple[str, ...], text: str) -> bool:
+    value: Any = text
+    if text.startswith(("{", "[")):
+        import yaml  # only here: a command without a mapping starts sooner
+
+        with suppress(yaml.YAMLError):
+            value = yaml.safe_load(text)
+    return any(True for _ in _secrets(value, path))
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a setting of this name is a secret, by its last word."""
+    words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
+    return re.split(r"[^a-z0-9]+", words)[-1] in SECRET_WORDS
+
+
+def _secrets(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every secret of a config, with where it stands."""
+    found: list[tuple[tuple[str, ...], Any]] = []
+
+    def keep(place: tuple[str, ...], secret: Any) -> Any:
+        found.append((place, secret))
+        return secret
+
+    _changed(value, path, keep)
+    yield from found
+
+
+def _changed(value: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], Any], Any]) -> Any:
+    """The value, with what `change` makes of each secret in it."""
+    if isinstance(value, Mapping):
+        return {name: _changed(inner, (*path, str(name)), change) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(inner, path, change) for inner in value]
+    return change(path, value) if isinstance(value, str) and _is_secret(path) else value
+
+
+def _is_secret(path: tuple[str, ...]) -> bool:
+    """Whether text at this place of a config is a secret."""
+    if path[-3:-1] == VARIABLES:
+        return True
+    inside = any(path[place : place + 2] == SETTINGS for place in range(len(path) - 2))
+    return inside and is_secret_name(path[-1])

@@ -1,0 +1,1 @@
+"""Rows of datasets for the supervised recipes."""

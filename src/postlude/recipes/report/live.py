@@ -1,0 +1,221 @@
+"""What a run shows while it runs: a live panel on a terminal, a line a step elsewhere, nothing on other ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from threading import Lock
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from postlude.recipes.report.formatting import duration, short
+from postlude.recipes.report.metrics import LENGTH, LOSS, REWARD, SPEED, TIME
+from postlude.recipes.run.directory import flatten, is_rank0
+
+SHOWN = (  # label, and the first of these metrics that a step has
+    ("reward", (REWARD,)),
+    ("accuracy", ("accuracy",)),
+    ("length", (LENGTH,)),
+    ("kl", ("kl_reference",)),
+    ("kl to teacher", ("kl_forward",)),
+    ("kl to old", ("kl_old",)),
+    ("entropy", ("entropy",)),
+    ("loss", (LOSS,)),
+    ("grad norm", ("grad_norm",)),
+    ("lr", ("lr",)),
+    ("tokens/s", (SPEED,)),
+)
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+REFRESHES = 4  # a second; the panel is drawn by a thread of its own, at this pace however fast steps are
+REMEMBERED = 240  # values behind a sparkline
+RECENT = 20  # steps behind the ETA
+NARROW = 72  # columns; below, values stand in one column, not two
+
+
+class ProgressView(Protocol):
+    """What is told of every step, while it is entered."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def doing(self, phase: str) -> None:
+        """Say what is going on."""
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a finished step."""
+
+
+class ViewFactory(Protocol):
+    """Makes a view of `total` steps, of which `start` were done before. `unit` is what is counted."""
+
+    def __call__(self, total: int, *, title: str = ..., start: int = ..., unit: str = ...) -> ProgressView:
+        """A view, to be entered."""
+
+
+class LiveView:
+    """A context manager that is told of every step. On a rank that is not the first it does nothing.
+
+    `start` is the last step done before, when a run is resumed; `unit` is what is counted, if not steps.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        title: str = "postlude",
+        start: int = 0,
+        unit: str = "step",
+        console: Console | None = None,
+        silent: bool | None = None,
+    ) -> None:
+        self.total, self.title, self.step, self.unit = total, title, start, unit
+        self._console = console or Console()
+        self._silent = not is_rank0() if silent is None else silent
+        self._history: dict[str, deque[float]] = {}
+        self._phases: dict[str, float] = {}
+        self._doing = ""
+        self._began = time.monotonic()
+        self._ends: deque[float] = deque([self._began], maxlen=RECENT + 1)
+        self._live: Live | None = None
+        self._lock = Lock()  # the panel is drawn by another thread than the one that tells of steps
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        self._ends.clear()
+        self._ends.append(self._began)
+        if self.step and not self._silent:
+            self._print(self._before())
+        if not self._silent and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, refresh_per_second=REFRESHES, get_renderable=self._render)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._doing = ""
+        if self._live is not None:
+            with suppress(OSError):  # the terminal may have hung up
+                self._live.stop()
+            self._live = None
+
+    def doing(self, phase: str) -> None:
+        """Say what is going on: "rollout", "train", "evaluation". A terminal shows it beside the step."""
+        self._doing = phase
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a finished step: the metrics as they go to `RunDirectory.log`, nested or flat."""
+        if self._silent:
+            return
+        flat = {key: float(value) for key, value in flatten(metrics).items() if isinstance(value, int | float)}
+        with self._lock:
+            self.step = step
+            self._ends.append(time.monotonic())
+            for label, value in _shown(flat):
+                self._history.setdefault(label, deque(maxlen=REMEMBERED)).append(value)
+            self._phases = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
+        if self._live is None:
+            self._print(self._line(flat))
+
+    def _print(self, line: str) -> None:
+        try:
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        except OSError:  # the terminal has hung up: what a run does is more than what it shows
+            self._silent = True
+
+    def _before(self) -> str:
+        done = f"{self.unit} {self.step}/{self.total}"
+        if self.step < self.total:
+            return f"going on after {done}"
+        return f"{done} was done before, and nothing is left to do: more {self.unit}s go on, another --run begins anew."
+
+    def _line(self, flat: Mapping[str, float]) -> str:
+        values = [f"{label} {short(value)}" for label, value in _shown(flat)]
+        return "  ".join([f"{self.unit} {self.step}/{self.total}", *values, f"eta {duration(self._eta())}"])
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            return self._panel()
+
+    def _panel(self) -> RenderableType:
+        wide = self._console.width >= NARROW
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True, justify="right")
+        spent = time.monotonic() - self._began
+        head.add_row(
+            Text(f"{self.unit} {self.step:,}/{self.total:,}", style="bold"),
+            ProgressBar(total=max(self.total, 1), completed=self.step),
+            Text(f"{duration(spent)} · eta {duration(self._eta())}", style="dim"),
+        )
+        values = Table.grid(expand=True, padding=(0, 1))
+        for _ in range(2 if wide else 1):
+            values.add_column(no_wrap=True, style="dim")
+            values.add_column(no_wrap=True, justify="right", min_width=8)
+            values.add_column(no_wrap=True, ratio=1)
+        cells = [self._cells(label, 24 if wide else 12) for label in self._history]
+        for left in range(0, len(cells), 2 if wide else 1):
+            values.add_row(*(cell for row in cells[left : left + (2 if wide else 1)] for cell in row))
+        parts: list[RenderableType] = [head]
+        if cells:
+            parts.append(values)
+        if self._phases:
+            parts.append(phase_bar(self._phases, max(self._console.width - 6, 10)))
+        doing = f" · {self._doing}" if self._doing else ""
+        return Panel(Group(*parts), title=Text(f"{self.title}{doing}"), title_align="left", border_style="dim")
+
+    def _cells(self, label: str, width: int) -> tuple[Text, Text, Text]:
+        history = list(self._history[label])
+        last = history[-1]
+        style = "bold" if math.isfinite(last) else "bold red"
+        return Text(label), Text(short(last), style=style), Text(sparkline(history, width), style="cyan")
+
+    def _eta(self) -> float:
+        """Seconds to go at the pace of the last steps; nan before the first."""
+        steps = len(self._ends) - 1
+        pace = (self._ends[-1] - self._ends[0]) / steps if steps else math.nan
+        return pace * max(self.total - self.step, 0)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of the values in `width` characters; a step without a finite value is a blank."""
+    if not values:
+        return ""
+    shown = min(width, len(values))
+    edges = [index * len(values) // shown for index in range(shown + 1)]
+    means = []
+    for first, last in pairwise(edges):
+        finite = [value for value in values[first:last] if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else math.nan)
+    finite = [value for value in means if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in means)
+
+
+def phase_bar(seconds: Mapping[str, float], width: int) -> Text:
+    """A bar cut by the phases' shares of a step, and what each took."""
+    whole = sum(value for value in seconds.values() if math.isfinite(value))
+    bar, legend = Text(), Text("\n")
+    for index, (phase, value) in enumerate(seconds.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        if whole > 0 and math.isfinite(value):
+            bar.append("━" * round(width * value / whole), style=colour)
+        legend.append("■ ", style=colour).append(f"{phase} {duration(value)}  ", style="dim")
+    return bar + legend
+
+
+def _shown(flat: Mapping[str, float]) -> list[tuple[str, float]]:
+    found = ((label, next((key for key in keys if key in flat), None)) for label, keys in SHOWN)
+    return [(label, flat[key]) for label, key in found if key is not None]

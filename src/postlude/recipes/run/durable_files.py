@@ -1,0 +1,115 @@
+"""Files that survive a kill: lines of JSON, and files that are replaced whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as they stand in a file
+
+
+class JSONLinesFile:
+    """A file with a JSON object a line. Each line reaches the system at once, so only a torn last one can be lost."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: FileIO | None = None
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines, all in one write."""
+        if self._file is None:
+            self._cut_torn_line()
+            self._file = self.path.open("ab", buffering=0)
+        text = "".join(json.dumps(_to_file(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+        left = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair is no reason to stop a run
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(before)  # on a full disk, too: half a line is none
+            raise OSError(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines."""
+        return [_from_file(line) if b'nan"' in raw or b'inf"' in raw else line for raw, line in self._lines()]
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drop the lines that are not wanted, and a torn one, all at once or not at all."""
+        self.close()
+        if self.path.is_file():
+            whole = b"".join(raw for raw, line in self._lines() if wanted(line))
+            if len(whole) != self.path.stat().st_size:
+                write_atomic(self.path, whole)
+
+    def close(self) -> None:
+        """Write through to the disk."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            with file:
+                os.fsync(file.fileno())
+
+    def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
+        if not self.path.is_file():
+            return []
+        found = []
+        for number, raw in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
+            if not raw.endswith(b"\n"):
+                break  # torn
+            try:
+                line = json.loads(raw)
+                line["step"] = int(line["step"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{self.path} line {number} is not an object with a step ({error}); take the line out."
+                ) from error
+            found.append((raw, line))
+        return found
+
+    def _cut_torn_line(self) -> None:
+        if self.path.is_file():
+            whole = self.path.read_bytes()
+            end = whole.rfind(b"\n") + 1
+            if end != len(whole):
+                write_atomic(self.path, whole[:end])
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace a file's content so that any kill leaves the old or the new, and nothing between."""
+    aside = path.with_name(f".{path.name}.aside")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _to_file(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _to_file(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_to_file(inner) for inner in value]
+    return value
+
+
+def _from_file(line: dict[str, Any]) -> dict[str, Any]:
+    """Numbers again for what JSON could not hold, in a metric or a list of them."""
+
+    def number(value: Any) -> Any:
+        return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+    return {
+        key: [number(one) for one in value] if isinstance(value, list) else number(value) for key, value in line.items()
+    }

@@ -1,0 +1,1 @@
+"""Starting inference servers and keeping them running. Start at `supervisor.py`."""

@@ -1,0 +1,1 @@
+"""Postlude's own inference server. Start at `generation_server.py`."""

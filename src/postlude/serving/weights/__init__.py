@@ -1,0 +1,1 @@
+"""How the trainer's weights reach inference servers. Start at `sync.py`."""

@@ -1,0 +1,131 @@
+"""Workers and servers that are actors are those of this machine, and what a lost one was at is done by another."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.cluster.actor_pool import TRIES, ActorPool, ActorPoolFactory
+from postlude.cluster.server_actors import RayLauncher
+from postlude.generate.protocol import Request, VersionSpan
+from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerError
+from postlude.pool.workers import Workers
+from postlude.rollout.rewards import RewardPool
+from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
+from tests.rollout import functions
+from tests.serving.test_server_pool import PROMPTS, THREE, check
+from tests.serving.test_supervisor import FAKE as HERES
+from tests.serving.test_supervisor import QUICK, until
+
+pytestmark = pytest.mark.slow
+TIMEOUT = 4.0
+FAKE = replace(HERES, command=(*HERES.command, "{host}"))
+
+
+def crew_of(workers: Workers) -> ActorPool:
+    assert isinstance(workers._crew, ActorPool)
+    return workers._crew
+
+
+def busy(crew: ActorPool, count: int) -> list[Any]:
+    """Some workers, once they are at work."""
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        with crew.changed:
+            found = [each for each in crew.hired if each.at_work]
+        if len(found) >= count:
+            return found[:count]
+        time.sleep(0.01)
+    raise AssertionError("no worker was given anything")
+
+
+def outcomes(pool_factory: PoolFactory | None) -> list[CallResult]:
+    calls = [("", said, {}) for said in ("good", "raise", "object", "part", "die", "killed", "exit", "hang", "good")]
+    with closing(Workers(functions.misbehave, count=2, timeout=TIMEOUT, pool_factory=pool_factory)) as workers:
+        return workers.call_all(calls)
+
+
+def test_outcomes_are_those_of_processes_here(local_ray: None) -> None:
+    assert str(outcomes(ActorPoolFactory(cpus=0.5))) == str(outcomes(None))  # as text: not every number equals itself
+
+
+def test_what_a_lost_worker_was_at_is_done_by_another(local_ray: None) -> None:
+    import ray
+
+    with RewardPool(functions.slow_length, workers=2, timeout=30.0, pool_factory=ActorPoolFactory()) as pool:
+        tickets = [pool.submit(("", "x" * size, {})) for size in range(12)]
+        (victim,) = busy(crew_of(pool._workers), 1)
+        ray.kill(victim.actor)
+        scores: dict[int, Any] = {}
+        while len(scores) < len(tickets):
+            scores |= pool.poll(None)
+        assert [scores[ticket].reward for ticket in tickets] == [float(size) for size in range(12)]
+        assert pool.lost == 1
+        assert not pool.failures.total()
+
+
+@pytest.mark.thorough
+def test_a_function_that_cannot_be_loaded_is_a_sentence(local_ray: None) -> None:
+    with (
+        closing(
+            Workers("no/such/file.py:reward", count=1, timeout=TIMEOUT, pool_factory=ActorPoolFactory())
+        ) as workers,
+        pytest.raises(WorkerError, match=r"no/such/file.py:reward cannot be loaded: .*no/such/file.py"),
+    ):
+        workers.call_all([("", "", {})])
+
+
+@pytest.mark.thorough
+def test_a_call_over_which_workers_are_lost_again_and_again_is_given_up(local_ray: None) -> None:
+    with closing(Workers(functions.end_parent, count=2, timeout=30.0, pool_factory=ActorPoolFactory())) as workers:
+        good, bad, other = workers.call_all([("stay",), ("go",), ("stay",)])
+        assert (good.value, other.value) == ("stay", "stay")
+        assert (bad.failure, bad.error) == ("died", f"end_parent was lost with its worker {TRIES} times.")
+        assert workers.lost == TRIES
+
+
+def answered(engine: SupervisedClient, tickets: set[int]) -> None:
+    """Every answer comes, by the weights that were given out."""
+    while tickets:
+        for done in engine.poll(None):
+            assert done.answer is not None, done.error
+            assert done.answer.versions == (VersionSpan("start.1", 0, 3),)
+            tickets.remove(done.ticket)
+
+
+@pytest.mark.thorough
+def test_a_server_whose_actor_is_killed_is_started_again(
+    local_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of its answers is lost, and its process ends with the actor."""
+    import ray
+
+    with closing(SupervisedClient(ServerSupervisor(FAKE, 2, RayLauncher(tmp_path, alone=True)), **QUICK)) as engine:
+        assert {server.url.rpartition(":")[0] for server in engine.fleet.servers} == {"http://127.0.0.1"}
+        engine.meet()
+        engine.update("/weights/1", "start.1")
+        tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
+        running: Any = engine.started._places[0].running
+        ray.kill(running.actor)
+        answered(engine, tickets)
+        check(engine)
+        until(lambda: engine.fleet.up() == 2)
+        until(lambda: not reached(running.url))
+        assert engine.started.restarted == 1
+        assert f"{running.url} was lost with the actor beside it: it was killed by `ray.kill`. Another" in caplog.text
+        urls = [server.url for server in engine.fleet.servers]
+    assert not any(reached(url) for url in urls), "they end with the engine"
+
+
+def reached(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=1.0)
+    except OSError:
+        return False
+    return True

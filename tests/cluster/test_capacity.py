@@ -1,0 +1,194 @@
+"""What is asked of a cluster: shares of GPUs, and patience with one that grows. The cluster is made up, but for one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from postlude.cluster import rank_actors
+from postlude.cluster.actor_pool import ActorPool
+from postlude.cluster.driver import RayJob
+from postlude.cluster.rank_actors import RankActors
+from postlude.cluster.ray_cluster import LOCAL, ResourceNeeds, check_capacity, missing_capacity
+from postlude.cluster.server_actors import RayLauncher
+from postlude.pool.worker_pool import WorkerError
+from postlude.recipes.config.load import ConfigError, load
+from postlude.recipes.config.recipe_configs import GRPOConfig
+from postlude.recipes.registry import RECIPES
+from postlude.recipes.run.start_mode import RESUME_NEWEST
+from postlude.serving.errors import ServerError
+from postlude.serving.launch import supervisor
+from postlude.serving.launch.launcher import ServerCommand
+from postlude.serving.launch.supervisor import ServerSupervisor
+from tests.cluster.conftest import QUIET
+from tests.serving.test_supervisor import saying, until
+
+
+class MadeUp:
+    """As much of Ray as is asked here: its nodes, and actors that never find a place."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, *nodes: dict[str, float]) -> None:
+        self.own, self.asked, self.killed = list(nodes), list[dict[str, Any]](), list[Any]()
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": each} for each in self.own]
+
+    def remote(self, kind: type) -> Any:
+        return self
+
+    def options(self, **asked: Any) -> Any:
+        self.asked.append(asked)
+        method = SimpleNamespace(remote=lambda *arguments: None)
+        return SimpleNamespace(remote=lambda: SimpleNamespace(start=method, stop=method, wait=method))
+
+    def wait(self, answers: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return [], answers
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    """Two nodes of four CPUs and two GPUs each."""
+    ray = MadeUp({"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0})
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    return ray
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share", "servers", "gpus", "room"),
+    [
+        (4, 1.0, 0, 0.0, True),
+        (5, 0.6, 0, 0.0, False),  # no two ranks on one GPU
+        (4, 0.6, 4, 0.4, True),  # each beside a rank
+        (4, 0.6, 5, 0.4, False),
+        (4, 0.6, 8, 0.2, True),
+        (4, 0.7, 1, 0.4, False),  # what is left of two GPUs is no share of one
+        (2, 0.6, 6, 0.4, True),  # two beside ranks, and two on each of the others
+        (2, 1.0, 2, 1.0, True),
+        (2, 0.6, 3, 1.0, False),
+        (1, 1.0, 1, 4.0, False),
+    ],
+)
+def test_shares_of_gpus_are_counted_gpu_by_gpu(
+    made_up: MadeUp, ranks: int, share: float, servers: int, gpus: float, room: bool
+) -> None:
+    assert (missing_capacity(ResourceNeeds(ranks, 1.0, share, 0.0, servers, gpus)) == "") is room
+
+
+def test_what_a_config_takes_of_a_cluster(made_up: MadeUp, tmp_path: Path) -> None:
+    def needs(*words: str) -> ResourceNeeds:
+        config = load(GRPOConfig, None, [f"--run={tmp_path}", "--environment.workers=2", *words])
+        return RayJob(RECIPES["grpo"], config, "cuda", RESUME_NEWEST, 2, 60.0).needs(LOCAL)
+
+    shared = needs("--rollout=generators", "--rollout.count=2", "--rollout.gpus=0.4", "--cluster.gpus_per_rank=0.6")
+    assert shared == ResourceNeeds(2, 1, 0.6, 4.0, 2, 0.4)
+    assert str(shared) == "2 rank(s) of 1 CPU(s) and 0.6 GPU(s)"
+    assert needs("--rollout=vllm") == ResourceNeeds(2, 1, 1.0, 3.0, 1, 1.0)
+    for wrong, sentence in (
+        ("--cluster.gpus_per_rank=0.5", "cluster.gpus_per_rank"),
+        ("--rollout.gpus=1.5", "are no whole number"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            needs("--rollout=vllm", wrong)
+
+
+def test_a_server_asks_for_its_share_and_without_a_place_is_a_sentence(
+    made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "SAID", 0.05)
+    monkeypatch.setattr(supervisor, "LOOKED", 0.01)
+    started = ServerSupervisor(
+        ServerCommand(("serve",), cpus=2.0, gpus=0.4, start_timeout=0.2), 2, RayLauncher(tmp_path)
+    )
+    with caplog.at_level(logging.WARNING, "postlude"), pytest.raises(ServerError) as refused:
+        started.start()
+    assert str(refused.value) == (
+        "a server that was to be started was not ready within 0.2 s: it found no room on the cluster, of 2 CPU(s) and "
+        "0.4 GPU(s). Add nodes, or lower rollout.count, cpus or gpus."
+    )
+    assert [(each["num_cpus"], each["num_gpus"]) for each in made_up.asked] == [(2.0, 0.4)] * 2, "both at once"
+    assert "2 server(s) wait for a place, of 2 CPU(s) and 0.4 GPU(s) each." in caplog.text
+    assert len(made_up.killed) >= 2
+
+
+def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said(
+    made_up: MadeUp, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+
+    def wait(seconds: float) -> None:
+        now[0] += 10.0
+
+    monkeypatch.setattr(rank_actors, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(rank_actors, "WAITING", 20.0)
+    monkeypatch.setattr(rank_actors, "SAID", 50.0)
+    needs = ResourceNeeds(3, 4.0, 0.0)
+    full = SimpleNamespace(needs=needs, group=SimpleNamespace(wait=wait))
+    lacks = "3 rank(s) of 4 CPU(s) are asked for, but the cluster has room for 2: 8 CPU(s)"
+    with pytest.raises(ValueError, match="has room for 2"):
+        check_capacity(needs)
+    with pytest.raises(ValueError, match="has room for 2"):
+        RankActors._wait(full, lambda: None, 200.0)  # type: ignore[arg-type]
+    assert now[0] == 210.0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in said] == [
+        f"waiting for room, {left} s more at most (--timeout)" for left in (170, 110, 50)
+    ]
+    assert lacks in said[0]
+
+    def come(seconds: float) -> bool:
+        made_up.own.append({"CPU": 4.0})
+        return len(made_up.own) > 4
+
+    RankActors._wait(SimpleNamespace(needs=needs, group=SimpleNamespace(wait=come)), lambda: None, 10.0)  # type: ignore[arg-type]
+
+
+def test_workers_without_a_place_are_waited_for_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        closing(ActorPool(b"", "judge", 1, timeout=1.0, cpus=0.5, patience=100.0)) as crew,
+        caplog.at_level(logging.WARNING, "postlude"),
+    ):
+        crew._limit()
+        crew.idle_since = time.monotonic() - 70
+        assert 0 < (crew._limit() or 0) < 31, "then it is said, or given up"
+        assert "no worker of judge has a place yet; each takes 0.5 CPU(s) of the cluster." in caplog.text
+        crew.idle_since = time.monotonic() - 101
+        with pytest.raises(WorkerError, match="no place for a worker of judge for 100 s; each takes"):
+            crew._limit()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_server_shares_the_gpu_of_a_rank(tmp_path: Path) -> None:
+    """Ray counts the GPUs it is told of: there is none."""
+    ray = pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
+        ray.init("local", num_cpus=4, num_gpus=1, _temp_dir=place, **QUIET)
+        try:
+            ranks = RankActors(ResourceNeeds(1, 1.0, 0.6), lambda: None, 60.0)
+            nodes = RayLauncher(tmp_path)
+            shown = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)"
+            beside = nodes.start(saying(shown, gpus=0.4))
+            until(lambda: beside.ended() is None and beside.url, 60.0)
+            another = nodes.start(saying(shown, gpus=0.4))
+            until(lambda: (tmp_path / "0" / "0.log").read_text() == "0\n")
+            time.sleep(1.0)
+            assert (another.ended(), another.url) == (None, ""), "no room for a third share"
+            ranks.end()
+            until(lambda: another.ended() is None and another.url, 60.0)
+            beside.stop()
+            another.stop()
+        finally:
+            ray.shutdown()

@@ -1,0 +1,207 @@
+"""A run on Ray is the run without it; lost ranks start again from the last checkpoint, and a mistake ends a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from postlude.checks import USER_ERRORS
+from postlude.cli import main
+from postlude.cluster import driver
+from postlude.cluster.rank_actors import RankLost, RankResult, failure_of
+from postlude.cluster.ray_cluster import death_reason
+from postlude.cluster.server_actors import RayLauncher
+from postlude.recipes.run.directory import read_record
+from postlude.world.failure_report import RankError, RankStatus
+from tests.conftest import PATIENCE
+from tests.recipes.test_killed import contents, order, place, told
+
+pytestmark = pytest.mark.slow
+__all__ = ["place"]  # a fixture
+
+
+def grpo(place: Path, name: str, *words: str) -> int:
+    return main(["grpo", str(place / "small.yaml"), "--run", str(place / name), *words])
+
+
+@pytest.mark.thorough
+def test_a_gang_that_is_killed_goes_on_from_its_checkpoint(
+    local_ray: None, place: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert grpo(place, "whole") == 0
+    order(place, "backward")
+    assert grpo(place, "parts", "--ray") == 0
+    assert not (place / "order").exists(), "the moment never came"
+    found = told(place / "parts")
+    for row in found["metrics"]:
+        assert row.pop("workers/lost", 0.0) == 0.0
+    assert found == told(place / "whole"), "no step is lost or learned twice"
+    assert contents(place / "parts") == contents(place / "whole")
+    assert [start["step"] for start in read_record(place / "parts")["starts"]] == [0, 2]
+    assert "rank 0 of 1 was lost: its worker process has died. All ranks start again from step-000002" in caplog.text
+    shown = [line.split()[1] for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    once = [f"{step}/5" for step in range(1, 6)]
+    assert shown == [*once, *once[:3], *once[2:]], "the driver shows every step, and those again that are done again"
+
+
+def test_what_the_cluster_has_no_room_for_is_a_sentence_at_once(
+    local_ray: None, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert grpo(place, "run", "--ray", "--layout", "dp_shard=3", "--cluster.cpus_per_rank", "4") == 2
+    sentence = (
+        "3 rank(s) of 4 CPU(s) are asked for, but the cluster has room for 2: 8 CPU(s) and 0 GPU(s) on 1 node(s)."
+    )
+    assert sentence in capsys.readouterr().err
+    assert not (place / "run" / "metrics.jsonl").exists()
+
+
+def test_servers_of_a_local_ray_are_reached_from_this_machine_alone(
+    local_ray: None, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster that is joined by its address may have nodes to come, so that servers listen for them."""
+    seen: list[bool] = []
+
+    def made(logs: Path, *, alone: bool) -> RayLauncher:
+        seen.append(alone)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(driver, "RayLauncher", made)
+    for address in ("local", "auto"):
+        assert grpo(place, "run", "--ray", address) == 2
+        assert "postlude grpo: seen" in capsys.readouterr().err
+    assert seen == [True, False]
+
+
+def test_without_ray_there_is_a_sentence_about_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest))
+    assert main(["grpo", "--run", str(tmp_path / "run"), "--ray"]) == 2
+    assert "--ray needs Ray, which is not installed. Install it: pip install 'postlude[ray]'" in capsys.readouterr().err
+
+
+def answered(error: BaseException, at: float = 0.0) -> RankResult:
+    word = RankStatus.of(error)
+    return RankResult(word=RankStatus(word.state, word.text, word.traceback, at, word.mistake), error=error)
+
+
+def test_what_is_worth_another_start() -> None:
+    lost, mistake = RankLost("its node has died."), answered(ValueError("no such row"), 2.0)
+    stopped, own = (
+        answered(RankError("rank 1 of 2 does not answer any more"), 1.0),
+        answered(AssertionError("ours"), 3.0),
+    )
+    assert failure_of({0: stopped, 1: lost}, 2).again
+    assert str(failure_of({0: stopped, 1: lost}, 2).error) == "rank 1 of 2 was lost: its node has died."
+    assert failure_of({0: stopped, 1: answered(RuntimeError("NCCL timed out"), 4.0)}, 2).again, "a lost peer"
+    for answers in ({0: stopped, 1: mistake}, {0: lost, 1: mistake}, {0: stopped, 1: own}):
+        assert not failure_of(answers, 2).again  # type: ignore[arg-type]
+    named = failure_of({0: stopped, 1: mistake}, 2).error
+    assert isinstance(named, RankError)
+    assert (str(named), named.mistake) == ("rank 1 of 2 failed: ValueError: no such row", True)
+    assert isinstance(failure_of({0: mistake}, 1).error, USER_ERRORS), "alone, it is told as without ranks"
+
+
+def test_rays_reasons_are_told_without_its_advice() -> None:
+    long = "The actor died.\n\tpid: 7\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM"
+    assert death_reason(RuntimeError(long)) == "its worker process has died."
+    assert death_reason(RuntimeError("The actor is dead because its node has died.\nmore")) == "its node has died."
+    lost = "The actor 3cac is unavailable: The actor is temporarily unavailable: RpcError: Socket closed. The task may"
+    assert death_reason(RuntimeError(lost)) == "its node does not answer any more."
+
+
+MISTAKEN = """
+import os
+from postlude.objectives import PolicyGradient
+
+def mistaken(inputs):
+    raise ValueError("this objective has no idea")
+
+def deadly(inputs):
+    os._exit(9)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["mistaken", "deadly"])
+def test_a_mistake_is_told_at_once_and_ranks_that_are_lost_again_and_again_in_the_end(
+    local_ray: None, place: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (place / "mistaken.py").write_text(MISTAKEN)
+    words = [f"--objective.file={place}/mistaken.py:{name}", "--objective.settings={}", "--reference=false"]
+    code = grpo(place, "parts", "--ray", "--cluster.max_restarts=1", *words)
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    if name == "mistaken":
+        assert code == 1, "there was a step before it"
+        assert "after step 1 the run failed: ValueError: this objective has no idea" in sentence
+        assert "start again" not in caplog.text
+    else:
+        assert code == 1
+        assert (
+            "The ranks were started again 1 times without a new checkpoint (cluster.max_restarts); go on with"
+            in sentence
+        )
+        assert caplog.text.count("All ranks start again from the beginning (1 of 1)") == 1
+
+
+def started(place: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "postlude", "grpo", "small.yaml", "--run", "parts", "--ray", *words],
+        cwd=place,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def until(command: subprocess.Popen[str], begins: str) -> None:
+    assert command.stdout is not None
+    for line in command.stdout:
+        if line.startswith(begins):
+            return
+    raise AssertionError(f"it ended before {begins}")
+
+
+@pytest.mark.thorough
+def test_a_driver_that_is_killed_is_followed_by_the_same_command(place: Path) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
+    many = ("--steps=20",)
+    assert grpo(place, "whole", *many) == 0
+    first = started(place, *many)
+    until(first, "step 6/21")
+    first.kill()
+    first.wait()
+    second = started(place, *many)  # at once: the ranks of the first may not have noticed yet
+    said, _ = second.communicate(timeout=2 * PATIENCE)
+    assert second.returncode == 0, said
+    found = told(place / "parts")
+    for row in found["metrics"]:
+        row.pop("workers/lost", None)
+    assert found == told(place / "whole")
+    starts = [start["step"] for start in read_record(place / "parts")["starts"]]
+    assert starts[0] == 0
+    assert starts[1] >= 4
+
+
+@pytest.mark.thorough
+def test_a_signal_lets_two_ranks_finish_the_step_and_save(place: Path) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
+    command = started(place, "--steps=60", "--layout=dp_shard=2")
+    until(command, "step 4/61")
+    command.send_signal(signal.SIGINT)
+    said, _ = command.communicate(timeout=2 * PATIENCE)
+    assert command.returncode == 128 + signal.SIGINT, said
+    ending = json.loads((place / "parts" / "ending.json").read_text())
+    assert ending["outcome"] == "interrupted"
+    last = said.splitlines()[-1]
+    assert f"SIGINT ended the run after step {ending['step']}, which is saved; go on with: postlude grpo" in last
+    assert (place / "parts" / "checkpoints" / f"step-{ending['step']:06d}" / "state.json").is_file()

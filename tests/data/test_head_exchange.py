@@ -1,0 +1,73 @@
+"""Whole sequences of some heads, out of some tokens of all heads, and back: equal to one rank, gradients too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.data import pack, shard_context
+from postlude.layout import Layout
+from postlude.world.mesh import Mesh
+
+HEADS, LENGTHS = 4, (7, 1, 12, 3)
+
+
+def sequences() -> list[Tensor]:
+    return [torch.arange(length) + 1 for length in LENGTHS]
+
+
+def features(tokens: Tensor, positions: Tensor) -> Tensor:
+    """[T, HEADS, 2], told apart by token, position, head and channel."""
+    heads = torch.arange(HEADS * 2).view(HEADS, 2)
+    return (100.0 * tokens + positions)[:, None, None] + 0.1 * heads
+
+
+def work(packing: Any, tensor: Tensor) -> Tensor:
+    """Something that goes along each sequence."""
+    return torch.cat([part.cumsum(0) for part in tensor.split(packing.lengths)])
+
+
+def swapped(group: Any, size: int) -> list[Any]:
+    mesh = Mesh(Layout(cp=size))
+    (whole,) = pack(sequences(), budget=64)
+    microbatch = shard_context(whole, mesh.cp)
+    head_exchange = microbatch.head_exchange
+    own = features(microbatch.tokens, microbatch.positions).requires_grad_()
+    entered = head_exchange.to_heads(own)
+    heads = head_exchange.local_heads(torch.arange(HEADS))
+    back = head_exchange.to_sequences(work(head_exchange.packing, entered))
+    weights = microbatch.tokens.float() + 1
+    (back * weights[:, None, None]).sum().backward()
+    return [microbatch.batch_indices, heads, entered.detach(), back.detach(), own.grad]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.thorough
+def test_scans_over_whole_sequences_equal_one_rank(ranks: Any, size: int) -> None:
+    (whole,) = pack(sequences(), budget=64)
+    one = features(whole.tokens, whole.positions).requires_grad_()
+    expected = work(whole.head_exchange.packing, whole.head_exchange.to_heads(one))
+    (whole.head_exchange.to_sequences(expected) * (whole.tokens.float() + 1)[:, None, None]).sum().backward()
+    seen = torch.zeros(len(whole), dtype=torch.bool)
+    for rank, (places, heads, entered, back, gradient) in enumerate(ranks(size, swapped, size)):
+        assert heads.tolist() == list(range(rank * HEADS // size, (rank + 1) * HEADS // size))
+        assert entered.shape[1] == HEADS // size
+        real = places >= 0
+        torch.testing.assert_close(back[real], expected[places[real]])
+        # Padding weighs 1 and comes after what is real: each padded position of a sequence adds 1 to all before it.
+        padding = _padding(size)
+        extra = padding[_sequence(whole)[places[real]]][:, None, None]
+        torch.testing.assert_close(gradient[real], one.grad[places[real]] + extra)
+        seen[places[real]] = True
+    assert seen.all()
+
+
+def _padding(size: int) -> Tensor:
+    return torch.tensor([float(-length % (2 * size)) for length in LENGTHS])
+
+
+def _sequence(whole: Any) -> Tensor:
+    return whole.packing.sequence_index()

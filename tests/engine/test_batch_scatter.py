@@ -1,0 +1,49 @@
+"""A batch that one rank has is learned by all as if each had it; a rank gets its own rows and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from postlude import Batch, Engine, Layout
+from postlude.engine.batch_scatter import scatter_batch
+from postlude.hf.builtin import tiny_dense
+from postlude.objectives import SFT
+from postlude.world.agreement import Rank0Controller
+from tests.conftest import Ranks
+from tests.meshes import mesh
+
+ROWS = [list(b"some"), list(b"rows of unequal"), list(b"length"), list(b"to"), list(b"be handed out")]
+
+
+def learned(group: Any, layout: Layout) -> tuple[list[list[int]], list[float], float, list[float]]:
+    engine = Engine(tiny_dense(), mesh=mesh(layout), budget=24, seed=3)
+    controller: Rank0Controller[Any, Any] = Rank0Controller(lambda _: None)
+    masks = [[1] * len(row) for row in ROWS]
+    whole = Batch(ROWS, {"loss_mask": masks, "place": [float(place) for place in range(len(ROWS))]})
+    batch = scatter_batch(whole if controller.is_rank0 else None, engine.mesh, controller, engine.budget)
+    found = [float(each.sum()) for each in engine.logprobs(batch).logprob]
+    result = engine.forward_backward(batch, SFT(over="loss_mask"))
+    return [list(row) for row in batch.sequences], list(batch.columns["place"]), result.loss, found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2),
+        pytest.param(Layout(pp=2), marks=pytest.mark.thorough),
+        pytest.param(Layout(dp_shard=2, tp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rows_that_are_handed_out_are_learned_as_the_whole(ranks: Ranks, layout: Layout) -> None:
+    ((rows, places, loss, logprobs),) = ranks(1, learned, Layout())
+    assert (rows, places) == (ROWS, [0.0, 1.0, 2.0, 3.0, 4.0])
+    held: dict[int, set[int]] = {}
+    for rank, (own, their, same, found) in enumerate(ranks(layout.world_size, learned, layout)):
+        assert own == [ROWS[int(place)] for place in their]
+        assert same == pytest.approx(loss, rel=1e-5)
+        assert found == pytest.approx([logprobs[int(place)] for place in their], rel=1e-4)
+        held.setdefault(rank // layout.tp if layout.dp_shard > 1 else 0, set()).update(int(place) for place in their)
+    assert sorted(place for each in held.values() for place in each) == [0, 1, 2, 3, 4], "each row has one owner"

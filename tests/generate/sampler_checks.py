@@ -1,0 +1,57 @@
+"""What the kernels that draw must do. `test_draw_triton.py` runs this file: on a GPU, or through the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from postlude.generate.paged_cache import COUNT, KEY, LENGTH, LIMIT, TOKEN, TOP_K, Rows, sample_next
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("vocab", [264, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limited", [False, True])
+def test_kernels_draw_what_torch_draws(vocab: int, dtype: torch.dtype, limited: bool) -> None:
+    """Rows in any order, greedy and not, some idle, some at their last token, from all tokens or fewer."""
+    generator = torch.Generator().manual_seed(vocab)
+    size, count = 40, 24
+    states = []
+    rows = torch.randperm(size, generator=generator)[:count].to(DEVICE)
+    logits = (3 * torch.randn(count, vocab, generator=generator)).to(DEVICE, dtype)
+    numbers = torch.zeros(6, size, dtype=torch.int64)
+    numbers[LENGTH] = torch.randint(5, (size,), generator=generator)
+    numbers[COUNT] = torch.randint(9, (size,), generator=generator)
+    numbers[LIMIT] = 9
+    numbers[KEY] = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
+
+    def chosen(*values: float) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (size,), generator=generator)]
+
+    numbers[TOP_K] = chosen(vocab, 1, 7, 100).long()
+    settings = torch.stack((chosen(0.0, 1.0, 0.7), chosen(1.0, 0.9, 0.3), chosen(0.0, 0.1).log()))
+    for backend in ("torch", "triton"):
+        state = Rows(size, 1, 8, torch.device(DEVICE))
+        state.numbers.copy_(numbers)
+        state.settings.copy_(settings)
+        state.stops[3] = torch.arange(vocab, device=DEVICE)[:size] * (vocab // size)
+        sample_next(logits, rows, state, limited=limited, backend=backend)
+        states.append(state)
+    expected, actual = states
+    assert torch.equal(actual.numbers, expected.numbers)
+    told = rows[expected.numbers[TOKEN, rows] > 0]
+    assert len(told) > 10
+    assert torch.equal(actual.told[:, 0], expected.told[:, 0])
+    torch.testing.assert_close(actual.told[told], expected.told[told], rtol=0, atol=1e-5)
+
+
+def test_logits_that_are_not_numbers_are_told_and_give_a_token_of_the_vocabulary() -> None:
+    for heat in (0.0, 1.0):
+        state = Rows(2, 1, 8, torch.device(DEVICE))
+        state.numbers[LENGTH], state.numbers[LIMIT], state.settings[0] = 3, 9, heat
+        sample_next(
+            torch.full((2, 300), float("nan"), device=DEVICE), state.all, state, limited=False, backend="triton"
+        )
+        assert state.told[:, 1].isnan().all()
+        assert (state.numbers[TOKEN] < 300).all()

@@ -1,0 +1,47 @@
+"""A gathered copy answers alike in every layout, and as the engine scores it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from postlude import Batch, Engine, Layout
+from postlude.generate.distributed import SyncedGenerator
+from postlude.generate.sampling_params import SamplingParams
+from postlude.hf.builtin import tiny_dense
+from postlude.hf.tokenizer import byte_tokenizer
+from postlude.objectives import SFT
+from tests.meshes import mesh
+
+PROMPTS = [list(b"one"), list(b"and two"), list(b"three and more"), list(b"4"), list(b"five?")]
+
+
+def answers(group: Any, layout: Layout) -> tuple[list[Any], float]:
+    config = tiny_dense()
+    config.initializer_range = 0.1
+    engine = Engine(config, mesh=mesh(layout), budget=64)
+    generator = SyncedGenerator(engine, byte_tokenizer())
+    engine.forward_backward(Batch(PROMPTS[:3]), SFT())
+    engine.optimizer_step()
+    samplings = [SamplingParams(max_new_tokens=6, seed=place, ignore_eos=True) for place in range(len(PROMPTS))]
+    found = generator.generate(PROMPTS, samplings, n=2)
+    worst = 0.0
+    batch = [prompt + answer.tokens for prompt, each in zip(PROMPTS, found, strict=True) for answer in each]
+    scores = iter(engine.logprobs(Batch(batch)).logprob)
+    for each in found:
+        for answer in each:
+            own = next(scores)[-len(answer.tokens) :]
+            worst = max(worst, float((own - torch.tensor(answer.logprobs)).abs().max()))
+    return [[answer.tokens for answer in each] for each in found], worst
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), pytest.param(Layout(cp=2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+def test_every_layout_gives_the_same_answers(ranks: Any, layout: Layout) -> None:
+    (alone, off), *_ = ranks(1, answers, Layout())
+    assert off < 1e-4
+    for found, worst in ranks(layout.world_size, answers, layout):
+        assert found == alone
+        assert worst < 1e-4

@@ -1,0 +1,240 @@
+"""Answers are the same with drafts and without, whatever the drafts; and the drafts are what the depth would say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import LanguageModel, pack
+from postlude.generate.completion_state import CompletionState, Move, Schedule
+from postlude.generate.counter_rng import rng_key
+from postlude.generate.draft import Drafter
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion
+from postlude.generate.sampler import SamplerSettings, draw
+from postlude.generate.sampling_params import SamplingParams
+from postlude.model import OutputInputs
+from tests.generate.test_sampler import surprise
+from tests.model.small import small_model
+
+TRANSFORMER, HYBRID, RECURRENT = "[*-]{2}/[*-]", "[M-][G-][SE]+[*E]/[*-]", "[*-]/[M-][GE]"
+LENGTHS = (7, 1, 13, 2, 9)
+SAMPLINGS = {
+    "greedy": SamplingParams(max_new_tokens=11, temperature=0.0),
+    "sampled": SamplingParams(max_new_tokens=11, temperature=1.5, top_p=0.95, seed=3),
+}
+
+
+@pytest.fixture(scope="module", params=[TRANSFORMER, HYBRID, RECURRENT])
+def model(request: pytest.FixtureRequest) -> LanguageModel:
+    return small_model(request.param)
+
+
+def prompts(model: LanguageModel) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(model.config.vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
+    for group, reference in zip(found, expected, strict=True):
+        for one, other in zip(group, reference, strict=True):
+            assert one.tokens == other.tokens
+            assert one.finish_reason == other.finish_reason
+            assert (one.routing is None) == (other.routing is None)
+            assert one.routing is None or torch.equal(one.routing, other.routing)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert one.sampled_logprobs == pytest.approx(other.sampled_logprobs, abs=1e-4)
+
+
+def rate(found: list[list[Completion]]) -> float:
+    answers = [one for group in found for one in group]
+    return sum(one.accepted for one in answers) / sum(one.drafted for one in answers)
+
+
+@pytest.mark.parametrize("way", SAMPLINGS)
+def test_answers_are_those_without_drafts(model: LanguageModel, way: str) -> None:
+    asked = prompts(model)
+    free = Generator(model).generate(asked, [SAMPLINGS[way]] * len(asked))
+    sampling = [
+        replace(SAMPLINGS[way], max_new_tokens=1 + 4 * place, stop_tokens=(one.tokens[2 + place],) * (place % 2))
+        for place, (one,) in enumerate(free)
+    ]
+    routing = bool(model.config.routers)
+    expected = Generator(model, routing=routing).generate(asked, sampling, n=2)
+    found = Generator(model, routing=routing, draft="mtp", max_sequences=4).generate(asked, sampling, n=2)
+    assert_same(found, expected)
+    assert {one.finish_reason for group in found for one in group} == {"stop", "length"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [None, "mtp"])
+def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, evicted = small_model("[M-][*-]/[*-]"), []
+    asked = [prompts(model)[place] for place in (1, 3, 0)]
+    sampling = [replace(SAMPLINGS["sampled"], max_new_tokens=45 + place) for place in range(len(asked))]
+    expected = Generator(model).generate(asked, sampling)
+    evict = Schedule.evict
+
+    def counted(schedule: Schedule) -> list[Move]:
+        before = len(schedule.running)
+        moves = evict(schedule)
+        evicted.append(before - len(schedule.running))
+        return moves
+
+    monkeypatch.setattr(Schedule, "evict", counted)
+    found = Generator(model, draft=draft, max_batch_tokens=90).generate(asked, sampling)
+    assert_same(found, expected)
+    assert sum(evicted) > 0
+
+
+@pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(each, marks=pytest.mark.thorough) for each in ("right", "wrong")), "now and then"]
+)
+def test_answers_do_not_depend_on_what_is_guessed(
+    model: LanguageModel, way: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, sampling = prompts(model), SAMPLINGS[way]
+    expected = Generator(model).generate(asked, sampling, n=2)
+    known = {
+        rng_key(sampling.seed, place, number): one.tokens
+        for place, group in enumerate(expected)
+        for number, one in enumerate(group)
+    }
+
+    def guess(drafter: Drafter, answers: Sequence[CompletionState], settings: SamplerSettings) -> Tensor:
+        shift = {"right": lambda _: 0, "wrong": lambda _: 1, "now and then": lambda place: place * place % 3 % 2}[kind]
+        following = [(known[answer.key][len(answer.tokens)], shift(answer.length)) for answer in answers]
+        return torch.tensor([(token + by) % model.config.vocab_size for token, by in following], dtype=torch.int64)
+
+    monkeypatch.setattr(Drafter, "guess", guess)
+    found = Generator(model, draft="mtp", max_sequences=3).generate(asked, sampling, n=2)
+    assert_same(found, expected)
+    assert rate(found) == {"right": 1.0, "wrong": 0.0}.get(kind, pytest.approx(0.6, abs=0.25))
+    if kind == "right":  # the first token comes with the prompt, then there are two a step
+        assert {one.drafted for group in found for one in group} == {5}
+
+
+@torch.no_grad()
+def depth_logits(model: LanguageModel, tokens: list[int]) -> Tensor:
+    """What the first depth says at every position of a whole sequence, [T, vocab]."""
+    (microbatch,) = pack([tokens], budget=64, depths=1)
+    depth: OutputInputs = model(microbatch, output_processor=lambda inputs, _: next(inputs.depths()))
+    return depth.head.logits(depth.hidden)
+
+
+@pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
+def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
+    model: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, sampling = prompts(model), SAMPLINGS[way]
+    said: list[Tensor] = []  # by the depth, a row for each guess
+    numbers: list[tuple[int, int]] = []  # and whose it was: the answer's key, and which of its tokens
+
+    def recorded(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        said.extend(logits)
+        numbers.extend(zip(settings.keys.tolist(), counts.tolist(), strict=True))
+        return draw(logits, settings, counts)
+
+    monkeypatch.setattr("postlude.generate.draft.draw", recorded)
+    found = Generator(model, draft="mtp", max_sequences=4).generate(asked, sampling, n=2)
+    rows = dict(zip(numbers, said, strict=True))
+    assert len(rows) == len(said) == sum(one.drafted for group in found for one in group)
+    for place, (prompt, group) in enumerate(zip(asked, found, strict=True)):
+        for number, one in enumerate(group):
+            key, known, accepted = rng_key(sampling.seed, place, number), 1, 0
+            expected = depth_logits(model, [*prompt, *one.tokens])
+            settings = SamplerSettings.of([sampling], [key], model.config.vocab_size, expected.device)
+            while known < len(one.tokens):
+                logits = expected[len(prompt) + known - 2]  # where the depth has the newest token, and says the next
+                torch.testing.assert_close(rows.pop((key, known)), logits, rtol=0, atol=1e-4)
+                right = int(draw(logits[None], settings, torch.tensor([known]))[0]) == one.tokens[known]
+                known, accepted = known + 1 + right, accepted + right
+            assert one.accepted == accepted
+    assert not rows
+    if way == "sampled":
+        assert 0.1 < rate(found) < 0.9
+
+
+def agreeing(pattern: str, sign: float) -> LanguageModel:
+    """A model whose next token depends on the newest alone, and a depth that says the same or the opposite."""
+    model = small_model(pattern)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+                parameter.zero_()  # blocks add nothing
+        depth, size = model.mtp[0], model.config.hidden_size
+        depth.proj.weight.zero_()
+        depth.proj.weight[:, :size] = sign * torch.eye(size)
+    return model
+
+
+@pytest.mark.parametrize("pattern", [TRANSFORMER, HYBRID])
+@pytest.mark.parametrize("way", SAMPLINGS)
+def test_a_depth_that_says_what_the_model_says_is_always_right(pattern: str, way: str) -> None:
+    model = agreeing(pattern, 1.0)
+    found = Generator(model, draft="mtp").generate(prompts(model), SAMPLINGS[way], n=2)
+    assert rate(found) == 1.0
+    assert_same(found, Generator(model).generate(prompts(model), SAMPLINGS[way], n=2))
+
+
+def test_a_depth_that_says_the_opposite_is_never_right() -> None:
+    model, sampling = agreeing(TRANSFORMER, -1.0), SAMPLINGS["greedy"]
+    found = Generator(model, draft="mtp").generate(prompts(model), sampling)
+    assert rate(found) == 0.0
+    assert {one.drafted for group in found for one in group} == {sampling.max_new_tokens - 1}
+    assert_same(found, Generator(model).generate(prompts(model), sampling))
+
+
+@torch.no_grad()
+def test_drafted_answers_have_the_models_distribution() -> None:
+    """Three tokens of five: chi-square of all 125 answers against the product of their exact probabilities."""
+    model, prompt, size, count = small_model(TRANSFORMER, vocab_size=5), [1, 4], 5, 6000
+    sampling = SamplingParams(max_new_tokens=3, temperature=1.3, top_p=0.9, seed=8)
+    everything = list(itertools.product(range(size), repeat=3))
+    microbatches = pack([[*prompt, *answer] for answer in everything], budget=5 * len(everything))
+    logits = torch.cat([model(each) for each in microbatches]).unflatten(0, (len(everything), 5))[:, 1:4]
+    scaled = logits.double() / sampling.temperature
+    ranked = scaled.softmax(-1).sort(descending=True)
+    outside = ranked.values.cumsum(-1) - ranked.values >= sampling.top_p
+    left = scaled.softmax(-1) * ~outside.gather(-1, ranked.indices.argsort(-1))
+    left = left / left.sum(-1, keepdim=True)
+    order = torch.tensor([microbatches[0].sequences.index(place) for place in range(len(everything))])
+    chosen = left[order].gather(-1, torch.tensor(everything)[..., None])[..., 0]
+    generator = Generator(model, draft="mtp", max_sequences=count, max_batch_tokens=6 * count)
+    (answers,) = generator.generate([prompt], sampling, n=count)
+    numbers = torch.tensor([one.tokens for one in answers]) @ torch.tensor([size * size, size, 1])
+    assert abs(surprise(torch.bincount(numbers, minlength=size**3), chosen.prod(-1))) < 4
+    assert 0.1 < rate([answers]) < 1.0
+
+
+def test_text_that_stops_an_answer_stops_it_between_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Letters:
+        eos_token_id = None
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            return "".join(chr(ord("A") + token) for token in token_ids)
+
+    model = agreeing(TRANSFORMER, 1.0)  # every guess is right, so every other token is a second one
+    asked = prompts(model)
+    free = Generator(model, Letters()).generate(asked, SAMPLINGS["sampled"])
+    for place in range(2, 6):
+        stops = [Letters().decode(one.tokens[place - 1 : place + 1]) for (one,) in free]
+        sampling = [replace(SAMPLINGS["sampled"], stop=(stop,)) for stop in stops]
+        expected = Generator(model, Letters()).generate(asked, sampling)
+        found = Generator(model, Letters(), draft="mtp").generate(asked, sampling)
+        assert_same(found, expected)
+        assert [one.text for (one,) in found] == [one.text for (one,) in expected]
+
+
+def test_a_model_without_a_depth_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'draft="mtp" guesses tokens by a .* but pattern \[\*-\]\{2\} has none\.'):
+        Generator(small_model("[*-]{2}"), draft="mtp")
+    with pytest.raises(ValueError, match="draft='ngram': give \"mtp\""):
+        Generator(small_model(TRANSFORMER), draft="ngram")  # type: ignore[arg-type]

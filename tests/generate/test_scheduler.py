@@ -1,0 +1,282 @@
+"""Steps on rows and pages equal the generator's other way, token by token: by torch on a CPU, recorded on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from postlude import load_model, load_tokenizer
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion, Request
+from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.scheduler import DecodeBuffers, PagedRun
+from postlude.generate.session import Session
+from postlude.hf.builtin import tiny_hybrid
+from postlude.model import LanguageModel
+from postlude.model.pattern import Pattern
+from postlude.ops import decode_linear as few_rows
+from postlude.ops.linear import adjacent_view
+from tests.generate.test_generator import teacher_forced
+
+STOPS = tuple(range(0, 256, 9))
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")]
+
+
+class Recorded(Generator):
+    """Takes the steps on rows and pages wherever the model is."""
+
+    def graph_obstacle(self) -> str | None:
+        return None
+
+
+class Stepped(Generator):
+    """Takes the other way."""
+
+    def graph_obstacle(self) -> str | None:
+        return "for comparison"
+
+
+def dense(device: str) -> LanguageModel:
+    """Weights large enough that the next token depends on every one before it."""
+    model = load_model("tiny-dense")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(4.0)
+    return model.to(device)
+
+
+def hybrid(pattern: str, dtype: torch.dtype | None = None) -> LanguageModel:
+    """Blocks of every kind, as a pattern has them."""
+    config = tiny_hybrid()
+    parsed = Pattern.parse(pattern)
+    used = {symbol: block for symbol, block in config.blocks.items() if symbol in pattern}
+    return LanguageModel(replace(config, pattern=parsed, blocks=used), dtype=dtype)
+
+
+def assert_alike(actual: list[list[Completion]], expected: list[list[Completion]]) -> None:
+    for group, others in zip(actual, expected, strict=True):
+        for one, other in zip(group, others, strict=True):
+            assert one.tokens == other.tokens
+            assert one.finish_reason == other.finish_reason
+            assert one.text == other.text
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert one.sampled_logprobs == pytest.approx(other.sampled_logprobs, abs=1e-4)
+
+
+def uneven(count: int, longest: int, seed: int = 0, **common) -> tuple[list[list[int]], list[SamplingParams]]:
+    source = random.Random(seed)
+    asked = [[source.randrange(256) for _ in range(source.randrange(1, longest))] for _ in range(count)]
+    return asked, [SamplingParams(max_new_tokens=source.randrange(1, longest), **common) for _ in asked]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_of_uneven_lengths_equal_those_of_the_other_way(device: str, temperature: float) -> None:
+    """They leave and join at any time, stop tokens end some, and prompts, shared by two each, fill pages or not."""
+    model = dense(device)
+    asked, samplings = uneven(*((4, 30) if device == "cpu" else (12, 90)), temperature=temperature, stop_tokens=STOPS)
+    asked[1] = [3] * 64
+    expected = Stepped(model).generate(asked, samplings, n=2)
+    assert_alike(Recorded(model).generate(asked, samplings, n=2), expected)
+    assert {one.finish_reason for group in expected for one in group} == {"stop", "length"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_batch_tokens": 260},  # four pages: answers are evicted and go on later
+        pytest.param({"max_sequences": 2}, marks=pytest.mark.thorough),
+        pytest.param({"max_prefill_tokens": 1}, marks=pytest.mark.thorough),
+        pytest.param({"max_sequences": 3, "max_batch_tokens": 400}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_limits_change_no_answer(device: str, limits: dict[str, int], monkeypatch) -> None:
+    """Nor does what tokens are drawn from: all, the likeliest k, or as many as have some probability."""
+    model = dense(device)
+    asked, samplings = uneven(4, 60, seed=3, temperature=0.9, ignore_eos=True)
+    for place, limited in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.8, "top_k": 20})):
+        samplings[place] = replace(samplings[place], **limited)
+    expected = Stepped(model).generate(asked, samplings, n=2)
+    freed: list[int] = []
+    make_room = PagedRun._free_some
+    monkeypatch.setattr(PagedRun, "_free_some", lambda run: (freed.append(len(run.running)), make_room(run)))
+    assert_alike(Recorded(model, **limits).generate(asked, samplings, n=2), expected)
+    assert bool(freed) == (limits == {"max_batch_tokens": 260})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_of_a_fixed_size_go_with_their_rows(device: str) -> None:
+    """Of recurrences and convolutions; with more answers than rows some begin late, from a prompt passed before."""
+    model = hybrid("[M-][G-][S-][*-]").to(device)
+    asked, samplings = uneven(3, 8, seed=1, temperature=1.0)
+    expected = Stepped(model).generate(asked, samplings, n=3)
+    assert_alike(Recorded(model, max_sequences=2).generate(asked, samplings, n=3), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["[*-]{2}", "[*E]{2}", "[M-][G-][SE][*E]"])
+def test_bf16_stays_near_a_forward_of_the_whole_answer(pattern: str) -> None:
+    """bf16 keeps 8 bits, and log-probs here are about 5: 5e-2."""
+    model = hybrid(pattern, torch.bfloat16).to("cuda")
+    generator = Generator(model)
+    asked, samplings = uneven(12, 60, seed=2)
+    answered = generator.generate(asked, samplings, n=2)
+    assert generator._slots is not None
+    flat = [one for group in answered for one in group]
+    for one, logprobs in zip(flat, teacher_forced(model, asked, answered), strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
+
+
+@pytest.mark.gpu
+def test_few_rows_take_products_of_their_own_and_more_add_in_place(monkeypatch) -> None:
+    """Both stay near a forward of the whole answer, as above; four products a layer in every step of few."""
+    model = hybrid("[*-]{2}", torch.bfloat16).to("cuda")
+    kernels, taken = importlib.import_module("postlude.ops.kernels.decode_linear"), []
+    product = kernels.product
+    monkeypatch.setattr(kernels, "product", lambda *given, **how: (taken.append(1), product(*given, **how))[1])
+    for count, products in ((few_rows.MOST, 2 * 8), (few_rows.MOST + 1, 0)):  # a step is made, and then recorded
+        taken.clear()
+        asked = [[place, 5, 9] * 10 for place in range(count)]
+        generator = Generator(model)
+        answered = generator.generate(asked, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        assert len(taken) == products
+        for one, logprobs in zip([one for (one,) in answered], teacher_forced(model, asked, answered), strict=True):
+            torch.testing.assert_close(torch.tensor(one.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stop_strings_are_found_late_and_what_came_after_is_dropped(device: str) -> None:
+    model, tokenizer = dense(device), load_tokenizer("tiny-dense")
+    asked, common = [list(b"begin"), list(b"other")], {"max_new_tokens": 30, "ignore_eos": True, "seed": 3}
+    (free,), _ = Stepped(model, tokenizer).generate(asked, SamplingParams(**common))
+    letters = [place for place, token in enumerate(free.tokens) if 32 < token < 127]
+    place = next(place for place in letters if place + 1 in letters)
+    stop = bytes(free.tokens[place : place + 2]).decode()
+    sampling = SamplingParams(**common, stop=(stop,))
+    expected = Stepped(model, tokenizer).generate(asked, sampling)
+    assert expected[0][0].finish_reason == "stop"
+    # One at a time, so that another answer takes the row that was stopped.
+    assert_alike(Recorded(model, tokenizer, max_sequences=1).generate(asked, sampling), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
+    """Changed where they are, and put elsewhere."""
+    model = dense(device)
+    generator, asked, sampling = Recorded(model), [[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0.0)
+    first = generator.generate(asked, sampling)
+    slots = generator._slots
+    (attention, *_) = model.blocks
+    assert adjacent_view([layer.weight for layer in attention.fused_projections()[0]]) is not None
+    assert generator.generate(asked, sampling)[0][0].tokens == first[0][0].tokens
+    assert generator._slots is slots
+    model.reset(seed=1)
+    second = generator.generate(asked, sampling)
+    assert generator._slots is slots
+    assert second[0][0].tokens != first[0][0].tokens
+    assert_alike(second, Stepped(model).generate(asked, sampling))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = torch.randn_like(parameter) * 0.1
+    assert_alike(generator.generate(asked, sampling), Stepped(model).generate(asked, sampling))
+    assert generator._slots is not slots
+    generator.release(small=False)
+    assert generator._slots is not None
+    monkeypatch.setattr(DecodeBuffers, "small", False)
+    generator.release(small=False)
+    assert generator._slots is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_that_are_no_numbers_are_an_error(device: str) -> None:
+    model = load_model("tiny-dense").to(device)
+    generator = Recorded(model)
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    for temperature in (0.0, 1.0):
+        with pytest.raises(FloatingPointError, match="after 3 tokens are not numbers"):
+            generator.generate([[1, 2, 3]], SamplingParams(temperature=temperature, max_new_tokens=9))
+    model.reset()
+    sampling = SamplingParams(max_new_tokens=9)
+    assert_alike(generator.generate([[1, 2, 3]], sampling), Stepped(model).generate([[1, 2, 3]], sampling))
+
+
+def spoil(model: LanguageModel, token: int) -> None:
+    """After this token nothing is a number, whatever came before."""
+    model.embedding.register_forward_hook(
+        lambda _, arguments, hidden: hidden.masked_fill((arguments[0] == token)[:, None], torch.nan)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", [Stepped, Recorded])
+def test_an_answer_that_fails_costs_no_other_and_the_generator_stays_usable(way: type[Generator], device: str) -> None:
+    """One that begins with a token whose state is not a number; others run beside it and take its room after it."""
+    model = dense(device)
+    asked, samplings = uneven(4, 10, seed=5, ignore_eos=True, stop_tokens=(7,))
+    asked[2] = [1, 2, 3]
+    expected = Stepped(model).generate(asked, samplings, n=2)
+    spoil(model, 7)
+    session = Session(way(model, max_sequences=3, max_batch_tokens=260))
+    bad = {session.add(Request((5, 7, *asked[2]), samplings[2], n=2)) for _ in range(3)}
+    tickets = [session.add(Request(tuple(prompt), own, n=2)) for prompt, own in zip(asked, samplings, strict=True)]
+    found = {}
+    while session.busy:
+        found |= {(done.ticket, done.number): done for done in session.step()}
+    assert_alike([[found[ticket, number].answer for number in range(2)] for ticket in tickets], expected)
+    for ticket in bad:
+        for number in range(2):
+            assert "after 5 tokens are not numbers" in str(found[ticket, number].error)
+    generator = way(model, max_sequences=3, max_batch_tokens=260)
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="after 2 tokens are not numbers"):
+            generator.generate([[5, 7], *asked], [samplings[0], *samplings], n=2)
+        assert_alike(generator.generate(asked, samplings, n=2), expected)
+
+
+@pytest.mark.parametrize("way", [Stepped, Recorded])
+def test_a_tokenizer_that_fails_at_one_answer_costs_no_other(way: type[Generator]) -> None:
+    model, tokenizer = dense("cpu"), load_tokenizer("tiny-dense")
+
+    class Fails:
+        eos_token_id = None
+
+        def decode(self, tokens, **how) -> str:
+            if len(tokens) == 2:
+                raise ValueError("no text for two tokens")
+            return tokenizer.decode(tokens, **how)
+
+    session = Session(way(model, Fails(), max_batch_tokens=130))
+    bad = session.add(Request((1, 2), SamplingParams(max_new_tokens=6, stop=("zz",))))
+    good = session.add(Request((3, 4), SamplingParams(max_new_tokens=6)))
+    found = {}
+    while session.busy:
+        found |= {done.ticket: done for done in session.step()}
+    assert str(found[bad].error) == "no text for two tokens"
+    assert len(found[good].answer.tokens) == 6
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
+    model = load_model("tiny-dense").to("cuda")
+    generator = Generator(model)
+    generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+    assert generator._slots is not None
+    assert list(generator._slots.steps._graphs) == [(8, False)]
+    assert generator.graph_obstacle() is None
+    assert "float64" in str(Generator(model.double()).graph_obstacle())
+
+
+def test_what_is_not_steady_says_why() -> None:
+    generator = Generator(load_model("tiny-dense"))
+    assert generator.graph_obstacle() == "the model is on cpu"
+    generator.routing = True
+    assert generator.graph_obstacle() == "routing=True keeps what routers choose"

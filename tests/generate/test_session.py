@@ -1,0 +1,162 @@
+"""Requests that join at any time get the answers of one call; weights that come in between are told, and used."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from postlude import load_model, load_tokenizer
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion, Request, VersionSpan
+from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.session import Session
+from postlude.model import LanguageModel
+from tests.generate.test_generator import teacher_forced
+from tests.generate.test_scheduler import Recorded, Stepped, assert_alike
+
+WAYS = pytest.mark.parametrize(
+    ("way", "device"),
+    [(Stepped, "cpu"), (Recorded, "cpu"), pytest.param(Generator, "cuda", marks=pytest.mark.gpu)],
+    ids=["stepped", "recorded", "gpu"],
+)
+
+
+def sharp(seed: int = 0, device: str = "cpu") -> LanguageModel:
+    """Weights large enough that the next token depends on every one before it."""
+    model = load_model("tiny-dense", seed=seed, device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(4.0)
+    return model
+
+
+N = 2  # answers a request
+
+
+def asked(count: int) -> list[Request]:
+    """Requests of uneven lengths, each prompt twice."""
+    source = random.Random(1)
+    prompts = [tuple(source.randrange(256) for _ in range(source.randrange(1, 16))) for _ in range(count // 2)] * 2
+    return [
+        Request(prompt, SamplingParams(max_new_tokens=source.randrange(1, 14), seed=place, temperature=0.8), n=N)
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def generated(generator: Generator, requests: list[Request]) -> list[list[Completion]]:
+    """The same by one call."""
+    return generator.generate([each.prompt for each in requests], [each.sampling for each in requests], n=N)
+
+
+def finished(session: Session, requests: list[Request], seed: int = 2) -> list[list[Completion]]:
+    """All answers, the requests joining at random times."""
+    source, waiting, tickets, found = random.Random(seed), list(requests), [], {}
+    while waiting or session.busy:
+        while waiting and source.random() < 0.4:
+            tickets.append(session.add(waiting.pop(0)))
+        found |= done(session)
+    return [
+        [found[ticket, number] for number in range(request.n)]
+        for ticket, request in zip(tickets, requests, strict=True)
+    ]
+
+
+def done(session: Session) -> dict[tuple[int, int], Completion]:
+    """The answers that a step finishes, by their tickets and numbers."""
+    return {(each.ticket, each.number): each.answer for each in session.step() if each.answer is not None}
+
+
+@WAYS
+def test_answers_are_those_of_one_call_whenever_requests_join(way: type[Generator], device: str) -> None:
+    model, requests = sharp(device=device), asked(6)
+    expected = generated(way(model), requests)
+    assert_alike(finished(Session(way(model, max_sequences=4, max_batch_tokens=256)), requests), expected)
+    assert_alike(finished(Session(way(model, max_batch_tokens=50)), requests, seed=3), expected)
+
+
+def test_one_alone_has_the_log_probs_of_generate_to_the_bit() -> None:
+    model, session = sharp(), Session(Generator(sharp()))
+    for request in asked(4):
+        assert finished(session, [request]) == generated(Generator(model), [request])
+
+
+def test_an_answer_by_its_number_is_that_of_all() -> None:
+    generator = Generator(sharp())
+    (three,) = generator.generate([[1, 2, 3]], [SamplingParams(max_new_tokens=6, seed=4)], n=3)
+    apart = [Request((1, 2, 3), SamplingParams(max_new_tokens=6, seed=4), first=number) for number in range(3)]
+    assert [one.tokens for (one,) in finished(Session(generator), apart)] == [one.tokens for one in three]
+
+
+@WAYS
+def test_a_prompt_of_several_requests_passes_the_model_once(way: type[Generator], device: str) -> None:
+    model, seen = sharp(device=device), []
+    hook = model.register_forward_pre_hook(lambda module, arguments: seen.append(len(arguments[0].tokens)))
+    session = Session(way(model, max_batch_tokens=128))
+    for number in range(3):
+        session.add(Request(tuple(range(40)), SamplingParams(max_new_tokens=2), first=number))
+    while session.busy:
+        session.step()
+    hook.remove()
+    assert seen[0] == 40
+
+
+@WAYS
+def test_new_weights_are_used_from_where_they_came_on(way: type[Generator], device: str) -> None:
+    old, new, model = (sharp(seed, device) for seed in (0, 1, 0))
+    session = Session(way(model, max_batch_tokens=128), "a.1")
+    requests = [Request((place, 7), SamplingParams(max_new_tokens=12, seed=place)) for place in range(3)]
+    tickets = [session.add(each) for each in requests[:2]]
+    for _ in range(6):
+        session.step()
+    session.renew(lambda: model.load_state_dict(new.state_dict()) and None, "a.2")
+    tickets.append(session.add(requests[2]))
+    found = {}
+    while session.busy:
+        found |= done(session)
+    first, second, third = (found[ticket, 0] for ticket in tickets)
+    assert third.versions == (VersionSpan("a.2", 0, 12),)
+    for prompt, one in (((0, 7), first), ((1, 7), second)):
+        before, after = one.versions
+        assert (before.version, after.version, before.start, after.end) == ("a.1", "a.2", 0, 12)
+        assert 0 < before.end == after.start < 12
+        told, cut = torch.tensor(one.logprobs), after.start
+        by_old, by_new = (teacher_forced(each, [list(prompt)], [[one]])[0].cpu() for each in (old, new))
+        torch.testing.assert_close(told[:cut], by_old[:cut], rtol=0, atol=1e-4)
+        torch.testing.assert_close(told[cut:], by_new[cut:], rtol=0, atol=1e-4)
+        assert (told - by_old)[cut:].abs().max() > 0.1, "the two differ"
+
+
+@WAYS
+def test_answers_that_are_withdrawn_leave_the_others_as_they_were(way: type[Generator], device: str) -> None:
+    model, requests = sharp(device=device), asked(6)
+    expected = generated(way(model), requests)
+    session = Session(way(model, max_sequences=4, max_batch_tokens=256))
+    tickets = [session.add(each) for each in requests]
+    found = done(session)
+    gone = tickets[1::2]
+    for ticket in gone:
+        session.withdraw(ticket)
+    while session.busy:
+        found |= done(session)
+    kept = range(0, len(tickets), 2)
+    answered = [[found[tickets[place], number] for number in range(requests[place].n)] for place in kept]
+    assert_alike(answered, [expected[place] for place in kept])
+
+
+def test_a_request_that_cannot_be_is_a_sentence_and_harms_nobody() -> None:
+    session = Session(Generator(sharp(), load_tokenizer("tiny-dense"), max_batch_tokens=64))
+    session.add(Request((1,), SamplingParams(max_new_tokens=2)))
+    for request, sentence in (
+        (Request((9999,), SamplingParams(max_new_tokens=2)), "the prompt has token 9999"),
+        (Request((1,), SamplingParams(max_new_tokens=64)), "max_batch_tokens is 64"),
+        (Request((), SamplingParams()), "the prompt is empty"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            session.add(request)
+    found = []
+    while session.busy:
+        found += session.step()
+    assert len(found) == 1

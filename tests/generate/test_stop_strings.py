@@ -1,0 +1,52 @@
+"""Stop strings are found in text that arrives token by token, wherever tokens cut it."""
+
+from __future__ import annotations
+
+import pytest
+
+from postlude import load_tokenizer
+from postlude.generate.stop_strings import StopStrings, completion_text
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("tiny-dense")
+
+
+def fed(tokenizer, text: bytes | list[int], stops: tuple[str, ...]) -> tuple[int, str | None]:
+    """How many tokens it took, and which stop string they completed."""
+    watch, tokens = StopStrings(tokenizer, stops), list(text)
+    for count in range(1, len(tokens) + 1):
+        found = watch.found(tokens[:count])
+        if found is not None:
+            return count, found
+    return len(tokens), None
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "count", "found"),
+    [
+        ("one two three", ("two",), 7, "two"),
+        ("one two three", ("x", "ee!", "three"), 13, "three"),
+        ("one two three", ("x",), 13, None),
+        ("aab", ("ab",), 3, "ab"),
+        ("a\n\nb", ("\n",), 2, "\n"),
+        ("caf\u00e9 noir", ("\u00e9",), 5, "\u00e9"),  # two tokens a letter
+        ("\u4f60\u597d", ("\u597d",), 6, "\u597d"),
+        ("\U0001f600.", (".",), 5, "."),
+    ],
+)
+def test_a_stop_string_is_found_with_the_token_that_completes_it(tokenizer, text, stops, count, found) -> None:
+    assert fed(tokenizer, text.encode(), stops) == (count, found)
+
+
+def test_special_tokens_count_as_text_to_watch_but_not_to_show(tokenizer) -> None:
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokens = [*b"hi", end, *b"more"]
+    assert fed(tokenizer, tokens, ("<|im_end|>",)) == (3, "<|im_end|>")
+    assert completion_text(tokenizer, tokens[:3], "<|im_end|>") == "hi"
+
+
+def test_text_ends_before_the_stop_string(tokenizer) -> None:
+    assert completion_text(tokenizer, list(b"answer: 4\n\nQ"), "\n\nQ") == "answer: 4"
+    assert completion_text(tokenizer, list(b"answer"), None) == "answer"

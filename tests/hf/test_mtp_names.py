@@ -1,0 +1,215 @@
+"""Multi-token prediction as it is published: read, computed as its authors do, and written back to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from postlude import LanguageModel, Recast, export_hf, export_model, load_model, pack, unpack
+from postlude.cli import main
+from postlude.hf.families import FAMILIES
+from postlude.hf.load import check_weights
+from postlude.hf.read_model import read_model, read_model_with_mtp, read_recast_plan
+from postlude.model import OutputInputs
+from tests.equality import assert_equal
+from tests.hf.families import CONFIGS, saved
+from tests.hf.published import FILE, publish, save
+
+LENGTHS = (7, 3, 11)
+MIXERS = {"nemotron_h": ("linear_attention", "full_attention", "moe")}
+thorough = pytest.mark.thorough
+CASES = [
+    ("deepseek_v3", 2),
+    pytest.param("deepseek_v3-whole-queries", 1, marks=thorough),
+    ("glm4_moe", 1),
+    pytest.param("glm4_moe-biases", 2, marks=thorough),
+    ("qwen3_next", 1),
+    pytest.param("qwen3_next-dense-first-biases-three-values", 1, marks=thorough),
+    pytest.param("qwen3_next-one-head-no-experts", 1, marks=thorough),
+    ("qwen3_5_text", 1),
+    pytest.param("qwen3_5_moe_text", 1, marks=thorough),
+    ("nemotron_h", 2),
+    pytest.param("nemotron_h-latent", 1, marks=thorough),
+]
+
+
+def sequences(vocabulary: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
+
+
+def depth_logits(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]]:
+    """By sequence and depth: what packed sequences give where there is a token so far ahead."""
+    count = len(model.config.pattern.mtp)
+    (microbatch,) = pack(batch, budget=64, depths=count)
+
+    def logits(inputs: OutputInputs, context: None) -> list[Tensor]:
+        return [depth.head.logits(depth.hidden) for depth in inputs.depths()]
+
+    with torch.no_grad():
+        by_depth = [unpack([microbatch], [each], shifted=False) for each in model(microbatch, output_processor=logits)]
+    return [
+        [each[index][: len(sequence) - depth] for depth, each in enumerate(by_depth, start=1)]
+        for index, sequence in enumerate(batch)
+    ]
+
+
+@pytest.mark.parametrize(("name", "depths"), CASES)
+def test_depths_are_what_their_authors_compute_and_come_back_to_the_bit(name: str, depths: int, tmp_path: Path) -> None:
+    source = publish(name, tmp_path / "published", depths, mixers=MIXERS.get(name, ("full_attention", "moe")))
+    ours = load_model(source.directory, mtp=True)
+    assert len(ours.config.pattern.mtp) == depths
+    batch = sequences(ours.config.vocab_size)
+    for sequence, found in zip(batch, depth_logits(ours, batch), strict=True):
+        for actual, expected in zip(found, source.logits(sequence), strict=True):
+            assert_equal(actual, expected, "logits of a depth")
+
+    exported = export_hf(ours, tmp_path / "exported")
+    before, after = load_file(source.directory / FILE), load_file(exported / FILE)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[each], after[each]) for each in before)
+    told = json.loads((exported / "config.json").read_text())
+    assert told == json.loads((source.directory / "config.json").read_text())
+
+
+def test_without_mtp_they_are_left_out_and_said_to_be(tmp_path: Path) -> None:
+    source = publish("deepseek_v3", tmp_path, depths=2)
+    with pytest.warns(
+        UserWarning, match=r"tensor\(s\) of the source, named model\.layers\.3\.…, model\.layers\.4\.… \(m"
+    ):
+        model = load_model(source.directory)
+    assert model.config.pattern.mtp == read_model(source.directory)[1].pattern.mtp == ()
+    assert len(read_model_with_mtp(source.directory)[1].pattern.mtp) == 2
+    trunk = load_file(export_hf(model, tmp_path / "trunk") / FILE)
+    assert trunk.keys() == load_file(source.directory / FILE).keys() - source.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"), [("glm4_moe", "model.layers.3.eh_proj"), ("qwen3_next", "mtp.layers.0.mlp.gate")]
+)
+def test_a_depth_that_is_not_whole_is_a_sentence(name: str, gone: str, tmp_path: Path) -> None:
+    source = publish(name, tmp_path)
+    tensors = load_file(source.directory / FILE)
+    lacking = {name: tensor for name, tensor in tensors.items() if name != f"{gone}.weight"}
+    save(source.directory, lacking)
+    depths = Recast(source.directory, read_model_with_mtp(source.directory)[1].pattern)
+    for read in (lambda: load_model(source.directory, mtp=True), lambda: check_weights(depths)):
+        with pytest.raises(ValueError, match=rf"the source lacks 1 tensor\(s\) of .*/.*: {gone}\.weight"):
+            read()
+    save(source.directory, {**lacking, f"{gone}.weight": torch.zeros(3, 2)})
+    for read in (lambda: load_model(source.directory, mtp=True), lambda: check_weights(depths)):
+        with pytest.raises(ValueError, match=rf"{gone}\.weight is \(3, 2\) in the source, but the config asks for \("):
+            read()
+    save(source.directory, {**tensors, f"{gone}.bias": torch.zeros(3)})
+    with pytest.raises(ValueError, match=rf"has no place for: {gone}\.bias"):
+        load_model(source.directory, mtp=True)
+    save(source.directory, tensors)
+    assert check_weights(depths) == len(tensors)
+
+
+def test_what_is_left_of_a_depth_is_no_reason_for_a_fresh_one(tmp_path: Path) -> None:
+    source = publish("qwen3_next", tmp_path)
+    tensors = load_file(source.directory / FILE)
+    save(source.directory, {name: each for name, each in tensors.items() if not name.startswith("mtp.layers")})
+    with pytest.raises(ValueError, match=r"the source lacks .*: mtp\.layers\.0\.input_layernorm\.weight"):
+        load_model(source.directory, mtp=True)
+    save(source.directory, {**tensors, "mtp.layers.1.input_layernorm.weight": torch.zeros(48)})
+    with pytest.raises(ValueError, match=r"has no place for: mtp\.layers\.1\.input_layernorm"):
+        load_model(source.directory, mtp=True)
+
+
+def test_copies_of_embedding_and_head_may_be_missing_and_are_said_to_differ(tmp_path: Path) -> None:
+    source = publish("glm4_moe", tmp_path / "published")
+    tensors = load_file(source.directory / FILE)
+    copies = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+    save(source.directory, {name: each for name, each in tensors.items() if name not in copies})  # as GLM-4.6 is
+    exported = load_file(export_hf(load_model(source.directory, mtp=True), tmp_path / "exported") / FILE)
+    assert exported.keys() == tensors.keys()
+    assert all(torch.equal(exported[name], tensors[name]) for name in tensors)
+    save(source.directory, {**tensors, copies[1]: tensors[copies[1]] + 1.0})
+    with pytest.warns(
+        UserWarning, match=r"3\.shared_head\.head\.weight differs from the model's own head, which multi"
+    ):
+        model = load_model(source.directory, mtp=True)
+    assert torch.equal(model.head.weight, tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text", "nemotron_h"])
+def test_fresh_depths_like_the_family_s_are_written_by_its_names(name: str, tmp_path: Path) -> None:
+    saved(CONFIGS[name](), tmp_path / "plain")
+    plain, family = load_model(tmp_path / "plain", mtp=True), FAMILIES[CONFIGS[name]().model_type]
+    assert not plain.config.pattern.mtp  # whatever the config says, the files hold none
+    source = Recast(tmp_path / "plain", family.with_mtp(plain.config, 1).pattern)
+    assert read_recast_plan(source).fresh_parts[0] == "mtp.0"
+    model = load_model(source, seed=5)
+    assert family.depths is not None
+    assert model.config.family == family.model_type
+    exported = export_hf(model, tmp_path / "exported")
+    assert json.loads((exported / "config.json").read_text())[family.depths.count] == 1
+    again = load_model(exported, mtp=True)
+    assert again.config == model.config
+    assert all(torch.equal(each, again.state_dict()[name]) for name, each in model.state_dict().items())
+
+
+def test_depths_that_the_family_has_no_names_for_are_postlude_s_own(tmp_path: Path) -> None:
+    source = publish("qwen3_next", tmp_path / "published")
+    pattern = read_model_with_mtp(source.directory)[1].pattern
+    recast = Recast(source.directory, f"{pattern}/[*E]")
+    moved = read_recast_plan(recast)
+    assert (moved.fresh_parts[0], moved.after.family) == ("mtp.1", None)
+    assert moved.kept["mtp.0.proj.weight"] == "mtp.0.proj.weight"
+    model = load_model(recast)
+    with pytest.raises(ValueError, match="no Hugging Face family describes this model"):
+        export_hf(model, tmp_path / "refused")
+    again = load_model(export_model(model, tmp_path / "own"))
+    assert torch.equal(again.mtp[0].proj.weight, source.tensors["mtp.fc.weight"])
+    trunk = read_recast_plan(Recast(source.directory, read_model(source.directory)[1].pattern))
+    assert trunk.dropped_parts == ("mtp.0",)
+    assert trunk.after.family == "qwen3_next"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_transformers_own_loader_finds_what_is_exported(name: str, tmp_path: Path) -> None:
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this transformers has no multi-token prediction")
+    published = publish(name, tmp_path / "published", depths=2)
+    exported = export_hf(load_model(published.directory, mtp=True), tmp_path / "exported")
+    trunk = AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager")
+    count = trunk.config.num_hidden_layers
+    trunk._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{count}\.", rf"model\.layers\.{count + 1}\."]
+    ahead = layers.MtpModel.from_pretrained(trunk)
+    (tokens,) = sequences(trunk.config.vocab_size)[-1:]
+    with torch.no_grad():
+        hidden = trunk.model(tokens[None]).last_hidden_state
+        for depth, expected in enumerate(published.logits(tokens), start=1):
+            left, positions = len(tokens) - depth, torch.arange(depth, len(tokens))[None]
+            hidden = ahead.layers[depth - 1](
+                trunk.model.embed_tokens(tokens[None, depth:]),
+                hidden[:, :left],
+                position_embeddings=trunk.model.rotary_emb(hidden, position_ids=positions),
+                attention_mask=torch.full((left, left), float("-inf")).triu(1)[None, None],
+                position_ids=positions,
+                past_key_values=None,
+            )
+            assert_equal(trunk.lm_head(hidden)[0], expected, "logits of a depth")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-token prediction")
+def test_the_commands_show_and_keep_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = publish("nemotron_h-latent", tmp_path / "published")
+    assert main(["info", str(source.directory)]) == 0
+    assert "mtp      ME*/*E, where mtp is on" in capsys.readouterr().out
+    for how, names in (["--mtp"], set(source.tensors)), ([], set()):
+        target = tmp_path / f"converted{len(how)}"
+        assert main(["convert", str(source.directory), str(target), *how]) == 0
+        assert {name for name in load_file(target / FILE) if name.startswith("mtp.")} == names
+    (source.directory / FILE).unlink()
+    assert main(["info", str(source.directory)]) == 0  # the config is enough
+    assert "mtp " not in capsys.readouterr().out

@@ -1,0 +1,108 @@
+"""Where our tensors stand in theirs: fused, interleaved, transposed, one an expert; whole or cut over ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.hf.family import EXPERT, Family, Inside, copy_from_hf, copy_to_hf, map_to_hf, places, rows
+from postlude.model import ModelConfig, Pattern
+from postlude.model.blocks import MLPConfig
+
+CONFIG = ModelConfig(
+    pattern=Pattern.parse("-"), hidden_size=5, vocab_size=7, blocks={"-": MLPConfig(intermediate_size=4)}
+)
+SHAPES = {
+    "layers.0.x.query.weight": (6, 5),
+    "layers.0.x.key.weight": (4, 5),
+    "layers.0.x.conv.weight": (10, 3),
+    "layers.0.x.gate.weight": (2, 4, 5),
+    "layers.0.x.up.weight": (2, 4, 5),
+    "layers.0.x.one.weight": (3, 2, 5),
+    "layers.0.x.bias": (3,),
+    "layers.0.x.apart.weight": (3, 2),
+}
+NAMES = {
+    # by head: two of the query, then the key, twice
+    "x.query.weight": Inside("fused.weight", (10, 5), split=(2, 5, 5), index=(slice(None), slice(0, 3))),
+    "x.key.weight": Inside("fused.weight", (10, 5), split=(2, 5, 5), index=(slice(None), slice(3, 5))),
+    "x.conv.weight": Inside("conv1d.weight", (10, 1, 3), split=(10, 3)),
+    # transposed, gate and up in turn
+    "x.gate.weight": Inside(
+        "experts.both", (2, 5, 8), index=(slice(None), slice(None), slice(0, 8, 2)), order=(0, 2, 1)
+    ),
+    "x.up.weight": Inside("experts.both", (2, 5, 8), index=(slice(None), slice(None), slice(1, 8, 2)), order=(0, 2, 1)),
+    "x.one": f"experts.{EXPERT}.one",
+    "x.bias": "bias",
+    "x.apart.weight": rows("wide", 1, 4, (5, 2)),
+}
+FAMILY = Family("without_processes", lambda hf: CONFIG, lambda config: NAMES)
+
+
+def ours() -> dict[str, Tensor]:
+    counter = itertools.count(1)
+    return {
+        name: torch.tensor([float(next(counter)) for _ in range(torch.Size(shape).numel())]).view(shape)
+        for name, shape in SHAPES.items()
+    }
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for theirs in map_to_hf(FAMILY, CONFIG, SHAPES.items()).values():
+        found[theirs.name] = torch.full(theirs.shape, -1.0)
+        for name, place in theirs.parts:
+            place.write(found[theirs.name], tensors[name][place.ours])
+    return found
+
+
+def test_each_element_is_where_it_is_said_to_be() -> None:
+    tensors = ours()
+    theirs = whole(tensors)
+    prefix = "model.layers.0."
+    fused, query, key = (
+        theirs[prefix + "fused.weight"],
+        tensors["layers.0.x.query.weight"],
+        tensors["layers.0.x.key.weight"],
+    )
+    torch.testing.assert_close(fused, torch.cat((query[:3], key[:2], query[3:], key[2:])))
+    both = theirs[prefix + "experts.both"]
+    torch.testing.assert_close(both[:, :, 0::2], tensors["layers.0.x.gate.weight"].transpose(1, 2))
+    torch.testing.assert_close(both[:, :, 1::2], tensors["layers.0.x.up.weight"].transpose(1, 2))
+    torch.testing.assert_close(theirs[prefix + "conv1d.weight"][:, 0], tensors["layers.0.x.conv.weight"])
+    for expert in range(3):
+        torch.testing.assert_close(
+            theirs[f"{prefix}experts.{expert}.one.weight"], tensors["layers.0.x.one.weight"][expert]
+        )
+    torch.testing.assert_close(theirs[prefix + "wide"][1:4], tensors["layers.0.x.apart.weight"])
+    assert (theirs[prefix + "wide"][[0, 4]] == -1).all()  # nobody's
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_parts_of_ranks_come_out_of_theirs_and_sum_up_to_them(ranks: int, dimension: int) -> None:
+    tensors = ours()
+    theirs = whole(tensors)
+    summed = {name: torch.zeros_like(tensor) for name, tensor in theirs.items()}
+    for rank, (name, tensor) in itertools.product(range(ranks), tensors.items()):
+        cut = dimension if dimension < tensor.ndim else 0
+        width = -(-tensor.shape[cut] // ranks)
+        start, stop = min(rank * width, tensor.shape[cut]), min((rank + 1) * width, tensor.shape[cut])
+        region = tuple(slice(0, size) if d != cut else slice(start, stop) for d, size in enumerate(tensor.shape))
+        part = torch.zeros_like(tensor[region])
+        for place in places(FAMILY, CONFIG, name, tensor.shape):
+            copy_from_hf(theirs[place.theirs], place, part, region)
+            own = torch.zeros_like(theirs[place.theirs])
+            copy_to_hf(own, place, tensor[region], region)
+            summed[place.theirs] += own
+        assert torch.equal(part, tensor[region])
+    for name, tensor in theirs.items():
+        assert torch.equal(summed[name], tensor.clamp_min(0.0))
+
+
+def test_a_tensor_that_a_family_lacks_is_named() -> None:
+    with pytest.raises(ValueError, match=r"without_processes models have no tensor for layers\.0\.x\.other\.weight\."):
+        list(places(FAMILY, CONFIG, "layers.0.x.other.weight", (2, 2)))

@@ -1,0 +1,103 @@
+"""What the kernel of products of few rows must do. `test_few_rows.py` runs this file: on a GPU, or through Triton's
+interpreter, which must be chosen before triton is first imported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.ops import decode_linear as few_rows
+from postlude.ops.activation import activate
+from postlude.ops.decode_linear import COUNTERS, linear_add, norm_gated_linear, norm_linear
+from postlude.ops.norm import Norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16
+WITHIN = 2.0**-8 if DEVICE == "cuda" else 2.0**-10
+
+
+def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (scale * drawn).to(DEVICE, HALF)
+
+
+def assert_near(actual: Tensor, exact: Tensor) -> None:
+    """Results are rounded once."""
+    assert actual.dtype == HALF
+    off = float((actual.double() - exact).norm() / exact.norm())
+    assert off <= WITHIN, f"off by {off:.1e}"
+
+
+def made(rows: int, width: int, features: int, offset: float) -> tuple[Tensor, Norm, Tensor, Tensor]:
+    """Rows, a norm, a weight, and in float64 the rows normalised: rounded where a product takes them, divided after.
+
+    Unrounded, a gate of relu2 would be off by twice what its operands are.
+    """
+    x, weight = normal(rows, width, seed=1, scale=3.0), normal(features, width, seed=2, scale=width**-0.5)
+    norm = Norm(normal(width, seed=3), 1e-2, offset)
+    taken = (x.float() * (norm.weight.float() + offset)).to(HALF).double()
+    exact = taken * (x.double().square().mean(1, keepdim=True) + norm.eps).rsqrt()
+    return x, norm, weight, exact
+
+
+SIZES = [(1, 64, 64), (16, 1024, 192), (7, 192, 128), (15, 320, 64)]
+
+
+@pytest.mark.parametrize(("rows", "width", "features"), SIZES)
+def test_a_norm_and_a_product(rows: int, width: int, features: int) -> None:
+    x, norm, weight, exact = made(rows, width, features, 0.0)
+    assert_near(norm_linear(x, norm, weight, backend="triton"), exact @ weight.double().t())
+    x, norm, weight, exact = made(rows, width, features, 1.0)
+    assert_near(norm_linear(x, norm, weight, backend="triton"), exact @ weight.double().t())
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize(("rows", "width", "features"), SIZES)
+def test_a_norm_two_products_and_a_gate(rows: int, width: int, features: int, activation: str) -> None:
+    x, norm, weight, exact = made(rows, width, 2 * features, 0.0)
+    gate, up = (exact @ weight.double().t()).chunk(2, -1)
+    assert_near(norm_gated_linear(x, norm, weight, activation, backend="triton"), activate(gate, activation) * up)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize(("rows", "width", "features"), [*SIZES, (13, 3072, 1024)])
+def test_a_product_and_a_sum(rows: int, width: int, features: int, shared: bool) -> None:
+    """Where programs share a sum it is the same again, and their counters are as they were."""
+    x, _, weight, _ = made(rows, width, features, 0.0)
+    residual = normal(rows, features, seed=4)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if shared else None
+    exact = residual.double() + x.double() @ weight.double().t()
+    first, second = (linear_add(residual, x, weight, counters, backend="triton") for _ in range(2))
+    assert_near(first, exact)
+    assert torch.equal(first, second)
+    assert counters is None or not counters.any()
+
+
+def test_rows_may_be_part_of_wider_ones() -> None:
+    wide, weight = normal(5, 256, seed=1), normal(64, 128, seed=2)
+    residual = normal(5, 128, seed=3)[:, :64]
+    actual = linear_add(residual, wide[:, 128:], weight, backend="triton")
+    assert_near(actual, residual.double() + wide[:, 128:].double() @ weight.double().t())
+
+
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    x, norm, weight, _ = made(3, 128, 64, 0.0)
+    x[1, 5] = torch.nan
+    assert norm_linear(x, norm, weight, backend="triton").isnan().all(1).tolist() == [False, True, False]
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    """To the bit, as long as tiles are alike."""
+    x, norm, weight, _ = made(16, 1024, 64, 0.0)
+    every = norm_linear(x, norm, weight, backend="triton")
+    assert torch.equal(norm_linear(x[3:4].clone(), norm, weight, backend="triton"), every[3:4])
+
+
+def test_more_rows_than_a_tile_has_are_refused_or_left_to_torch() -> None:
+    x, norm, weight, _ = made(few_rows.MOST + 1, 64, 64, 0.0)
+    with pytest.raises(RuntimeError, match=f"its tiles have room for {few_rows.MOST} rows, and these are"):
+        norm_linear(x, norm, weight, backend="triton")
+    exact = F.rms_norm(x.double(), (64,), norm.weight.double(), norm.eps)
+    assert_near(norm_linear(x, norm, weight), exact @ weight.double().t())

@@ -1,0 +1,114 @@
+"""Blocks as one step of autograd equal the same blocks written out in float64, output and every gradient.
+
+Run in a process of their own, through the interpreter or on a GPU: see `kernel_checks`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.ops.activation import gated_activation
+from postlude.ops.attention import Scores, reference_attention
+from postlude.ops.fused_block import fused_attention_block, fused_mlp_block
+from postlude.ops.linear import defer_wgrad, flush_wgrad
+from postlude.ops.norm import Norm, rms_norm
+from postlude.ops.packing import Packing
+from postlude.ops.rotary import HeadNorms, RotaryConfig, rotary_table, rotate_heads
+from tests.equality import assert_equal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE, TOLERANCE = (torch.bfloat16, 2e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+EPS, SIZE = 1e-6, 32
+LENGTHS = (7, 1, 20)
+HOW = pytest.mark.parametrize("how", ["apart", "laid together", "summed where made", "put off"])
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
+    return values.to(DEVICE, DTYPE)
+
+
+def layers(how: str, *widths: int) -> list[Tensor]:
+    """Weights [width, SIZE]; those laid together lie one after the other in memory."""
+    whole = drawn(sum(widths), SIZE, seed=1)
+    made = [each if how != "apart" else each.clone() for each in whole.split(list(widths))]
+    return [each.requires_grad_() for each in made]
+
+
+def check(step, reference, weights: list[Tensor], how: str) -> None:
+    """Of `hidden` and `weights`: outputs, and gradients by autograd or where they are summed."""
+    hidden = (drawn(sum(LENGTHS), SIZE, seed=0) * SIZE**0.5).requires_grad_()
+    exact = [each.detach().double().requires_grad_() for each in (hidden, *weights)]
+    upstream = drawn(*hidden.shape, seed=9)
+    totals = []
+    if how == "summed where made":
+        room = torch.ones(sum(each.numel() for each in weights), device=DEVICE)
+        totals = [
+            part.view_as(each) for part, each in zip(room.split([w.numel() for w in weights]), weights, strict=True)
+        ]
+        for weight, total in zip(weights, totals, strict=True):
+            weight.main_grad = total
+    later: list | None = [] if how == "put off" else None
+    with defer_wgrad(later):
+        output = step(hidden, *weights)
+    expected = reference(*exact)
+    assert_equal(output, expected, "output", TOLERANCE)
+    output.backward(upstream)
+    flush_wgrad(later or [])
+    expected.backward(upstream.double())
+    assert_equal(hidden.grad, exact[0].grad, "gradient of hidden", TOLERANCE)
+    for index, (weight, wanted) in enumerate(zip(weights, exact[1:], strict=True)):
+        found = totals[index] - 1 if totals else weight.grad
+        assert_equal(found, wanted.grad, f"gradient of weight {index}", TOLERANCE)
+        assert not totals or weight.grad is None
+
+
+@HOW
+@pytest.mark.parametrize(("activation", "count"), [("silu", 2), ("relu2", 1)])
+def test_mlp(how: str, activation: str, count: int) -> None:
+    def step(hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
+        return fused_mlp_block(hidden, Norm(norm, EPS, 1.0), given, down, activation)
+
+    def reference(hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
+        normed = rms_norm(hidden, norm, EPS, 1.0, backend="torch")
+        gate, up = [None, *(normed @ each.T for each in given)][-2:]
+        return hidden + gated_activation(gate, up, activation, backend="torch") @ down.T
+
+    norm, down = drawn(SIZE, seed=2).requires_grad_(), drawn(SIZE, 48, seed=3).requires_grad_()
+    check(step, reference, [norm, down, *layers(how, *[48] * count)], how)
+
+
+@HOW
+@pytest.mark.parametrize(("normed", "window"), [(True, None), (False, 5)])
+def test_attention(how: str, normed: bool, window: int | None) -> None:
+    packing = Packing.from_lengths(LENGTHS, device=DEVICE)
+    scores = Scores(scale=0.3, window=window)
+    table = rotary_table(RotaryConfig(), packing.positions(), 16)
+
+    def step(operator: bool, hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
+        *of_heads, query, key, value = given
+        norms = HeadNorms(*of_heads, EPS, 0.0) if of_heads else None
+        layers = query, key, value
+        return fused_attention_block(
+            hidden, Norm(norm, EPS, 0.0), layers, down, 16, table, norms, packing, scores, operator=operator
+        )  # fmt: skip
+
+    def reference(hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
+        *of_heads, query, key, value = given
+        norms = HeadNorms(*of_heads, EPS, 0.0) if of_heads else None
+        rows = rms_norm(hidden, norm, EPS, backend="torch")
+        q, k, v = ((rows @ each.T).unflatten(-1, (-1, 16)) for each in (query, key, value))
+        q, k = rotate_heads(q, k, table, norms, backend="torch")
+        return hidden + reference_attention(q, k, v, packing, packing, scores).flatten(-2) @ down.T
+
+    norm, down = drawn(SIZE, seed=2).requires_grad_(), drawn(SIZE, 64, seed=3).requires_grad_()
+    of_heads = [(1 + drawn(16, seed=seed)).requires_grad_() for seed in (4, 5)] if normed else []
+    given = [norm, down, *of_heads, *layers(how, 64, 32, 32)]
+    for operator in (False, True):
+        for each in given:
+            each.grad = None
+        check(functools.partial(step, operator), reference, given, how)

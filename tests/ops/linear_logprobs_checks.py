@@ -1,0 +1,144 @@
+"""What the kernels of one sweep and of a sweep begun early must do. `test_linear_triton.py` runs this file, as it does
+`triton_checks.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from postlude.ops.kernels import linear_logprobs_fused as fused_kernels
+from postlude.ops.kernels import linear_logprobs_quantized as coded
+from postlude.ops.kernels import linear_logprobs_rows as triton_epilogue
+from postlude.ops.linear_logprobs import problem, torch_epilogue
+from postlude.ops.linear_logprobs.statistics import (
+    TARGET,
+    HostMailbox,
+    Slab,
+    TargetCount,
+    TokenRows,
+    Upstream,
+    empty_state,
+)
+from postlude.ops.linear_objective import linear_objective
+from tests.ops.dense_head import Operands, assert_close, dense
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16
+
+
+@pytest.mark.parametrize(("count", "without"), [(4097, 2), (260, 0)])
+def test_a_census_tells_the_host_and_goes_on_if_all_have_a_target(count: int, without: int) -> None:
+    """The first is one more than a program reads at a time, the second of more than one tile of rows."""
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(size, 16, generator=generator).to(DEVICE, HALF) for size in (count, 300))
+    targets = torch.randint(300, (count,), generator=generator)
+    targets[: 3 * without : 3] = -100
+    targets[count - without :] = 300  # outside
+    told, targets = HostMailbox.make(torch.device(DEVICE)), targets.to(DEVICE)
+    census = TargetCount(targets, 0.5, None, -100, (0, 300), told)
+    state = torch.full((4, count), torch.nan, device=DEVICE)
+    for columns in (slice(0, 128), slice(128, 300)):
+        fused_kernels.accumulate(hidden, weight, None, census, columns, state)
+    assert told.wait() == (count - 2 * without, without)
+    assert HostMailbox.make(torch.device(DEVICE)) is told
+    if not without:
+        logits = 0.5 * (hidden.double() @ weight.double().t())
+        assert_close(torch_epilogue.results(state).lse, logits.logsumexp(1), "lse")
+        assert_close(state[TARGET], logits.gather(1, targets[:, None])[:, 0], "target")
+
+
+def coded_head(columns: int, *, bias: bool, softcap: bool) -> tuple[Operands, TokenRows, torch.Tensor]:
+    """Half-precision operands of six tokens, what they bring along, and their products in float64."""
+    operands = Operands.random(6, 16, columns + 3, bias=bias, device=DEVICE)
+    operands.targets = torch.tensor([0, columns - 1, columns // 2, 1, 2, 3], device=DEVICE)
+    operands.hidden = (8 * operands.hidden.detach()).to(HALF)
+    operands.weight = operands.weight.detach().to(HALF)
+    rows = TokenRows(operands.targets, torch.linspace(0.5, 2, 6, device=DEVICE), 0.4 if softcap else None)
+    products = operands.hidden.double() @ operands.weight[:columns].double().t()
+    return operands, rows, products
+
+
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("columns", [5, 300, 4500])
+def test_coded_logits_give_the_gradient(columns: int, bias: bool, softcap: bool) -> None:
+    """Coded to 2⁻¹², then rounded to bf16, to 2⁻⁹ of itself. The state is exact."""
+    operands, rows, products = coded_head(columns, bias=bias, softcap=softcap)
+    shift = None if operands.bias is None else operands.bias.detach().contiguous()
+    if shift is not None and columns > 5:
+        shift[4] = -torch.inf
+    slab = Slab(
+        products=products,
+        rows=TokenRows(rows.targets, rows.factor.double(), rows.inner),
+        bias=None if shift is None else shift[:columns].double(),
+        hidden=products,
+        weight=products,
+        row_range=slice(0, 6),
+        column_range=slice(0, columns),
+    )
+    expected = empty_state(6, torch.float64, torch.device(DEVICE))
+    torch_epilogue.accumulate(slab, expected, entropy=True)
+    state = torch.full((4, 6), torch.nan, device=DEVICE)
+    buffer = torch.zeros(6, -(-columns // 64) * 64, dtype=HALF, device=DEVICE)
+    codes = buffer[:, :columns]
+    partial, results = coded.encode(operands.hidden, operands.weight, shift, rows, columns, codes, state)
+    exact, again = torch_epilogue.results(expected), triton_epilogue.results(state)
+    for name in ("logprob", "entropy", "normalizer"):
+        assert torch.equal(getattr(results, name), getattr(again, name))
+    for name in ("logprob", "entropy", "lse"):
+        assert_close(getattr(results, name), getattr(exact, name), name, scale=float(exact.state.abs().max()))
+    ones = torch.ones(6, device=DEVICE)
+    upstream = Upstream(ones, ones, ones)
+    wanted = torch_epilogue.coefficients(slab.rows, exact.normalizer, exact.entropy, upstream, None)
+    gradient = torch_epilogue.differentiate(slab, wanted, torch.float64)
+    got = coded.decode(codes, partial, rows, results, upstream, masked=bias)
+    assert got.data_ptr() == buffer.data_ptr()
+    assert_close(got, gradient, "gradient", within=2.0**-7)
+    if shift is not None and columns > 5 and not softcap:  # a softcap makes minus infinity a number
+        assert (got[:, 4] == 0).all()
+
+
+def test_coded_logits_do_not_hide_what_is_not_a_number() -> None:
+    operands, rows, _ = coded_head(300, bias=False, softcap=False)
+    operands.hidden[1, 1] = torch.nan
+    state = torch.zeros(4, 6, device=DEVICE)
+    codes = torch.zeros(6, 320, dtype=HALF, device=DEVICE)[:, :300]
+    partial, results = coded.encode(operands.hidden, operands.weight, None, rows, 300, codes, state)
+    ones = torch.ones(6, device=DEVICE)
+    assert results.logprob.isnan().tolist() == [False, True, False, False, False, False]
+    gradient = coded.decode(codes, partial, rows, results, Upstream(ones, None), masked=False)
+    assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == results.logprob.isnan().tolist()
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["begun early", "ignored"])
+@pytest.mark.parametrize("memory_budget", [None, 4000], ids=["one slab", "slabs"])
+def test_objective_of_coded_logits(memory_budget: int | None, ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of `linear_objective`, as a GPU runs it: a few slabs, whose sum is rounded once each."""
+    monkeypatch.setattr(problem, "operand_dtype", lambda dtype, _: dtype)
+    operands = Operands.random(9, 16, 301, device=DEVICE)
+    operands.targets[4] = -100 if ignored else 300
+    operands.hidden = operands.hidden.detach().to(HALF).requires_grad_()
+    operands.weight = operands.weight.detach().to(HALF).requires_grad_()
+
+    def loss(logprob: torch.Tensor, entropy: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        return logprob * column - 0.1 * entropy
+
+    options = {"softcap": 5.0, "temperature": 0.9, "vocab_size": 301}
+    result = linear_objective(
+        operands.hidden,
+        operands.weight,
+        operands.targets,
+        loss,
+        operands.upstream[0],
+        entropy=True,
+        backend="triton",
+        memory_budget=memory_budget,
+        **options,
+    )
+    logprob, entropy, _ = dense(operands.hidden, operands.weight, operands.targets, **options)
+    exact = loss(logprob, entropy, operands.upstream[0].double()).sum()
+    assert_close(result.loss, exact, "loss", scale=1.0)
+    got, want = (torch.autograd.grad(3 * total, operands.leaves()) for total in (result.loss, exact))
+    for ours, theirs in zip(got, want, strict=True):
+        assert_close(ours, theirs, "gradient", within=2.0**-6)

@@ -1,0 +1,67 @@
+"""Triton's attention: its checks through the interpreter without a GPU, and with one the sizes that models have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from postlude.ops.attention import LONG, LONG_STEP, Scores, reference_attention, triton_packed_attention
+from postlude.ops.packing import Packing
+from tests.ops.kernel_checks import interpret_checks, run_checks
+from tests.ops.test_attention import assert_alike, dense, on_cuda
+
+CHECKS = "attention_checks.py"
+LENGTHS, PART = (130, 1, 517, 64), (65, 1, 130, 1)
+
+
+@pytest.mark.thorough  # on a GPU the same kernels are held to float64 by what follows
+def test_kernels_in_the_interpreter() -> None:
+    interpret_checks(CHECKS)
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    run_checks(CHECKS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "widths", "part", "window", "softcap", "sinks"),
+    [
+        (8, 8, (64, 64), LENGTHS, None, None, False),
+        (8, 2, (128, 128), PART, None, None, True),
+        (12, 2, (128, 128), LENGTHS, 200, None, False),
+        (16, 1, (64, 64), LENGTHS, 40, 20.0, True),
+        (8, 2, (256, 256), PART, None, 20.0, False),
+        (8, 8, (192, 128), LENGTHS, 10_000, 20.0, False),
+        (8, 2, (128, 64), PART, 1, None, False),
+    ],
+)
+def test_equals_dense_float64(heads, kv_heads, widths, part, window, softcap, sinks) -> None:
+    """With the tiles of real use, bf16: 1e-2 of the scale is what outputs and gradients can hold.
+
+    And what is computed again is the same to the bit: there are no atomics.
+    """
+    queries, keys = (Packing.from_lengths(each, device="cuda") for each in (part, LENGTHS))
+    inputs = on_cuda(widths, sinks, part, LENGTHS, heads, kv_heads)
+    scores = Scores(scale=0.125, window=window, softcap=softcap)
+    assert_alike(triton_packed_attention, dense, inputs, queries, keys, scores, tolerance=1e-2)
+    twice = []
+    for _ in range(2):
+        output = triton_packed_attention(
+            *inputs[:3], queries, keys, replace(scores, sinks=inputs[3] if sinks else None)
+        )
+        twice.append((output, *torch.autograd.grad(output, inputs, torch.ones_like(output))))
+    assert all(torch.equal(*pair) for pair in zip(*twice, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(LONG + 5,), (70, LONG, 9, 130, LONG + 1, LONG_STEP + LONG)])
+def test_long_sequences_among_short_ones_equal_float64(lengths) -> None:
+    packing = Packing.from_lengths(lengths, device="cuda")
+    inputs = on_cuda((64, 64), False, lengths, lengths, 4, 2)
+    assert_alike(
+        triton_packed_attention, reference_attention, inputs, packing, packing, Scores(scale=0.125), tolerance=1e-2
+    )

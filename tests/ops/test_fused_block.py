@@ -1,0 +1,71 @@
+"""Blocks as one step of autograd: their checks in the interpreter and on a GPU, and that models take them there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from postlude import LanguageModel, pack
+from postlude.model.blocks import MLP, Attention, AttentionConfig, MLPConfig, SlidingAttentionConfig
+from tests.equality import assert_equal
+from tests.model.small import small_config
+from tests.ops.kernel_checks import interpret_checks, run_checks
+
+CHECKS = "block_step_checks.py"
+SEQUENCES = [list(range(3, 40)), [7], list(range(100, 230))]
+
+
+@pytest.mark.thorough  # on a GPU the same is held to float64
+def test_in_the_interpreter() -> None:
+    interpret_checks(CHECKS)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu() -> None:
+    run_checks(CHECKS)
+
+
+def losses_and_gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    blocks = {
+        "*": AttentionConfig(**heads, qk_norm="head"),
+        "S": SlidingAttentionConfig(**heads, sliding_window=30),
+        "-": MLPConfig(intermediate_size=48),
+    }
+    config = small_config("[*-][S-]", hidden_size=32, vocab_size=256, blocks=blocks)
+    model = LanguageModel(config).to("cuda", torch.bfloat16)
+    (microbatch,) = pack(SEQUENCES, budget=256)
+    losses = model(microbatch.to("cuda"), targets=True)
+    (losses.sum() / microbatch.batch_targets).backward()
+    return losses, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.gpu
+def test_a_model_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To what bf16 can hold: products that are one, or several, add up in other orders."""
+    taken = []
+    for block in (Attention, MLP):
+        monkeypatch.setattr(block, "fused_forward", counted(block.fused_forward, taken))
+    losses, gradients = losses_and_gradients()
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert len(taken) == (4 if hopper else 2)
+    for block in (Attention, MLP):
+        monkeypatch.setattr(block, "fused_forward", lambda *_: None)
+    expected, expected_gradients = losses_and_gradients()
+    assert_equal(losses, expected, "losses", 1e-2)
+    for name, gradient in gradients.items():
+        assert_equal(gradient, expected_gradients[name], f"gradient of {name}", 3e-2)
+
+
+def counted(fused_forward: Any, taken: list[Any]) -> Any:
+    """The same, and each time that it does something is appended."""
+
+    def call(*given: Any) -> Any:
+        done = fused_forward(*given)
+        if done is not None:
+            taken.append(done.shape)
+        return done
+
+    return call

@@ -1,0 +1,143 @@
+"""The Triton backend: its checks through the interpreter where there is no GPU, and bf16 accuracy where there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from postlude.ops.linear_logprobs import linear_logprobs
+from postlude.ops.linear_logprobs.statistics import HostMailbox
+from postlude.ops.linear_objective import linear_objective
+from tests.ops.dense_head import Operands, dense
+from tests.ops.kernel_checks import interpret_checks, run_checks
+
+CHECKS, MORE_CHECKS = "triton_checks.py", "coded_checks.py"
+
+
+@pytest.mark.slow
+def test_kernels_in_the_interpreter() -> None:
+    interpret_checks(CHECKS)
+
+
+@pytest.mark.thorough
+def test_kernels_of_one_sweep_in_the_interpreter() -> None:
+    interpret_checks(MORE_CHECKS)
+
+
+@pytest.mark.gpu
+class TestOnTheGpu:
+    """bf16 operands against float64 on the same values."""
+
+    TOKENS, FEATURES, VOCABULARY = 384, 512, 9000
+
+    @pytest.mark.parametrize("checks", [CHECKS, MORE_CHECKS])
+    def test_kernels(self, checks: str) -> None:
+        run_checks(checks)
+
+    def operands(self) -> Operands:
+        made = Operands.random(self.TOKENS, self.FEATURES, self.VOCABULARY, device="cuda")
+        made.hidden = made.hidden.detach().bfloat16().requires_grad_()
+        made.weight = made.weight.detach().bfloat16().requires_grad_()
+        made.targets[::5] = -100
+        return made
+
+    @pytest.mark.parametrize("backend", ["triton", "torch"])
+    @pytest.mark.parametrize("softcap", [None, 20.0])
+    @pytest.mark.parametrize("memory_budget", [None, 6_000_000, 40_000_000])
+    def test_bf16_accuracy(self, backend: str, softcap: float | None, memory_budget: int | None) -> None:
+        operands = self.operands()
+        options = {"temperature": 0.9, "softcap": softcap}
+        stats = linear_logprobs(
+            operands.hidden,
+            operands.weight,
+            operands.targets,
+            entropy=True,
+            lse=True,
+            backend=backend,
+            memory_budget=memory_budget,
+            **options,
+        )
+        results = (stats.logprob, stats.entropy, stats.lse)
+        exact = dense(operands.hidden, operands.weight, operands.targets, **options)
+        for name, got, want in zip(("logprob", "entropy", "lse"), results, exact, strict=True):
+            off = float((got.double() - want).norm() / want.norm())
+            assert off <= 1e-6, f"{name} is off by {off:.1e}"
+        gradients = operands.gradients(results)
+        for name, got, want in zip(("hidden", "weight"), gradients, operands.gradients(exact), strict=True):
+            off = float((got.double() - want.double()).norm() / want.double().norm())
+            assert off <= 3e-3, f"gradient of {name} is off by {off:.1e}"
+
+    def test_objective_accuracy(self) -> None:
+        operands = self.operands()
+        kept = (operands.targets != -100).double()
+
+        def loss(logprob: torch.Tensor, entropy: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+            return logprob * columns + entropy
+
+        # The least holds 52 tokens of codes and no fp32 sum: each of six slabs rounds the weight's gradient.
+        for memory_budget, within in ((None, 3e-3), (40_000_000, 3e-3), (1_000_000, 5e-3)):
+            arguments = (operands.hidden, operands.weight, operands.targets, loss, operands.upstream[0])
+            result = linear_objective(*arguments, entropy=True, memory_budget=memory_budget)
+            logprob, entropy, _ = dense(operands.hidden, operands.weight, operands.targets)
+            exact = (loss(logprob, entropy, operands.upstream[0].double()) * kept).sum()
+            assert abs(float(result.loss) - float(exact)) <= 1e-5 * abs(float(exact))
+            got, want = (torch.autograd.grad(total, operands.leaves()) for total in (result.loss, exact))
+            for name, ours, theirs in zip(("hidden", "weight"), got, want, strict=True):
+                off = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+                print(f"budget {memory_budget}: gradient of {name} off by {off:.2e}")
+                assert off <= within, f"gradient of {name} is off by {off:.1e} with a budget of {memory_budget}"
+
+    def test_a_sweep_begun_early_is_the_same(self) -> None:
+        """Whether the host knows the number of targets or begins before it does, nothing differs by a bit."""
+        for ignored in (False, True):
+            operands = self.operands()
+            if not ignored:
+                operands.targets.fill_(7)
+            answers = []
+            for count in (None, int((operands.targets != -100).sum())):
+                arguments = (operands.hidden, operands.weight, operands.targets)
+                stats = linear_logprobs(*arguments, entropy=True, lse=True, target_count=count)
+                results = (stats.logprob, stats.entropy, stats.lse)
+                # Slabs of 52 tokens, of which the first is what begins.
+                swept = linear_objective(
+                    *arguments, lambda logprob, _, __: logprob, lse=True, target_count=count, memory_budget=1_000_000
+                )
+                gradients = torch.autograd.grad(swept.loss, operands.leaves())
+                swept_stats = (swept.token_loss, swept.stats.lse, swept.loss)
+                answers.append((*results, *operands.gradients(results), *swept_stats, *gradients))
+            for early, told in zip(*answers, strict=True):
+                assert torch.equal(early, told)
+
+    def test_one_wait_for_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For the number of targets: the host never asks the device for anything else."""
+        operands, waits, wait = self.operands(), [], HostMailbox.wait
+        count = int((operands.targets != -100).sum())
+
+        def counted(told: HostMailbox) -> tuple[int, int]:
+            waits.append(wait(told))
+            return waits[-1]
+
+        def step(**options: int) -> None:
+            stats = linear_logprobs(operands.hidden, operands.weight, operands.targets, entropy=True, **options)
+            stats.logprob.sum().backward()
+
+        step()
+        monkeypatch.setattr(HostMailbox, "wait", counted)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+            step(target_count=count)
+            assert waits == [(count, self.TOKENS - count)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_ignored_positions_halve_the_memory_of_a_slab(self) -> None:
+        operands = self.operands()
+        operands.targets[::2] = -100
+        linear_logprobs(operands.hidden, operands.weight, operands.targets, memory_budget=2**30)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            linear_logprobs(operands.hidden, operands.weight, operands.targets, memory_budget=2**30)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak <= 0.6 * 4 * self.TOKENS * self.VOCABULARY

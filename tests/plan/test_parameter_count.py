@@ -1,0 +1,129 @@
+"""Parameter counts from one layer of each kind equal those of the whole model, and ranks together hold all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from postlude import pack
+from postlude.hf.read_model import read_model
+from postlude.layout import Layout, Stage
+from postlude.model import LanguageModel, ModelConfig, Pattern
+from postlude.model.schedule_plan import interleave
+from postlude.plan.memory import estimate_memory
+from postlude.plan.parameter_count import ParameterCount, count_parameters, total_parameters
+from tests.model.small import sequences, small_config
+
+MODELS = ("tiny-dense", "tiny-moe", "tiny-hybrid")
+
+
+def config_of(model: str, ahead: str = "") -> ModelConfig:
+    config = read_model(model)[1]
+    return replace(config, pattern=Pattern.parse(f"{config.pattern}{ahead}"))
+
+
+def counted(config: ModelConfig, stage: Stage | None = None) -> int:
+    with torch.device("meta"):
+        model = LanguageModel(config, stage=stage)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_is_counted_as_if_it_were_built(model: str) -> None:
+    assert total_parameters(config_of(model)) == counted(config_of(model))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_depths_and_stages_are_counted_as_if_they_were_built(tied: bool, repeated: bool) -> None:
+    config = replace(config_of("tiny-moe", "/[*E]/[*E]"), tied_head=tied, mtp_repeated=repeated)
+    for index in range(4):
+        stage = Stage(index, 4)
+        assert count_parameters(config).stage(stage).used == counted(config, stage)
+
+
+def test_what_ranks_share_is_cut_and_what_they_copy_is_not() -> None:
+    config = config_of("tiny-moe")
+    whole = count_parameters(config).layers["*E"]
+    cut = count_parameters(config, Layout(tp=2, dp_shard=2, ep=4)).layers["*E"]
+    assert cut.experts == whole.experts // 4
+    router = config.hidden_size * config.blocks["E"].experts
+    norms = 2 * config.hidden_size + 2 * config.blocks["*"].head_dim
+    assert cut.dense == router + norms + (whole.dense - router - norms) // 2
+    assert ParameterCount(8, 8).stored(Layout(tp=2, dp_shard=2, ep=4)) == 4 + 8  # experts lie on one rank each
+    assert ParameterCount(8, 8).stored(Layout(dp_shard=4, ep=2)) == 2 + 4
+
+
+HOW = {"budget": 1024, "compute_bytes": 2, "moments": 2}
+
+
+@pytest.mark.parametrize("layout", ["pp=4", "pp=2,vpp=2"])
+def test_activations_are_those_of_the_microbatches_in_flight(layout: str) -> None:
+    config, parsed = config_of("tiny-dense"), Layout.parse(layout)
+    one = [each.activations for each in estimate_memory(config, parsed, microbatches=1, **HOW)]
+    plain = [each.activations for each in estimate_memory(config, parsed, microbatches=9, **HOW)]
+    shared = [each.activations for each in estimate_memory(config, parsed, microbatches=9, overlap=True, **HOW)]
+    assert all(few <= many <= more for few, many, more in zip(one, plain, shared, strict=True))
+    if parsed.vpp == 1:
+        assert [round(many / few) for many, few in zip(plain, one, strict=True)] == [4, 3, 2, 1]
+        assert [round(more / few) for more, few in zip(shared, one, strict=True)] == [8, 6, 4, 2]
+
+
+def test_what_is_put_off_lasts_until_it_is_made() -> None:
+    config, pipeline = config_of("tiny-dense"), Layout(pp=4)
+    plain, filled = (estimate_memory(config, pipeline, overlap=how, **HOW) for how in (False, "zero_bubble"))
+    hidden, blocks = config.hidden_size, [config.blocks[symbol] for symbol in "*-"]
+    one = sum(block.wgrad_activations(hidden) for block in blocks) * HOW["budget"] * HOW["compute_bytes"]
+    for rank, (less, more) in enumerate(zip(plain, filled, strict=True)):
+        layers = len(config.stage_layers(Stage(rank, 4)))
+        assert more.activations - less.activations == pytest.approx(rank * layers * one)
+        assert (more.gathered, more.working, more.head) == (less.gathered, less.working, less.head)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_stage_with_a_repeated_depth_puts_off_nothing(repeated: bool) -> None:
+    config = replace(config_of("tiny-dense", "/[*-]/[*-]"), mtp_repeated=repeated)
+    plain, filled = (estimate_memory(config, Layout(pp=2), overlap=how, **HOW)[1] for how in (False, "zero_bubble"))
+    assert (filled.activations == plain.activations) == repeated
+
+
+@pytest.mark.parametrize("symbol", list("*SMG+-E"))
+def test_what_is_put_off_is_what_blocks_say(symbol: str) -> None:
+    """Within a tenth; heads of a few features leave more than their own."""
+    config = small_config(symbol, hidden_size=64)
+    (microbatch,) = pack(sequences(40, 24, 64), budget=128)
+    plan = LanguageModel(config).build_schedule_plan(microbatch, targets=True)
+    interleave(plan.backward_steps(plan.forward().sum(), weights=False))
+    held = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for _, made in plan.later or ()
+        for each in (made.args[1:] if isinstance(made, partial) else [c.cell_contents for c in made.__closure__ or ()])
+        if isinstance(each, torch.Tensor)
+    }
+    assert sum(held.values()) == pytest.approx(config.blocks[symbol].put_off(64) * 4 * len(microbatch), rel=0.1)
+
+
+def test_depths_that_nobody_trains_are_held_and_no_more() -> None:
+    config = config_of("tiny-dense", "/[*-]")
+    (trained,) = estimate_memory(config, Layout(), mtp=True, **HOW)
+    (idle,) = estimate_memory(config, Layout(), mtp=False, **HOW)
+    (without,) = estimate_memory(config_of("tiny-dense"), Layout(), **HOW)
+    depth = count_parameters(config).depth.used
+    assert idle.parameters == trained.parameters == without.parameters + 4 * depth
+    assert (idle.gradients, idle.optimizer, idle.activations) == (
+        without.gradients, without.optimizer, without.activations
+    )  # fmt: skip
+    assert trained.gradients == without.gradients + 4 * depth
+    assert trained.activations > without.activations
+
+
+def test_the_less_is_kept_the_less_is_needed() -> None:
+    config = config_of("tiny-moe")
+    none, selective, full = (
+        estimate_memory(config, Layout(), recompute=recompute, **HOW)[0].activations
+        for recompute in ("none", "selective", "full")
+    )
+    assert full < selective < none

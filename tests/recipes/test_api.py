@@ -1,0 +1,79 @@
+"""Recipes started from Python: the same config, checks and run as the command's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude import recipes
+from postlude.cli import main
+from postlude.recipes import RunResult, evaluate, sft
+from postlude.recipes import api as start
+from postlude.recipes.config.raw import ConfigError
+from postlude.recipes.registry import RECIPES
+from postlude.recipes.run.directory import read_config, read_metrics
+from tests.test_start import imported
+
+SMALL: dict[str, Any] = {"budget": 128, "batch_size": 4, "steps": 2, "save_every": 0, "loggers": []}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{one}+1=", "completion": str(one + 1)}) + "\n" for one in range(9)))
+    return path
+
+
+def test_a_call_is_the_command_and_its_result_is_typed(tmp_path: Path, rows: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {path: rows.jsonl}\noptimizer: {lr: 1e-3, betas: [0.9, 0.95]}\n")
+    result = sft(file, run=tmp_path / "call", optimizer={"lr": 2e-3}, held_out={"rows": 2}, **SMALL)
+    assert isinstance(result, RunResult)
+    assert (result.run, result.outcome.outcome, result.outcome.step) == (tmp_path / "call", "finished", 2)
+    assert result.model == tmp_path / "call" / "model"
+    assert result.summary.score is not None
+    assert result.metrics == read_metrics(result.run)
+    words = [f"--{name}={json.dumps(value)}" for name, value in SMALL.items()]
+    words += [f"--run={tmp_path / 'command'}", "--optimizer.lr=2e-3", "--held_out.rows=2"]
+    assert main(["sft", str(file), *words]) == 0
+    assert read_config(tmp_path / "command") | {"run": ""} == read_config(result.run) | {"run": ""}
+    losses = [[row.get("loss") for row in read_metrics(tmp_path / name)] for name in ("call", "command")]
+    assert losses[0] == losses[1]
+
+
+def test_mistakes_are_raised_and_nothing_is_touched(tmp_path: Path, rows: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(
+        ConfigError, match=r'config key "optimzer.lr" is unknown in the call; did you mean "optimizer.lr"'
+    ):
+        sft({"data": {"path": rows}}, run=run, optimzer={"lr": 1.0})
+    with pytest.raises(ConfigError, match=r'config key "steps" is a object in the call; give a number'):
+        sft({"data": {"path": rows}}, run=run, steps=object())
+    with pytest.raises(ValueError, match="8 heads"):
+        sft({"data": {"path": rows}, "layout": "tp=3"}, run=run, **SMALL)
+    with pytest.raises(ConfigError, match=r'config key "environment.reward" is missing in the call'):
+        evaluate(environment={"kind": "dataset", "path": rows}, run=run)
+    assert not run.exists()
+
+
+def test_settings_from_python_keep_their_types() -> None:
+    given = {
+        "environment": {"kind": "reasoning_gym", "settings": {"text": "2", "number": 2, "none": None, "list": [1]}}
+    }
+    config = RECIPES["grpo"].read(None, (), [given | {"dtype": None, "replay_routing": False}])
+    assert config.environment.settings == {"text": "2", "number": 2, "none": None, "list": [1]}
+
+
+def test_a_recipe_stays_a_function_when_its_file_is_imported() -> None:
+    for name in ("sft", "dpo", "grpo", "distill"):
+        module = importlib.import_module(f"postlude.recipes.{name}")
+        assert hasattr(module, "checks")
+        assert getattr(recipes, name) is getattr(start, name)
+
+
+def test_importing_recipes_needs_no_torch() -> None:
+    assert not imported("from postlude.recipes import grpo") & {"torch", "transformers", "numpy"}

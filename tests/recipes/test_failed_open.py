@@ -1,0 +1,120 @@
+"""What a trainer opens is given back where it fails as it is made; what is held out is answered by its own seeds."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from postlude.generate.distributed import SyncedGenerator
+from postlude.recipes.config.load import load
+from postlude.recipes.config.recipe_configs import DistillConfig, GRPOConfig
+from postlude.recipes.distill import DistillTrainer
+from postlude.recipes.grpo import GRPOTrainer
+from postlude.rollout.conversations import Conversations
+from postlude.rollout.environments import SingleTurn
+from tests.conftest import Ranks
+
+ALL = ["Conversations", "SyncedGenerator", "SingleTurn"]
+
+
+def trainer_of(recipe: str, directory: str, budget: int = 64) -> GRPOTrainer | DistillTrainer:
+    place = Path(directory)
+    rows = [json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(12)]
+    (place / "tasks.jsonl").write_text("".join(rows))
+    (place / "judge.py").write_text("def score(prompt, completion, example):\n    return 0.0\n")
+    under = "data." if recipe == "distill" else ""
+    words = [f"--run={place}/run", f"--budget={budget}", f"--{under}environment=dataset"]
+    words += [f"--{under}environment.path={place}/tasks.jsonl", f"--{under}environment.reward={place}/judge.py:score"]
+    words += [f"--{under}environment.workers=0", f"--{under}sampling.max_new_tokens=2"]
+    if recipe == "grpo":
+        return GRPOTrainer(load(GRPOConfig, None, [*words, "--evaluation.tasks=2"]), "cpu")
+    more = ("--data=on_policy", "--teacher=tiny-dense", "--batch_size=2", "--held_out.rows=2", "--top_k=8")
+    return DistillTrainer(load(DistillConfig, None, [*more, *words]), "cpu")
+
+
+def fails(group: Any, directory: str, recipe: str, part: str) -> tuple[list[str], int]:
+    """What is closed of a trainer of which some part cannot be made, and how many groups of ranks are left."""
+    closed: list[str] = []
+
+    def noted(kind: Any) -> Any:
+        known = kind.close
+
+        def close(self: Any) -> None:
+            closed.append(kind.__name__)
+            known(self)
+
+        return patch.object(kind, "close", close)
+
+    module, _, name = part.rpartition(".")
+    before = len(dist.distributed_c10d._world.pg_map)
+    with (
+        noted(Conversations),
+        noted(SyncedGenerator),
+        noted(SingleTurn),
+        patch.object(import_module(module), name, side_effect=ValueError("no such part")),
+        pytest.raises(ValueError, match="no such part"),
+    ):
+        trainer_of(recipe, directory)
+    return closed, len(dist.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize(
+    ("part", "closed"),
+    [
+        ("postlude.recipes.grpo.RolloutQueue", ALL),
+        ("postlude.recipes.grpo.hold_out", ["SingleTurn"]),
+        ("postlude.recipes.supervised.RowBatches", ALL),
+        ("postlude.recipes.distill.check_teacher", ALL),
+    ],
+)
+def test_what_is_open_is_closed_where_a_later_part_fails(
+    ranks: Ranks, tmp_path: Path, part: str, closed: list[str]
+) -> None:
+    recipe = "grpo" if "grpo" in part else "distill"
+    assert ranks(1, fails, str(tmp_path), recipe, part) == [(closed, 0)]
+
+
+def rooms(group: Any, directory: str) -> list[int]:
+    found = []
+    for budget in (64, 70_000):
+        with closing(trainer_of("grpo", directory, budget)) as trainer:
+            assert isinstance(trainer.rollouts.engine, SyncedGenerator)  # type: ignore[union-attr]
+            found.append(trainer.rollouts.engine.generator.max_batch_tokens)  # type: ignore[union-attr]
+    return found
+
+
+def test_the_generator_has_room_for_a_sequence_of_the_budget(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1, rooms, str(tmp_path)) == [[65_536, 70_000]]
+
+
+def seeds(group: Any, directory: str) -> list[set[int]]:
+    """Those of a distillation's answers to learn from, and to what is held out, in one step."""
+    trainer = trainer_of("distill", directory)
+    assert isinstance(trainer, DistillTrainer)
+    assert trainer.rollouts is not None
+    drawn: list[set[int]] = []
+    module = import_module("postlude.recipes.distill")
+    tasks = trainer.course.held_out
+    with patch.object(trainer.rollouts, "drawn", side_effect=lambda groups: drawn.append({*map(seed, groups)}) or []):
+        for held_out in (False, True):
+            with patch.object(module, "_batch"), patch.object(module, "summary", return_value={}):
+                trainer.answer(tasks, held_out=held_out)
+    trainer.close()
+    return drawn
+
+
+def seed(group: Any) -> int:
+    return int(group.sampling.seed)
+
+
+def test_what_is_held_out_is_answered_by_other_seeds_than_what_is_learned(ranks: Ranks, tmp_path: Path) -> None:
+    ((learned, held_out),) = ranks(1, seeds, str(tmp_path))
+    assert len(learned) == len(held_out) == 2
+    assert not learned & held_out

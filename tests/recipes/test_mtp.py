@@ -1,0 +1,153 @@
+"""Multi-token prediction in recipes: a model without depths gets fresh ones, and the rest may be left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from postlude import Recast, load_model
+from postlude.cli import main
+from postlude.hf.read_model import read_model_with_mtp
+from postlude.hf.tokenizer import byte_tokenizer
+from postlude.recipes.config.load import load
+from postlude.recipes.config.settings import MTPSettings
+from postlude.recipes.mtp import describe_mtp, model_source
+from postlude.recipes.registry import RECIPES
+from postlude.recipes.run.outcome import RunOutcome
+from tests.conftest import Ranks
+from tests.hf.families import CONFIGS, saved
+from tests.hf.published import FILE, publish
+
+SETTINGS = ("--budget=256", "--steps=2", "--save_every=0", "--optimizer.lr=1e-3", "--optimizer.max_grad_norm=null")
+
+TASKS = (
+    "--environment.task=chain_sum",
+    "--environment.settings={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
+    "--environment.template={metadata[expression]}=",
+    "--sampling.max_new_tokens=4",
+)
+
+
+def write_rows(directory: Path) -> None:
+    rows = [{"prompt": f"{one}+{other}=", "completion": str(one + other)} for one in range(5) for other in range(4)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def metrics(group: Any, command: str, *settings: str) -> list[dict[str, Any]]:
+    config: Any = load(RECIPES[command].config, None, list(settings))
+    RECIPES[command].run(config, "cpu")
+    return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_depths_learn_and_leave_the_rest_alone(ranks: Ranks, tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    plain = (
+        *SETTINGS,
+        f"--data.path={tmp_path}/rows.jsonl",
+        "--batch_size=4",
+        "--held_out.rows=3",
+        "--held_out.every=1",
+    )
+    alone = ("--mtp.weight=0.5", "--mtp.depths=2", "--mtp.stop_trunk=true", "--mtp.stop_head=true")
+    (without,) = ranks(1, metrics, "sft", *plain, f"--run={tmp_path}/without")
+    (ahead,) = ranks(1, metrics, "sft", *plain, f"--run={tmp_path}/ahead", *alone)
+    for one, other in zip(without, ahead, strict=True):
+        for name in ("nll", "eval/nll", "eval/loss"):
+            if name in one:
+                assert other[name] == pytest.approx(one[name], rel=1e-6)
+    last = ahead[-1]
+    assert last["loss"] > last["nll"]
+    assert last["eval/loss"] == pytest.approx(last["eval/nll"])  # what is compared has no part of it
+    assert last["eval/mtp_1/nll"] < ahead[0]["eval/mtp_1/nll"]
+    assert 0.0 <= last["mtp_2/accepted"] <= 1.0
+    model = load_model(tmp_path / "ahead" / "model")
+    assert len(model.config.pattern.mtp) == 2
+    assert "mtp" not in str(load_model(tmp_path / "without" / "model").state_dict().keys())
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_answers_that_are_drafted_teach_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    """And are drafted by the weights of the engine, as they are."""
+    pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+    settings = (
+        *SETTINGS,
+        *TASKS,
+        "--prompts_per_step=4",
+        "--samples_per_prompt=2",
+        "--mtp.weight=0.1",
+        "--evaluation.every=0",
+    )
+    (plain,) = ranks(1, metrics, "grpo", *settings, f"--run={tmp_path}/plain")
+    (drafted,) = ranks(1, metrics, "grpo", *settings, f"--run={tmp_path}/drafted", "--sampling.draft=mtp")
+    for one, other in zip(plain, drafted, strict=True):
+        assert other["rewards"] == one["rewards"]
+        assert other["lengths"] == one["lengths"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert other["draft_acceptance"] > 0.3  # of 264 tokens: fresh models are unsure, and the noise is the same
+        assert "draft_acceptance" not in one
+    more = (*TASKS, "--sampling.draft=mtp", "--sampling.temperature=1", "--tasks=4", f"--run={tmp_path}/eval")
+    (found,) = ranks(1, metrics, "eval", f"--model={tmp_path}/drafted/model", "--budget=256", *more)
+    assert found[-1]["draft_acceptance"] > 0.3
+
+
+@pytest.mark.slow
+def test_a_policy_learns_to_predict_further_ahead_beside_its_rewards(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+    settings = (*TASKS, "--prompts_per_step=4", "--samples_per_prompt=2", "--evaluation.every=0", "--export=false")
+    for found in ranks(
+        2, metrics, "grpo", *SETTINGS, *settings, f"--run={tmp_path}/run", "--layout=pp=2", "--mtp.weight=0.1"
+    ):
+        assert [row["step"] for row in found] == [1, 2]
+        assert all(row["mtp_1/nll"] > 0 for row in found)
+
+
+def test_depths_of_a_published_model_go_on_learning_and_are_written_as_they_came(ranks: Ranks, tmp_path: Path) -> None:
+    published = publish("glm4_moe", tmp_path / "published", vocab_size=264)
+    byte_tokenizer().save_pretrained(published.directory)
+    write_rows(tmp_path)
+    plain = (*SETTINGS, f"--data.path={tmp_path}/rows.jsonl", "--batch_size=4", f"--model={published.directory}")
+    ranks(1, metrics, "sft", *plain, f"--run={tmp_path}/run", "--mtp.weight=1", "--mtp.stop_trunk=true")
+    before, after = (load_file(path / FILE) for path in (published.directory, tmp_path / "run" / "model"))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "model.layers.3.eh_proj.weight" in moved
+    assert torch.equal(after["model.layers.3.shared_head.head.weight"], after["lm_head.weight"])
+
+
+def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path: Path) -> None:
+    held, none = str(publish("qwen3_next", tmp_path / "held").directory), str(tmp_path / "none")
+    assert model_source(held, None) == held
+    assert model_source(held, MTPSettings()) == Recast(held, read_model_with_mtp(held)[1].pattern)
+    assert describe_mtp(held, MTPSettings()) == "1 depth(s) of [*E], the model's own"
+    with pytest.raises(ValueError, match="predicts 1 tokens further ahead by layers of its own, but mtp asks for 2"):
+        model_source(held, MTPSettings(depths=2))
+    saved(CONFIGS["nemotron_h"](), Path(none))
+    assert describe_mtp(none, MTPSettings(depths=2)) == "2 depth(s) of *E, fresh: the model has none"
+    assert describe_mtp(none, MTPSettings(layers="[M-]")) == "1 depth(s) of [M-], fresh: the model has none"
+    assert describe_mtp("tiny-dense", MTPSettings()) == "1 depth(s) of [*-], fresh: the model has none"
+
+
+def test_a_run_begins_with_a_line_about_its_depths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path)
+    monkeypatch.setattr("postlude.world.launcher.run_on_ranks", lambda *_, **__: RunOutcome("finished", 1))
+    plain = ["sft", "--data.path", f"{tmp_path}/rows.jsonl", "--run", f"{tmp_path}/run", "--held_out.rows=3"]
+    for more, line in (["--mtp.depths=2"], "mtp: 2 depth(s) of [*-], fresh: the model has none\n"), ([], ""):
+        assert main([*plain, *more]) == 0
+        assert capsys.readouterr().out == line
+
+
+def test_depths_that_a_model_has_are_not_asked_for_otherwise() -> None:
+    assert model_source("tiny-hybrid", MTPSettings()) == "tiny-hybrid"
+    with pytest.raises(
+        ValueError, match=r"tiny-hybrid predicts 1 tokens further ahead by layers of its own, but mtp asks for 2\."
+    ):
+        model_source("tiny-hybrid", MTPSettings(depths=2))

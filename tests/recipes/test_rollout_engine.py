@@ -1,0 +1,546 @@
+"""Recipes whose answers come from servers: by the newest weights, the same after servers were lost, or a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from postlude.checks import USER_ERRORS
+from postlude.data.chat import Encoder
+from postlude.generate.generator import Generator
+from postlude.generate.sampling_params import SamplingParams
+from postlude.hf import export
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.read_model import read_config, read_model
+from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, _stop_tokens
+from postlude.recipes.checks.preflight import _tasks as look_at_tasks
+from postlude.recipes.config.load import ConfigError
+from postlude.recipes.grpo import run
+from postlude.recipes.report.metrics import explain
+from postlude.recipes.rollout_engine import check_servers, connect, start
+from postlude.recipes.run.outcome import read_outcome
+from postlude.recipes.run.runtime import Runtime
+from postlude.recipes.server_commands import build_server_command, vllm_max_length
+from postlude.rollout.tasks import Task
+from tests.conftest import Ranks
+from tests.recipes.test_grpo import config_of, trained, without_times
+from tests.serving.fake_receiver import Receiver
+from tests.serving.fake_vllm import FakeVLLM
+from tests.serving.test_generation_server import said, serving
+
+pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+
+
+class TinyVLLM(FakeVLLM):
+    """Serves a tiny model by the native generator, and reads weights where it is told to."""
+
+    def __init__(self, model: str = "tiny-dense", port: int = 0) -> None:
+        self.tokenizer = load_tokenizer(model)
+        self.generator = Generator(load_model(model), self.tokenizer)
+        super().__init__(self.sampled, port)
+        self.read = lambda directory: setattr(self.generator, "model", load_model(directory))
+
+    def sampled(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
+        drawn = body["sampling_params"]
+        sampling = SamplingParams(
+            max_new_tokens=drawn["max_tokens"],
+            temperature=drawn["temperature"],
+            top_k=drawn.get("top_k", 0),
+            seed=drawn["seed"],
+            ignore_eos=drawn.get("ignore_eos", False),
+        )
+        with self.lock:
+            ((one,),) = self.generator.generate([body["token_ids"]], sampling)
+        return one.tokens, one.logprobs
+
+
+@pytest.fixture
+def server() -> Iterator[TinyVLLM]:
+    with closing(TinyVLLM()) as found:
+        yield found
+
+
+SHORT = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts_per_step=2")
+
+
+def lost(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
+    from postlude.recipes.grpo import run
+
+    config = config_of(Path(directory), *overrides)
+    run(config)
+    ending = read_outcome(config.run)
+    assert ending is not None
+    return ending.outcome, ending.sentence
+
+
+@pytest.mark.slow
+def test_grpo_by_a_server_goes_on_when_a_lost_server_comes_back(ranks: Ranks, tmp_path: Path) -> None:
+    """It is killed in the middle of the third step: two are saved, and the third is done when it is there again."""
+    with closing(TinyVLLM()) as server:
+        left = iter(range(15))  # of 6 answers a step
+        server.before = lambda: server.kill() if next(left, None) is None else None
+        once = ("--rollout.retries=1", "--rollout.backoff=0.01", "--rollout.outage_timeout=0")
+        ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *SHORT, f"--rollout={server.url}", *once)
+    assert outcome == "failed"
+    assert sentence.startswith(f"the one server there is does not answer any more: {server.url} cannot be reached")
+    assert "step-000002 is whole" in sentence
+    with closing(TinyVLLM()) as another:
+        (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={another.url}")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert 0.0 <= row["rollout_kl"] < 1e-9, "the server has the weights that learn"
+        assert (row["servers/up"], row["servers/failed"], row["servers/retried"]) == (1.0, 0.0, 0.0)
+        assert row["servers/reload_seconds"] <= row["time/weight_sync"]
+    assert (server.calls.count("/collective_rpc"), another.calls.count("/collective_rpc")) == (3, 1)
+    assert not (tmp_path / "run" / "weights").exists()
+    assert not {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
+
+
+class TinyReceiver(TinyVLLM, Receiver):
+    """Takes weights over the network as well, and uses them when it has all."""
+
+    def __init__(self, room: Path, port: int = 0) -> None:
+        self.room, self.tensors = room, dict[str, torch.Tensor]()
+        super().__init__(port=port)
+        self.got = lambda name, tensor: self.tensors.update({name: tensor.clone()})
+
+    def say(self, path: str, body: Any) -> Any:
+        if path == "/finish_weight_update":
+            read_config("tiny-dense").save_pretrained(self.room)
+            save_file(self.tensors, self.room / "model.safetensors")
+            self.read(str(self.room))
+            self.tensors = {}
+        return super().say(path, body)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_weights_that_are_sent_give_the_run_of_weights_that_are_read(ranks: Ranks, tmp_path: Path) -> None:
+    rows = {}
+    for sync in ("disk", "network"):
+        with closing(TinyReceiver(tmp_path / f"{sync} server")) as server:
+            chosen = (f"--rollout.urls=[{server.url}]", f"--rollout.sync={sync}")
+            (tmp_path / sync).mkdir()
+            (rows[sync],) = ranks(1, trained, str(tmp_path / sync), *SHORT, "--rollout.kind=server", *chosen)
+            assert server.calls.count("/collective_rpc") == (3 if sync == "disk" else 0)
+            assert server.calls.count("/finish_weight_update") == (3 if sync == "network" else 0)
+    for row in rows["network"]:
+        assert 0.0 < row["servers/send_seconds"] <= row["servers/sync_seconds"] <= row["time/weight_sync"]
+        assert row["servers/sync_bytes"] > 0
+    plain = {
+        sync: [{key: value for key, value in row.items() if not key.startswith("servers/")} for row in found]
+        for sync, found in rows.items()
+    }
+    assert without_times(plain["network"]) == without_times(plain["disk"])
+    assert not (tmp_path / "network" / "run" / "weights").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_the_one_server_that_is_started_anew_is_sent_weights_in_the_middle_of_a_step(
+    ranks: Ranks, tmp_path: Path, staleness: int
+) -> None:
+    with ExitStack() as held:
+        first = held.enter_context(closing(TinyReceiver(tmp_path / "first")))
+
+        def restart() -> None:
+            if not first.dead:
+                first.kill()
+                held.enter_context(closing(TinyReceiver(tmp_path / "second", first.port)))
+
+        left = iter(range(8))  # of 6 answers a step
+        first.before = lambda: restart() if next(left, None) is None else None
+        patient = ("--rollout.backoff=0.01", "--rollout.retries=12")  # as long as another takes to start
+        chosen = (f"--rollout.urls=[{first.url}]", "--rollout.sync=network", *patient)
+        late = f"--asynchrony.max_staleness={staleness}"
+        (rows,) = ranks(1, trained, str(tmp_path), *SHORT, "--rollout.kind=server", *chosen, late)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert sum(row["servers/failed"] for row in rows) >= 1
+    if not staleness:
+        assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows), "it has the weights that learn"
+
+
+def filled(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
+    """As `lost`, on a disk that is full when the third model is to be written."""
+    left, written, pwrite = iter(range(2)), export.write, os.pwrite
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    def write(*arguments: Any) -> None:
+        if next(left, None) is None:
+            os.pwrite = full
+        written(*arguments)
+
+    export.write = write
+    try:
+        return lost(group, directory, *overrides)
+    finally:
+        export.write, os.pwrite = written, pwrite
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_a_run_with_a_sentence_and_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    with closing(TinyVLLM()) as server:
+        ((outcome, sentence),) = ranks(1, filled, str(tmp_path), *SHORT, f"--rollout={server.url}")
+        assert outcome == "failed"
+        assert sentence.startswith(f"weights for servers could not be written below {tmp_path}/run/weights: ")
+        assert "No space left on device (os error 28). There has to be room for them twice." in sentence
+        assert "step-000002 is whole" in sentence
+        assert not list((tmp_path / "run").rglob("*.partial"))
+        (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={server.url}")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+@pytest.mark.thorough
+def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    with closing(TinyVLLM()) as server:
+        (rows,) = ranks(1, trained, str(whole), *SHORT, f"--rollout={server.url}")
+        left = iter(range(15))
+        server.before = lambda: server.kill() if next(left, None) is None else None
+        ranks(
+            1, lost, str(broken), *SHORT, f"--rollout={server.url}", "--rollout.retries=0", "--rollout.outage_timeout=0"
+        )
+    with closing(TinyVLLM()) as another:
+        (again,) = ranks(1, trained, str(broken), *SHORT, f"--rollout={another.url}")
+    kept = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in rows]
+    found = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in again]
+    assert without_times(found) == without_times(kept)
+
+
+def killing(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
+    """As `trained`, but a server of the run is killed as soon as its first step is logged."""
+    from postlude.serving.launch.launcher import LocalLauncher
+
+    begun: list[Any] = []
+
+    class Deadly(LocalLauncher):
+        def start(self, program: Any) -> Any:
+            begun.append(super().start(program))
+            return begun[-1]
+
+    def kill() -> None:
+        metrics = Path(directory) / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text()):
+            time.sleep(0.01)
+        keeper = begun[0].process.pid
+        os.kill(int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    config = config_of(Path(directory), *overrides)
+    run(config, where=Runtime(launcher=Deadly(Path(directory) / "logs")))
+    assert len(begun) > config.rollout.count, "another was started"
+    return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.thorough
+def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
+    """The same answers as of the generator here, and the same again where a server was killed on the way."""
+    here, there, broken = tmp_path / "here", tmp_path / "there", tmp_path / "broken"
+    for each in (here, there, broken):
+        each.mkdir()
+    settings = (*SHORT, "--steps=4")
+    (native,) = ranks(1, trained, str(here), *settings)
+    (rows,) = ranks(1, trained, str(there), *settings, "--rollout=generators")
+    (again,) = ranks(1, killing, str(broken), *settings, "--rollout=generators", "--rollout.count=2")
+    for found in (rows, again):
+        for row, expected in zip(found, native, strict=True):
+            assert 0.0 <= row["rollout_kl"] < 1e-9, "the server has the weights that learn"
+            assert (row["rewards"], row["lengths"]) == (expected["rewards"], expected["lengths"])
+            for name in ("loss", "entropy", "grad_norm"):
+                assert row[name] == pytest.approx(expected[name], abs=1e-4)
+    assert max(row["grad_norm"] for row in native) > 1.0, "something was learned"
+    assert sum(row["servers/failed"] for row in again) >= 1
+    assert "serving" in (there / "run" / "servers" / "0.log").read_text()
+
+
+def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path, monkeypatch) -> None:
+    assert told(tmp_path, "--rollout=generators", "--rollout.count=2") == "2 of postlude serve, to be started"
+    vllm = (tmp_path, "--rollout=vllm", "--rollout.gpus=0")
+    assert "cannot be run as a Python interpreter" in told(*vllm, "--rollout.python=/nowhere/python")
+    assert "has no vLLM. Install it there" in told(*vllm)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert told(tmp_path, "--rollout=generators", "--rollout.count=2", "--rollout.gpus=1").startswith("2 of")
+    assert "wants 2 servers with 2 GPUs each, but the trainer leaves 2 of this machine's" in told(
+        tmp_path, "--rollout=vllm", "--rollout.count=2", "--rollout.gpus=2"
+    )
+    share = (tmp_path, "--rollout=generators", "--rollout.gpus=0.4")
+    assert "rollout.gpus is 0.4, but Ray alone gives out shares of a GPU" in told(*share)
+    on_ray = LaunchInfo("cuda", ray=True)
+    assert told(*share, start=on_ray) == "1 of postlude serve, to be started"
+    assert "on Ray a server that asks for no GPU sees none" in told(tmp_path, "--rollout=generators", start=on_ray)
+    by_cpu = ("--rollout=generators", "--rollout.device=cpu")
+    assert told(tmp_path, *by_cpu, start=on_ray) == "1 of postlude serve, to be started"
+
+
+def told(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **found: Any) -> str:
+    """What the preflight of a GRPO run says of its servers, after it `found` something of its tasks."""
+    config = config_of(tmp_path, *overrides)
+    compared = config.old_logprobs == "rollout"
+    inputs = PreflightInputs(config, start or LaunchInfo(), **found)
+    (check,) = check_servers(inputs, config.rollout, config.sampling, trained=True, compared=compared)
+    try:
+        return check.look()
+    except USER_ERRORS as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVLLM, tmp_path: Path) -> None:
+    asked = (tmp_path, f"--rollout={server.url}")
+    assert told(*asked) == "1 of 1 answer (vllm)"
+    both = told(tmp_path, f"--rollout={server.url},http://127.0.0.1:9")
+    assert both == "1 of 2 answer (vllm); http://127.0.0.1:9 cannot be reached: Connection refused"
+    known, choice = server.say, server.choice
+
+    def say(path: str, body: Any) -> Any:
+        return {"data": [{"id": "tiny", "owned_by": "llamacpp"}]} if path == "/v1/models" else known(path, body)
+
+    server.say = say
+    assert f"{server.url} speaks llama.cpp, which takes no new weights" in told(*asked)
+    server.say = lambda path, body: {} if path == "/weight_info" else known(path, body)
+    assert "does not say which weights it has at /weight_info" in told(*asked)
+    server.say = lambda path, body: (
+        {"vllm_config": "device_config=cpu"} if path == "/server_info" else known(path, body)
+    )
+    assert "does not renew a head that is tied to the embedding" in told(*asked)  # tiny-dense has such a head
+    server.say = known
+
+    def without(**changes: Any) -> Any:
+        def changed(body: Any) -> Any:
+            answer = choice(body)
+            answer["choices"][0] |= changes
+            return answer
+
+        return changed
+
+    server.choice = without(logprobs=None)
+    assert f"{server.url} gave no log-probs" in told(*asked)
+    server.choice = without(token_ids=None)
+    assert f"{server.url} gave text but no token ids" in told(*asked)
+    server.choice = without(token_ids=[9999] * 8)
+    assert f"{server.url} gave token 9999, which is not in the vocabulary: that goes from 0 to" in told(*asked)
+    server.choice = without(text="Rome")
+    assert f"{server.url} writes its own tokens as 'Rome'" in told(*asked)
+    server.choice = choice
+    server.kill()
+    assert "the one server there is does not answer any more" in told(*asked)
+
+
+def test_servers_are_known_by_the_models_vocabulary_and_waited_for(tmp_path: Path) -> None:
+    with closing(connect(config_of(tmp_path, "--rollout=http://localhost:1").rollout, None, 258)) as engine:
+        assert engine.fleet.servers[0].vocab_size == 258
+        assert engine.fleet.outage_timeout == 600.0
+
+
+def test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer(tmp_path: Path) -> None:
+    """Ids, or as the tokenizer writes them; what it does not have is refused before the run."""
+    tokenizer = load_tokenizer("tiny-dense")
+    config = config_of(tmp_path, "--sampling.stop_tokens=[65, Z]")
+    assert config.sampling.stop_ids(tokenizer) == (65, tokenizer.get_vocab()["Z"])
+    inputs = PreflightInputs(config, LaunchInfo())
+    assert "65, " in _stop_tokens(inputs, config.sampling)
+    for wrong, sentence in (
+        ("nosuch", "'nosuch', which is no token of the tokenizer"),
+        (100000, "has 100000, but the"),
+    ):
+        answers = config.sampling.model_copy(update={"stop_tokens": (wrong,)})
+        with pytest.raises(ValueError, match=sentence):
+            _stop_tokens(inputs, answers)
+
+
+def test_a_server_without_room_for_what_it_will_be_asked_is_refused(server: TinyVLLM, tmp_path: Path) -> None:
+    known, asked = server.say, (tmp_path, f"--rollout={server.url}")
+    stated = {"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 70}]}
+    server.say = lambda path, body: stated if path == "/v1/models" else known(path, body)
+    assert told(*asked, longest_prompt=67) == "1 of 1 answer (vllm)"  # and 3 more
+    assert told(*asked, longest_prompt=68) == (
+        f"{server.url} takes 70 tokens (its max_model_len), but a prompt of 68 tokens and an answer of up to 3 make "
+        "71. Start it with a larger one, or lower sampling.max_new_tokens."
+    )
+    assert "but a conversation of several turns may have budget=256 tokens. Start it with a larger one, or lower" in (
+        told(*asked, longest_prompt=5, grows=True)
+    )
+
+
+def test_a_server_that_is_started_has_room_for_what_it_will_be_asked(tmp_path: Path) -> None:
+    _, tiny = read_model("tiny-dense")
+    own = vllm_max_length(tiny, load_tokenizer("tiny-dense"))
+    assert own == 2048
+    stretched = replace(tiny, hf_config={**tiny.hf_config, "rope_parameters": {"rope_type": "linear", "factor": 4.0}})
+    assert vllm_max_length(stretched, None) == 4 * 2048
+    assert vllm_max_length(stretched, SimpleNamespace(model_max_length=512)) == 512
+
+    def words(budget: int, *overrides: str) -> str:
+        rollout = config_of(tmp_path, *overrides).rollout
+        program = build_server_command(rollout, "m", torch.float32, "cpu", empty=True, budget=budget, own=own)
+        return " ".join(program.command)
+
+    assert "--max-model-len 1024" in words(1024, "--rollout=vllm")
+    assert "--generation-config vllm" in words(1024, "--rollout=vllm"), "sampling values are ours alone"
+    assert "--max-model-len" not in words(4096, "--rollout=vllm"), "a model's own length is vLLM's already"
+    assert "--max-batch-tokens" not in words(1024, "--rollout=generators")
+    assert "--max-batch-tokens 70000" in words(70000, "--rollout=generators")
+    vllm = (tmp_path, "--rollout=vllm", "--rollout.gpus=0")
+    assert "vLLM serves tiny-dense with 2048 tokens, as its config.json" in told(*vllm, longest_prompt=2046)
+    assert "has no vLLM" in told(*vllm, longest_prompt=2045)
+    short = "rollout.arguments give servers --max-model-len 8, but a prompt of 6 tokens and an answer of up to 3 make 9"
+    for given in ("--max-model-len,8", "--max_model_len=8"):
+        assert f"{short}. Raise it, or" in told(*vllm, f"--rollout.arguments=[{given}]", longest_prompt=6)
+    few = ("--rollout=generators", "--rollout.arguments=[--max-batch-tokens,8]")
+    assert "rollout.arguments give servers --max-batch-tokens 8, but" in told(tmp_path, *few, longest_prompt=6)
+
+
+def test_a_vllm_of_the_cpu_leaves_memory_to_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def space(*overrides: str) -> str | None:
+        rollout = config_of(tmp_path, "--rollout=vllm", *overrides).rollout
+        program = build_server_command(rollout, "m", torch.float32, "cpu", empty=True, budget=64, own=None)
+        return program.environment.get("VLLM_CPU_KVCACHE_SPACE")
+
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert (space(), space("--rollout.gpus=0")) == (None, "4")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert space("--rollout.gpus=0") == "2"
+    assert space("--rollout.gpus=0", "--rollout.env={VLLM_CPU_KVCACHE_SPACE: '3'}") == "3"
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("generators", "POSTLUDE_API_KEY"), ("vllm", "VLLM_API_KEY")])
+def test_servers_that_are_started_have_a_key_of_the_run_that_nothing_shows(
+    tmp_path: Path, kind: str, variable: str
+) -> None:
+    rollout = config_of(tmp_path, f"--rollout={kind}").rollout
+    made = [
+        build_server_command(rollout, "m", torch.float32, "cpu", empty=False, budget=64, own=None) for _ in range(2)
+    ]
+    assert made[0].key != made[1].key
+    for program in made:
+        assert program.environment[variable] == program.key
+        assert len(program.key) >= 32
+        assert program.key not in " ".join(program.command) + repr(program)
+    given = (tmp_path, f"--rollout={kind}", "--rollout.gpus=0", "--rollout.arguments=[--api-key,mine]")
+    assert "the run makes a key of its own" in told(*given)
+
+
+def test_a_server_that_is_started_answers_the_run_alone(tmp_path: Path) -> None:
+    """The server is here, as the machine that starts it says, and knows the key by its environment alone."""
+    rollout = config_of(tmp_path, "--rollout=generators").rollout
+    program = build_server_command(rollout, "m", torch.float32, "cpu", empty=False, budget=64, own=None)
+    generator = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense"))
+    with serving(generator, key=program.environment["POSTLUDE_API_KEY"]) as (_, url):
+        running = SimpleNamespace(url=url, ended=lambda: None, stop=lambda: None)
+        with closing(start(rollout, program, None, 258, SimpleNamespace(start=lambda _: running))) as engine:
+            ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=2))
+            assert len(one.tokens) == 2
+        assert said(f"{url}/weights", {"directory": "/", "version": "1"})[0] == 401
+
+
+def test_the_longest_prompt_is_known_of_the_tasks(tmp_path: Path) -> None:
+    inputs = PreflightInputs(config_of(tmp_path), LaunchInfo())
+    encoder, answers = Encoder(tokenizer=inputs.tokenizer), inputs.config.sampling
+    look_at_tasks(inputs, [Task("1 + 1 ="), Task("1 + 1 + 1 =")], 2, encoder, answers, None)
+    assert inputs.longest_prompt == len(encoder.prompt("1 + 1 + 1 =")) > len(encoder.prompt("1 + 1 ="))
+
+
+def test_log_probs_of_another_temperature_are_refused_where_ratios_are_taken_to_them(
+    server: TinyVLLM, tmp_path: Path
+) -> None:
+    hot = (tmp_path, f"--rollout={server.url}", "--sampling.temperature=0.7")
+    assert "1 of 1 answer" in told(*hot)  # this one gives them at the temperature
+    known = server.answer
+    server.answer = lambda body: (known(body)[0], [-0.5] * len(known(body)[0]))
+    assert "gives log-probs at temperature 1, but answers are drawn at 0.7" in told(*hot)
+    assert "1 of 1 answer" in told(*hot, "--old_logprobs=recompute")
+    server.answer = lambda body: (known(body)[0], [0.0] * len(known(body)[0]))
+    assert "gives log-probs among the tokens that sampling.top_p leaves" in told(*hot, "--sampling.top_p=0.9")
+
+
+def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    for overrides, sentence in (
+        (("--rollout=ftp://there",), "rollout"),
+        (("--rollout=http://there", "--replay_routing=true"), "servers do not tell"),
+        (("--rollout=http://there", "--sampling.draft=mtp"), "a server drafts as it was started to"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=sentence):
+            config_of(tmp_path, *overrides)
+
+
+def evaluated(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
+    from postlude.recipes.config.load import load
+    from postlude.recipes.config.recipe_configs import EvalConfig
+    from postlude.recipes.evaluation import run
+
+    config = load(EvalConfig, None, [f"--run={directory}", *overrides])
+    run(config)
+    (row,) = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "servers/"))}
+
+
+@pytest.mark.thorough  # grpo by a server is tested always
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_evaluation_by_a_server_is_the_native_one(ranks: Ranks, server: TinyVLLM, tmp_path: Path, size: int) -> None:
+    common = ("--environment.size=16", "--tasks=6", "--sampling.max_new_tokens=5", "--budget=512")
+    native, *_ = ranks(size, evaluated, str(tmp_path / "native"), *common)
+    served, *_ = ranks(size, evaluated, str(tmp_path / "served"), *common, f"--rollout={server.url}")
+    assert served == native
+
+
+@pytest.mark.thorough
+def test_an_evaluation_by_generators_that_it_starts_is_the_native_one(ranks: Ranks, tmp_path: Path) -> None:
+    """Several answers a task, drawn: their seeds and numbers mean the same there."""
+    common = ("--environment.size=16", "--tasks=6", "--sampling.max_new_tokens=5", "--budget=512")
+    drawn = ("--samples_per_prompt=2", "--sampling.temperature=1")
+    native, *_ = ranks(2, evaluated, str(tmp_path / "native"), *common, *drawn)
+    served, *_ = ranks(2, evaluated, str(tmp_path / "served"), *common, *drawn, "--rollout=generators")
+    assert served == native
+    shown = [(tmp_path / name / "samples.jsonl").read_text() for name in ("native", "served")]
+    completions = [[json.loads(line)["completion"] for line in each.splitlines()] for each in shown]
+    assert completions[0] == completions[1]
+
+
+def distilled(group: Any, directory: str, *overrides: str) -> list[float]:
+    from postlude.recipes.config.load import load
+    from postlude.recipes.config.recipe_configs import DistillConfig
+    from postlude.recipes.distill import run
+
+    common = ("--teacher=tiny-dense", "--data=on_policy", "--data.environment.size=16", "--steps=3", "--batch_size=2")
+    more = ("--data.sampling.max_new_tokens=4", "--data.sampling.temperature=0", "--budget=512", "--export=false")
+    config = load(DistillConfig, None, [f"--run={directory}", "--optimizer.lr=1e-2", *common, *more, *overrides])
+    run(config)
+    return [json.loads(line)["loss"] for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.thorough
+def test_a_student_that_is_served_learns_what_it_learns_here(ranks: Ranks, server: TinyVLLM, tmp_path: Path) -> None:
+    (native,) = ranks(1, distilled, str(tmp_path / "native"))
+    (served,) = ranks(1, distilled, str(tmp_path / "served"), f"--data.rollout={server.url}")
+    assert served == native
+    assert torch.tensor(native).diff().abs().min() > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("layout", "rollout"), [("tp=2", None), ("pp=2", None), ("dp_shard=2", None), ("pp=2", "generators")]
+)
+def test_grpo_by_a_server_in_other_layouts(
+    ranks: Ranks, server: TinyVLLM, tmp_path: Path, layout: str, rollout: str | None
+) -> None:
+    who = rollout or server.url
+    rows, *_ = ranks(2, trained, str(tmp_path), *SHORT, f"--rollout={who}", f"--layout={layout}")
+    assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows)

@@ -1,0 +1,110 @@
+"""No secret stands in anything that a run writes or shows, and a run goes on when its secrets are given again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from postlude.hf.model_card import ModelCard
+from postlude.recipes.config.load import load, to_yaml
+from postlude.recipes.config.recipe_configs import GRPOConfig
+from postlude.recipes.config.schema import plain
+from postlude.recipes.config.secrets import MASK, is_secret_name, mask, mask_arguments
+from postlude.recipes.report.page import write_report
+from postlude.recipes.run.directory import open_run, read_config, read_record
+from postlude.recipes.run.start_mode import resume_command
+
+WORDS = (
+    "--rollout=vllm",
+    "--rollout.env.HF_TOKEN=hf_secret1",
+    "--environment.settings={min_terms: 2, api_key: secret2, inner: [{dbPassword: secret3}], key: 7}",
+)
+SECRETS = ("hf_secret1", "secret2", "secret3")
+
+
+def config_of(*words: str) -> GRPOConfig:
+    return load(GRPOConfig, None, ["--model=tiny-dense", *words])
+
+
+def shown(text: str) -> bool:
+    return any(secret in text for secret in SECRETS)
+
+
+def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path) -> None:
+    config = config_of(*WORDS)
+    with open_run(tmp_path / "run", plain(config)) as run:
+        run.log(1, {"loss": 1.0}, phase="train")
+        run.record(step=1, command=resume_command(["grpo", *WORDS]))
+    with open_run(tmp_path / "run", plain(config_of(*WORDS, "--steps=7")), resume=True, may_change=("steps",)) as run:
+        run.record(step=1, command="")
+    write_report([tmp_path / "run"], tmp_path / "run")
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"config.yaml", "run.json", "report.html"} <= {path.name for path in files}
+    assert not [path for path in files if shown(path.read_bytes().decode(errors="replace"))]
+    kept = read_config(tmp_path / "run")
+    assert kept["rollout"]["environment"] == {"HF_TOKEN": MASK}
+    assert kept["environment"]["settings"] == {
+        "min_terms": 2, "api_key": MASK, "inner": [{"dbPassword": MASK}], "key": 7
+    }  # fmt: skip
+    assert not shown(ModelCard(settings=kept).text("tiny", {}))
+    assert not shown(to_yaml(config, masked=True))
+
+
+def test_a_secret_is_no_change_and_a_setting_beside_it_is(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run", plain(config_of(*WORDS))) as run:
+        run.log(1, {"loss": 1.0}, phase="train")
+    other = [word.replace("secret", "another") for word in WORDS]
+    with open_run(tmp_path / "run", plain(config_of(*other)), resume=True) as run:
+        assert run.changed == {}
+    other[2] = other[2].replace("min_terms: 2", "min_terms: 3")
+    with pytest.raises(ValueError, match=r"environment.settings.min_terms is 2 there and 3 here"):
+        open_run(tmp_path / "run", plain(config_of(*other)), resume=True)
+    written = tmp_path / "run" / "config.yaml"
+    written.write_text(yaml.safe_dump(plain(config_of(*WORDS))))  # as it was written before secrets were masked
+    with open_run(tmp_path / "run", plain(config_of(*WORDS)), resume=True) as run:
+        assert run.changed == {}
+    assert not shown(written.read_text())
+    assert not shown(json.dumps(read_record(tmp_path / "run")))
+
+
+def test_a_config_of_a_run_is_refused_until_its_secrets_are_given_again(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config_of(*WORDS[:2]), masked=True))
+    with pytest.raises(ValueError, match=r"rollout.env.HF_TOKEN is \*\*\*.* --rollout.env.HF_TOKEN"):
+        load(GRPOConfig, file, [])
+    again = load(GRPOConfig, file, [WORDS[1]])
+    assert again == config_of(*WORDS[:2])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rollout.env.A", "secret1"],
+        ["--rollout.env.A=secret1"],
+        ["--rollout.env", "{A: secret1, B: secret2}"],
+        ["--data.rollout.env={A: secret1}"],
+        ["--rollout={kind: vllm, environment: {A: secret1}}"],
+        ["--environment.settings.api_key", "secret1"],
+        ["--data.environment.settings={url: x, nested: {token: secret1}}"],
+        ["--environment={kind: episodes, settings: {hfToken: secret1}}"],
+    ],
+)
+def test_the_command_that_goes_on_shows_no_secret(words: list[str]) -> None:
+    found = resume_command(["grpo", "my.yaml", *words, "--steps", "3"])
+    assert "secret" not in found
+    assert MASK in found
+    assert shlex.split(found)[-2:] == ["--steps", "3"]
+
+
+def test_what_is_no_secret_stays() -> None:
+    words = ["grpo", "my.yaml", "--rollout=vllm", "--environment.settings.max_tokens=5", "--rollout.api_key", "NAME"]
+    assert mask_arguments(words) == words
+    plain_config = {"environment": {"settings": {"keys": "a", "n_tokens": 3, "tokenizer": "x"}}, "api_key": "NAME"}
+    assert mask(plain_config) == plain_config
+    names = ["api_key", "API-KEY", "apiKey", "token", "hf_token", "clientSecret", "db.password"]
+    assert all(map(is_secret_name, names))
+    assert not any(map(is_secret_name, ["max_tokens", "keyword", "monkey", "tokenizer", "secretary"]))

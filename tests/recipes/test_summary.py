@@ -1,0 +1,208 @@
+"""The summary: what a run came to, from its records, the same wherever it is said."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from postlude.recipes.report.finish import print_summary
+from postlude.recipes.report.formatting import labels, share, short
+from postlude.recipes.report.live import LiveView
+from postlude.recipes.report.metrics import METRICS, explain, glossary, title
+from postlude.recipes.report.page import write_report
+from postlude.recipes.report.summary import held_out_table, read_summary, summary_lines
+from postlude.recipes.run.directory import RunDirectory
+from postlude.recipes.run.outcome import RunOutcome, read_outcome, write_outcome
+
+ROOT = Path(__file__).parents[2]
+
+
+def grpo_run(directory: Path) -> Path:
+    """Two supervised steps, the first evaluation, three steps of GRPO: every number is known."""
+    with RunDirectory(directory) as run:
+        directory.mkdir(exist_ok=True)
+        run.log(1, {"loss": 5.0, "skipped_steps": 1.0, "time": {"train": 1.0}}, phase="sft")
+        before = {"reward_mean": 0.25, "pass@1": 0.125, "pass@4": 0.5, "length_mean": 3.0}
+        run.log(2, {"loss": 2.0, "eval": before, "time": {"train": 1.0, "evaluation": 2.0}}, phase="sft")
+        for step, reward in ((3, 0.3), (4, 0.6), (5, 0.5)):
+            rewards = [reward] * 10
+            found: dict[str, Any] = {
+                "reward_mean": reward,
+                "rewards": rewards,
+                "loss": -0.1,
+                "skipped_steps": 2.0 * (step == 4),
+            }
+            if step == 4:
+                found |= {"reward/failed": 0.2, "grad_norm": math.inf}
+            if step > 3:
+                found["eval"] = {"reward_mean": 1.5 * reward, "pass@1": 0.5, "pass@4": 0.75, "length_mean": 2.0}
+            run.log(step, found | {"time": {"rollout": 10.0, "train": 2.0}}, phase="grpo")
+    return directory
+
+
+def said(run: Path) -> str:
+    out = io.StringIO()
+    print_summary(read_summary(run), Console(file=out, width=100))
+    return out.getvalue()
+
+
+def test_every_number_is_the_one_that_was_logged(tmp_path: Path) -> None:
+    summary = read_summary(grpo_run(tmp_path / "run"))
+    assert summary.phases == ["sft", "grpo"]
+    assert summary.score is not None
+    assert (summary.score.metric, summary.score.first, summary.score.last) == ("eval/reward_mean", 0.25, 1.5 * 0.5)
+    assert (summary.score.best, summary.score.best_step) == (pytest.approx(0.9), 4)
+    assert summary.reward is not None
+    assert (summary.reward.first, summary.reward.last, summary.reward.first_step) == (0.3, 0.5, 3)
+    assert summary.loss is not None
+    assert summary.loss.first == -0.1, "the warm start's loss is another thing's"
+    assert (summary.answers, summary.failures, summary.skipped, summary.not_finite) == (30, 2, 3, 1)
+    assert summary.seconds == {"train": 8.0, "evaluation": 2.0, "rollout": 30.0}
+    assert held_out_table(summary) == [
+        ["", "reward_mean", "pass@1", "pass@4", "length_mean"],
+        ["before, step 2", "0.25", "0.125", "0.5", "3"],
+        ["best, step 4", "0.9", "0.5", "0.75", "2"],
+        ["after, step 5", "0.75", "0.5", "0.75", "2"],
+    ]
+
+
+def test_terminal_and_report_say_the_same(tmp_path: Path) -> None:
+    run = grpo_run(tmp_path / "run")
+    page, terminal = write_report([run], run).read_text(), said(run)
+    found = summary_lines(read_summary(run))
+    assert [fact.label for fact in found[:3]] == ["Held-out reward", "Reward", "Reward failures"]
+    assert found[0].text == "0.25 → 0.75"
+    for fact in found:
+        assert fact.text in terminal
+        assert fact.text in page
+    assert "pass@4" in terminal
+    assert f"report: {run}/report.html" in terminal
+
+
+def test_an_evaluation_is_a_table(tmp_path: Path) -> None:
+    tmp_path.mkdir(exist_ok=True)
+    with RunDirectory(tmp_path) as run:
+        scores = {"reward_mean": 0.5, "pass@1": 0.4375, "pass@2": 0.625, "pass@4": 0.8125, "length_mean": 7.0}
+        run.log(0, {"eval": scores, "reward_mean": 0.5, "rewards": [0.5] * 8}, phase="eval")
+    page, terminal = write_report([tmp_path], tmp_path).read_text(), said(tmp_path)
+    for text in ("pass@1", "pass@2", "pass@4", "0.4375", "0.625", "0.8125"):
+        assert text in terminal
+        assert text in page
+    assert "skipped" not in terminal
+
+
+def test_no_name_is_cut_in_a_narrow_terminal(tmp_path: Path) -> None:
+    names = [f"a_rather_long_metric_{number}" for number in range(9)]
+    with RunDirectory(tmp_path) as run:
+        for step in (0, 1, 2):
+            run.log(step, {"eval": {"reward_mean": step % 2, **dict.fromkeys(names, 0.5)}}, phase="sft")
+    out = io.StringIO()
+    print_summary(read_summary(tmp_path), Console(file=out, width=80))
+    assert all(name in out.getvalue() for name in [*names, "before, step 0", "best, step 1", "after, step 2"])
+
+
+@pytest.mark.parametrize("outcome", ["failed", "interrupted"])
+def test_a_bad_end_is_said_first(tmp_path: Path, outcome: Any) -> None:
+    run = grpo_run(tmp_path / "run")
+    sentence = "all rewards <failed>; look at reward.py."
+    write_outcome(run, RunOutcome(outcome, 5, sentence))
+    assert read_summary(run).bad.endswith(sentence)
+    first = said(run).split("\n\n", 1)[0].strip().replace("\n", " ")
+    assert first.startswith("The run ")
+    assert sentence in first
+    page = write_report([run], run).read_text()
+    assert page.index("all rewards &lt;failed&gt;") < page.index("Held-out reward")
+    write_outcome(run, RunOutcome("finished", 5))
+    assert read_summary(run).bad == ""
+
+
+def test_an_ending_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert read_outcome(tmp_path) is None
+    (tmp_path / "ending.json").write_text("{")
+    with pytest.raises(ValueError, match=r"ending.json does not say how a run ended"):
+        read_outcome(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("logged", "metric"),
+    [
+        ({"eval/loss": 1.0, "eval/accuracy": 0.5}, "eval/accuracy"),
+        ({"eval/loss": 1.0, "eval/mine": 0.5}, "eval/loss"),
+        ({"loss": 1.0}, None),
+        ({"eval/loss": math.nan}, None),
+    ],
+)
+def test_the_score_is_what_the_recipe_measures(tmp_path: Path, logged: dict[str, float], metric: str | None) -> None:
+    with RunDirectory(tmp_path) as run:
+        run.log(1, logged, phase="sft")
+    found = read_summary(tmp_path).score
+    assert (found and found.metric) == metric
+
+
+def test_the_best_loss_is_the_smallest(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        for step, loss in enumerate((3.0, 1.0, 2.0)):
+            run.log(step, {"eval/loss": loss}, phase="sft")
+    found = read_summary(tmp_path).score
+    assert found is not None
+    assert (found.best, found.best_step) == (1.0, 1)
+
+
+def test_a_number_has_one_name_while_the_run_goes_on() -> None:
+    out = io.StringIO()
+    with LiveView(8, console=Console(file=out, width=100), unit="task") as live:
+        live.update(4, {"accuracy": 0.75, "loss": 0.5})
+    assert out.getvalue().startswith("task 4/8  accuracy 0.75  loss 0.5  eta")
+
+
+@given(
+    st.floats(-1e12, 1e12),
+    st.integers(2, 8),
+    st.builds(lambda digit, power: digit * 10.0**power, st.sampled_from((1, 2, 5)), st.integers(-9, 9)),
+)
+def test_no_two_ticks_are_labelled_alike(start: float, count: int, width: float) -> None:
+    values = [(round(start / width) + index) * width for index in range(count)]
+    if len(set(values)) == count:
+        assert len(set(labels(values))) == count
+
+
+def test_labels_are_as_short_as_they_can_be() -> None:
+    assert labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+    assert labels([1000.001, 1000.002]) == ["1000.001", "1000.002"]
+    assert labels([5000, 10_000, 15_000]) == ["5000", "10k", "15k"]
+    assert labels([1e-4, 1.5e-4]) == ["1.0e-4", "1.5e-4"]
+
+
+def test_a_share_is_never_rounded_to_nothing_or_to_all() -> None:
+    found = [share(part, 1000).split() for part in (0, 1, 10, 500, 999, 1000)]
+    assert [number for number, _ in found] == ["0", "<1", "1", "50", ">99", "100"]
+    assert short(0.82031) == "0.8203"
+
+
+def test_the_glossary_is_the_documentation() -> None:
+    written = (ROOT / "docs" / "metrics.md").read_text()
+    assert written == glossary(), "run `python -m postlude.recipes.report.metrics > docs/metrics.md`"
+
+
+def test_every_name_is_explained() -> None:
+    for name in ("eval/pass@4", "reward/format", "time/train", "eval/kl_forward", "eval/accuracy", *METRICS):
+        found = explain(name)
+        assert found is not None, name
+        assert all((found.title, found.meaning, found.range, found.watch)), name
+    assert title("eval/pass@4") == "pass@4"
+    assert explain("mine") is None
+    assert title("mine/own_way") == "mine, own way"
+
+
+def test_a_verdict_is_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    assert [fact.text for fact in summary_lines(read_summary(tmp_path))] == ["none"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "phase": "sft", "loss": 1.0}) + '\n{"step": 2')
+    assert read_summary(tmp_path).step == 1

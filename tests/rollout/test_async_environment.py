@@ -1,0 +1,257 @@
+"""Episodes that are objects: each keeps its own state and waits by itself; what fails costs one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from postlude.rollout.async_environment import AsyncEnvironment, read_turn
+from postlude.rollout.coroutine_pool import CoroutinePool
+from postlude.rollout.environments import AssistantTurn, TurnResult
+from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
+from postlude.rollout.rewards import Score
+from postlude.rollout.tasks import Task
+
+LIMIT = 2.0  # seconds; what hangs is given up after so many
+
+
+class Counting:
+    """Counts what it is told; "stop" ends it, and other words make it fail."""
+
+    closed = 0
+    unblocked = threading.Event()
+
+    def __init__(self, example: Mapping[str, Any], **settings: Any) -> None:
+        self.count, self.example = example["start"], example
+
+    async def begin(self) -> None:
+        await asyncio.sleep(0)
+        self.count *= 10
+
+    async def step(self, said: AssistantTurn) -> Any:
+        self.count += 1
+        match said.text:
+            case "stop":
+                return {"reward": 1.0, "count": self.count}
+            case "earn":
+                return f"{self.count}", 0.25
+            case "raise":
+                raise RuntimeError("no such thing")
+            case "exit":
+                sys.exit(2)  # as argparse does
+            case "exit later":
+                await asyncio.create_task(Counting(self.example).step(AssistantTurn("exit")))
+            case "hang":
+                await asyncio.sleep(60)
+            case "block":
+                Counting.unblocked.wait(300)  # what an episode should never do
+            case "nonsense":
+                return [1, 2]
+            case "both":
+                return 1.0, "the wrong way round"
+        return f"{self.count}"
+
+    async def close(self) -> None:
+        Counting.closed += 1
+
+
+def counting(**settings: Any) -> AsyncEnvironment:
+    tasks = [Task("count", {"start": start}, f"row {start}") for start in range(8)]
+    return AsyncEnvironment(tasks, Counting, name="Counting", **{"max_turns": 3, "timeout": LIMIT, **settings})
+
+
+def test_an_episode_keeps_its_state_and_adds_up_what_it_earns() -> None:
+    environment = counting()
+    episodes = [environment.reset(environment.tasks[index]) for index in (1, 2)]
+    assert environment.step(episodes, ["go", "earn"]) == [
+        TurnResult(observation="11"),
+        TurnResult(Score(0.25), "21"),
+    ]
+    assert environment.step(episodes, ["stop", "earn"]) == [
+        TurnResult(Score(1.0, {"count": 12.0})),
+        TurnResult(Score(0.5), "22"),
+    ]
+    assert environment.step(episodes[1:], ["go"]) == [TurnResult(Score(0.5, {"unfinished": 1.0}))], "after three turns"
+    assert episodes[1].observations == ["21", "22"]
+    before = Counting.closed
+    for episode in episodes:
+        environment.release(episode)
+    until = time.monotonic() + 300
+    while Counting.closed < before + 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert Counting.closed == before + 2
+    environment.close()
+
+
+def test_an_episode_that_fails_costs_itself() -> None:
+    environment = counting()
+    kinds = {
+        "raise": ("raised", "Counting failed: RuntimeError: no such thing"),
+        "hang": ("timed_out", f"Counting took more than {LIMIT:g} s and was given up."),
+        "nonsense": ("invalid", "Counting returned [1, 2], but a reward is a number or a dict of numbers."),
+        "both": ("invalid", "Counting returned (1.0, 'the wrong way round'), but of two things the first is text"),
+    }
+    episodes = {kind: environment.reset(environment.tasks[0]) for kind in (*kinds, "stop")}
+    turns = dict(zip(episodes, environment.step(list(episodes.values()), list(episodes)), strict=True))
+    assert turns.pop("stop") == TurnResult(Score(1.0, {"count": 1.0}))
+    for kind, turn in turns.items():
+        assert turn.score is not None
+        assert turn.score.reward == 0.0
+        assert kinds[kind][1] in str(turn.score.error)
+    assert dict(environment.tally.failures) == {"raised": 1, "timed_out": 1, "invalid": 2, "died": 0}
+    environment.close()
+
+
+@pytest.mark.parametrize("way", ["exit", "exit later"])
+def test_an_episode_that_exits_costs_itself(way: str) -> None:
+    """And none that is under way beside it, or comes after it."""
+    environment = counting(timeout=20.0)
+    episodes = [environment.reset(task) for task in environment.tasks]
+    turns = environment.step(episodes[:4], ["go", way, "go", "go"])
+    assert [turn.observation for turn in turns] == ["1", None, "21", "31"]
+    assert turns[1].score is not None
+    assert turns[1].score.error is not None
+    assert turns[1].score.error.startswith("Counting failed: SystemExit: 2")
+    assert environment.step(episodes[4:5], ["go"]) == [TurnResult(observation="41")]
+    environment.close()
+
+
+@pytest.mark.slow
+def test_one_that_blocks_the_thread_is_left_behind() -> None:
+    environment = counting()
+    first, second = (environment.reset(environment.tasks[0]) for _ in range(2))
+    (turn,) = environment.step([first], ["block"])
+    assert f"took more than {LIMIT:g} s and was given up" in str(turn.score and turn.score.error)
+    assert environment.step([second], ["stop"])[0].score == Score(1.0, {"count": 1.0}), "nobody waits for it"
+    Counting.unblocked.set()
+    environment.close()
+
+
+def test_hundreds_wait_at_once() -> None:
+    coroutines, waiting, everyone = CoroutinePool("wait", 300.0), [0], asyncio.Event()
+
+    async def wait_for_all(ticket: int) -> int:
+        waiting[0] += 1
+        if waiting[0] == 300:
+            everyone.set()
+        await everyone.wait()
+        return ticket
+
+    for ticket in range(300):
+        coroutines.submit(ticket, wait_for_all(ticket))
+    found: dict[int, Any] = {}
+    while len(found) < 300:
+        found |= coroutines.poll(None)
+    assert {ticket: outcome.value for ticket, outcome in found.items()} == {ticket: ticket for ticket in range(300)}
+    coroutines.close()
+
+
+def test_an_episode_is_tried_before_a_run_begins() -> None:
+    environment = counting()
+    environment.trial_call(environment.tasks[3], "go")
+    with pytest.raises(ValueError, match="Counting failed on trial on row 3: RuntimeError: no such thing"):
+        environment.trial_call(environment.tasks[3], "raise")
+    environment.make = lambda example: object()
+    with pytest.raises(ValueError, match=r"TypeError: Counting has no `async def step\(self, said\)`"):
+        environment.trial_call(environment.tasks[3], "go")
+    environment.close()
+    assert read_turn((None, 1)) == TurnResult(Score(1.0))
+    assert read_turn(("on", None)) == TurnResult(observation="on")
+    with pytest.raises(ValueError, match="max_turns is 0"):
+        counting(max_turns=0)
+
+
+def test_without_its_package_openenv_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postlude.rollout.openenv.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="openenv, but its package is missing"):
+        OpenEnvServer("http://localhost:1")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """A real OpenEnv server, in a thread: a game of higher and lower."""
+    if importlib.util.find_spec("openenv") is None:
+        pytest.skip("the package is missing: pip install openenv")
+    import socket
+
+    import uvicorn
+    from openenv.core.env_server.http_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment as ServerEnvironment
+    from openenv.core.env_server.types import Action, Observation, State
+
+    class Guess(Action):
+        message: str
+
+    class Hint(Observation):
+        hint: str
+
+    class Game(ServerEnvironment):  # type: ignore[misc]
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Hint:
+            self.number = (seed or 0) % 10
+            return Hint(hint=f"Guess my number, game {seed}.")
+
+        def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Hint:
+            guess = int(action.message)
+            if guess == self.number:
+                return Hint(hint="right", reward=1.0, done=True)
+            return Hint(hint="higher" if guess < self.number else "lower", reward=-0.1)
+
+        @property
+        def state(self) -> State:
+            return State()
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    app = create_fastapi_app(Game, Guess, Hint, max_concurrent_envs=8)
+    serving = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+    thread = threading.Thread(target=serving.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + 300
+    while not serving.started and time.monotonic() < until:
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{port}"
+    serving.should_exit = True
+    thread.join(10)
+
+
+@pytest.mark.slow
+def test_openenv_plays_its_episodes(server: str) -> None:
+    there = OpenEnvServer(server, observation="hint")
+    tasks = OpenEnvTasks(there, first=40, size=10, chat=True, system=None)
+    assert tasks[4].prompt == [{"role": "user", "content": "Guess my number, game 44."}]
+    environment = AsyncEnvironment(tasks, there.episode, name="the server", max_turns=3)
+    episodes = [environment.reset(tasks[index]) for index in (4, 7)]
+    assert environment.step(episodes, ["4", "9"]) == [TurnResult(Score(1.0)), TurnResult(Score(-0.1), "lower")]
+    assert environment.step(episodes[1:], ["7"]) == [TurnResult(Score(0.9))]
+    wrong = environment.reset(tasks[1])
+    (turn,) = environment.step([wrong], ["a number"])
+    assert turn.score is not None
+    assert "ValueError" in str(turn.score.error) or "invalid literal" in str(turn.score.error)
+    for episode in (*episodes, wrong):
+        environment.release(episode)
+    other = Task("x", {"seed": 3, "shown": "Guess my number, game 4."})
+    (turn,) = environment.step([environment.reset(other)], ["3"])
+    assert "seed 3 began with 'Guess my number, game 3.', and before" in str(turn.score and turn.score.error)
+    assert environment.tally.failures["raised"] == 2
+    environment.close()
+    everything = OpenEnvTasks(OpenEnvServer(server), first=0, size=1, chat=False, system=None)
+    assert everything[0].prompt == '{"hint": "Guess my number, game 0."}'
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_there_is_a_sentence(server: str) -> None:
+    there = OpenEnvServer("http://127.0.0.1:9", timeout=5.0)
+    with pytest.raises(
+        ValueError, match=r"the OpenEnv server at http://127\.0\.0\.1:9 did not begin seed 0: .* running"
+    ):
+        OpenEnvTasks(there, first=0, size=1, chat=False, system=None)[0]

@@ -1,0 +1,163 @@
+"""A server in a process of its own that takes weights as vLLM's workers do, but over gloo, and tells what it got."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+import urllib.request
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.conftest import SERVER
+from tests.serving.fake_vllm import CompletionState, FakeVLLM, Refusal, foretold
+
+Spoil = Callable[["Receiver", str, int], None]
+"""Called with a path, and how often it has been asked for before."""
+
+
+class Receiver(FakeVLLM):
+    """`workers` of one server, each with a group of its own rank; it says that there are `told` of them."""
+
+    def __init__(
+        self,
+        answer: CompletionState = foretold,
+        port: int = 0,
+        *,
+        workers: int = 1,
+        told: int | None = None,
+        spoil: Spoil | None = None,
+    ) -> None:
+        self.workers, self.told, self.spoil = workers, workers if told is None else told, spoil
+        self.groups: list[dist.ProcessGroupGloo] = []
+        self.active, self.packed_bytes = False, 0
+        self.taken: list[list[tuple[str, str, list[int], str]]] = [[] for _ in range(workers)]
+        self.got: Callable[[str, torch.Tensor], None] = lambda name, tensor: None
+        super().__init__(answer, port)
+
+    def say(self, path: str, body: Any) -> Any:
+        if self.spoil is not None:
+            self.spoil(self, path, self.calls.count(path) - 1)
+        match path:
+            case "/get_world_size":
+                return {"world_size": self.told}
+            case "/init_weight_transfer_engine":
+                self.each(self.join, body["init_info"])
+            case "/shutdown_weight_transfer_engine":
+                if self.active:
+                    raise Refusal(500, "Cannot release a trainer connection during a weight update")
+                self.groups = []
+            case "/start_weight_update":
+                if self.active:
+                    raise Refusal(500, "start_weight_update called while a weight update is already active")
+                self.active, self.taken = True, [[] for _ in range(self.workers)]
+            case "/update_weights":
+                if not (self.active and self.groups):
+                    raise Refusal(500, "NCCL weight transfer not initialized")
+                self.each(self.take, body["update_info"])
+            case "/finish_weight_update":
+                self.active, self.version = False, (body or {}).get("weight_version", self.version)
+            case "/received":
+                return {"taken": self.taken, "calls": self.calls, "version": self.version}
+            case _:
+                return super().say(path, body)
+        return {"message": "done"}
+
+    def each(self, act: Callable[[int, Any], None], info: Any) -> None:
+        threads = [Thread(target=act, args=(worker, info), daemon=True) for worker in range(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def join(self, worker: int, info: Any) -> None:
+        assert info["packed"]
+        self.packed_bytes = info["packed_buffer_size_bytes"]
+        store = dist.TCPStore(info["master_address"], info["master_port"], is_master=False)
+        rank = worker + info["rank_offset"]
+        self.groups.append(dist.ProcessGroupGloo(store, rank, info["world_size"], timedelta(seconds=20)))
+        self.groups.sort(key=lambda group: group.rank())
+
+    def take(self, worker: int, info: Any) -> None:
+        """Tensors one behind the other until there are more bytes than a buffer has, as vLLM cuts them."""
+        waiting = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
+        while waiting:
+            some, size = [], 0
+            while waiting and size <= self.packed_bytes:
+                name, dtype, shape = waiting.pop(0)
+                some.append((name, dtype, shape, math.prod(shape) * getattr(torch, dtype).itemsize))
+                size += some[-1][-1]
+            data = torch.empty(size, dtype=torch.uint8)
+            self.groups[worker].broadcast(data, 0).wait()
+            for (name, dtype, shape, _), part in zip(some, data.split([each[-1] for each in some]), strict=True):
+                self.got(name, part.view(getattr(torch, dtype)).view(shape))  # in place, which has to be aligned
+                self.taken[worker].append((name, dtype, shape, digest(part)))
+
+
+def digest(data: torch.Tensor) -> str:
+    return hashlib.sha256(data.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+class Dies:
+    def __init__(self, path: str, times: int) -> None:
+        self.path, self.times = path, times
+
+    def __call__(self, receiver: Receiver, path: str, before: int) -> None:
+        if path == self.path and before >= self.times:
+            os._exit(1)
+
+
+class Refuses:
+    def __init__(self, path: str, status: int = 400, times: int = 1000) -> None:
+        self.path, self.status, self.times = path, status, times
+
+    def __call__(self, receiver: Receiver, path: str, before: int) -> None:
+        if path == self.path and before < self.times:
+            raise Refusal(self.status, "no")
+
+
+class Hangs:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, receiver: Receiver, path: str, before: int) -> None:
+        if path == self.path:
+            time.sleep(60)
+
+
+class Remote:
+    """One in a process of its own, while this is entered."""
+
+    def __init__(self, workers: int = 1, told: int | None = None, spoil: Spoil | None = None) -> None:
+        self.options = {"workers": workers, "told": told, "spoil": spoil}
+
+    def __enter__(self) -> Remote:
+        ours, theirs = SERVER.Pipe()
+        self.process = SERVER.Process(target=_run, args=(theirs, self.options), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert ours.poll(30)
+        self.url: str = ours.recv()
+        return self
+
+    def received(self) -> Any:
+        with urllib.request.urlopen(f"{self.url}/received", timeout=300) as answer:
+            return json.load(answer)
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _run(told: Connection, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    told.send(Receiver(**options).url)
+    time.sleep(600)

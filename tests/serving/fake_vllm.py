@@ -1,0 +1,148 @@
+"""A server that speaks vLLM's words, in a thread: what it says can be foretold, and it fails when it is told to."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+OLD = "default"  # what vLLM calls the weights it was started with
+CompletionState = Callable[[dict[str, Any]], tuple[list[int], list[float]]]
+
+
+def foretold(body: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs that the request alone decides, whichever server answers."""
+    drawn = body["sampling_params"]
+    tokens = [(drawn["seed"] + sum(body["token_ids"]) + place) % 251 for place in range(drawn["max_tokens"])]
+    return tokens, [-float(token) / 100 for token in tokens]
+
+
+class Refusal(Exception):
+    """What it says in the place of an answer, with a status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class FakeVLLM:
+    """`calls` are the paths it was asked for, in order; `before` runs before an answer and may spoil it."""
+
+    def __init__(self, answer: CompletionState = foretold, port: int = 0, host: str = "127.0.0.1") -> None:
+        self.answer, self.version, self.directory = answer, OLD, ""
+        self.before: Callable[[], bytes | None] = lambda: None
+        self.read: Callable[[str], None] = lambda directory: None
+        self.calls: list[str] = []
+        self.answered = 0
+        self.dead = False
+        self.lock = threading.Lock()
+        self.connections: set[socket.socket] = set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = 10
+            wbufsize = 1 << 16  # an answer goes out in one piece
+
+            def setup(self) -> None:
+                super().setup()
+                outer.connections.add(self.connection)
+
+            def do_GET(self) -> None:
+                outer.heard(self, None)
+
+            def do_POST(self) -> None:
+                text = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.heard(self, json.loads(text) if text else None)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        class Listener(ThreadingHTTPServer):
+            allow_reuse_address = True
+            daemon_threads = True
+
+            def handle_error(self, *arguments: object) -> None:
+                pass  # connections that were cut are the point
+
+        self.server = Listener((host, port), Handler)
+        self.port = self.server.server_port
+        self.url = f"http://{host}:{self.port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def heard(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        path = urlsplit(handler.path).path
+        with self.lock:
+            self.calls.append(path)
+        spoiled = self.spoiled(path, body)
+        if self.dead:
+            return
+        status = 400 if path == "/inference/v1/generate" and not body else 200
+        try:
+            said = spoiled or json.dumps(self.say(path, body)).encode()
+        except Refusal as refusal:
+            status, said = refusal.status, json.dumps({"error": str(refusal)}).encode()
+        with suppress(OSError):
+            handler.send_response(status)
+            handler.send_header("Content-Length", str(len(said)))
+            handler.end_headers()
+            handler.wfile.write(said)
+
+    def spoiled(self, path: str, body: Any) -> bytes | None:
+        return self.before() if path == "/inference/v1/generate" and body else None
+
+    def say(self, path: str, body: Any) -> Any:
+        match path:
+            case "/v1/models":
+                return {"data": [{"id": "tiny", "owned_by": "vllm"}]}
+            case "/weight_info":
+                return {"weight_version": self.version}
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/collective_rpc":
+                self.directory = body["kwargs"]["weights_path"]
+                self.read(self.directory)
+            case "/inference/v1/generate" | "/v1/completions" if body:
+                return self.choice(body)
+        return {"success": True}
+
+    def choice(self, body: Any) -> Any:
+        version = self.version
+        if "prompt" in body:  # /v1/completions, in the words of the other
+            body = {"token_ids": body["prompt"], "sampling_params": body}
+        tokens, logprobs = self.answer(body)
+        with self.lock:
+            self.answered += 1
+        content = [{"logprob": logprob} for logprob in logprobs]
+        stated = {"content": content, "token_logprobs": logprobs}
+        versions = [{"version": version, "start": 0, "end": len(tokens)}]
+        choice = {"index": 0, "token_ids": tokens, "logprobs": stated, "finish_reason": "length"}
+        return {"choices": [choice | {"weight_versions": versions}]}
+
+    def kill(self) -> None:
+        """As by SIGKILL: nobody listens, and connections end in the middle."""
+        self.dead = True
+        self.server.server_close()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.kill()
+        threading.Thread(target=self.server.shutdown, daemon=True).start()
+
+
+def slowly(seconds: float) -> Callable[[], None]:
+    return lambda: time.sleep(seconds)
+
+
+if __name__ == "__main__":  # python -m tests.serving.fake_vllm PORT [HOST]: a process of its own
+    FakeVLLM(port=int(sys.argv[1]), host=(*sys.argv, "127.0.0.1")[2])
+    threading.Event().wait()

@@ -1,0 +1,90 @@
+"""Servers that were given the same weights are seen to have the same: whoever does not is left out, with a sentence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from postlude.serving.clients.client import GenerationClient
+from tests.serving.fake_vllm import FakeVLLM, Refusal
+
+
+class Hashing(FakeVLLM):
+    """`weights` are what it says its two tensors hash to; None of a vLLM that is too old to say."""
+
+    weights: tuple[str, str] | None = ("a", "b")
+    names = ("dp0:tp0:first", "dp0:tp0:second")
+
+    def say(self, path: str, body: Any) -> Any:
+        if path != "/weight_checker":
+            return super().say(path, body)
+        assert body == {"action": "checksum"}
+        if self.weights is None:
+            raise Refusal(404, "Not Found")
+        return {"checksums": dict(zip(self.names, self.weights, strict=True))}
+
+
+@pytest.fixture
+def several() -> Iterator[Callable[..., tuple[GenerationClient, list[Hashing]]]]:
+    with ExitStack() as held:
+
+        def start(count: int) -> tuple[GenerationClient, list[Hashing]]:
+            servers = [held.enter_context(closing(Hashing())) for _ in range(count)]
+            engine = held.enter_context(closing(GenerationClient([each.url for each in servers], backoff=0.01)))
+            engine.meet()
+            engine._run(engine.fleet.gather())
+            return engine, servers
+
+        yield start
+
+
+def states(engine: GenerationClient) -> list[str]:
+    return [server.state for server in engine.fleet.servers]
+
+
+def test_one_that_differs_from_most_is_left_out_and_named(several, caplog) -> None:
+    engine, servers = several(3)
+    assert engine.compare("first") == 3
+    assert states(engine) == ["up"] * 3
+    for server in servers:
+        server.weights = ("c", "d")
+    servers[1].weights = ("c", "x")
+    with caplog.at_level(logging.WARNING, "postlude"):
+        assert engine.compare("second") == 3
+    assert states(engine) == ["up", "out", "up"]
+    assert f"{servers[1].url} has other weights than 2 others after the same update: 1 of 2 tensors" in caplog.text
+    assert "such as dp0:tp0:second" in caplog.text
+
+
+def test_one_that_kept_what_it_had_is_left_out_even_if_it_is_alone(several, caplog) -> None:
+    engine, (server,) = several(1)
+    engine.compare("first")
+    engine.compare("first")
+    assert states(engine) == ["up"], "the trainer's are the same, too, as after a step at a rate of 0"
+    with caplog.at_level(logging.WARNING, "postlude"):
+        engine.compare("second")
+    assert states(engine) == ["out"]
+    assert f"{server.url} has the weights of before" in caplog.text
+
+
+def test_where_nobody_can_tell_all_go_on_and_it_is_said(several, caplog) -> None:
+    engine, servers = several(2)
+    servers[1].weights = ("x", "b")
+    with caplog.at_level(logging.WARNING, "postlude"):
+        engine.compare("first")
+    assert states(engine) == ["up", "up"]
+    assert f"{servers[0].url} and {servers[1].url} have other weights after the same update" in caplog.text
+
+
+def test_servers_that_hold_weights_otherwise_are_not_compared(several, caplog) -> None:
+    engine, servers = several(3)
+    servers[1].names, servers[1].weights = ("dp0:tp0:first", "dp0:tp1:first"), ("p", "q")
+    servers[2].weights = None
+    with caplog.at_level(logging.WARNING, "postlude"):
+        assert engine.compare("first") == 2
+    assert states(engine) == ["up"] * 3
+    assert caplog.text == ""

@@ -1,0 +1,373 @@
+"""The generator behind HTTP gives what it gives here, takes weights in flight, and says what is wrong in a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from postlude import export_hf, load_model, load_tokenizer
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Request, VersionSpan
+from postlude.generate.sampling_params import SamplingParams
+from postlude.model import LanguageModel
+from postlude.serving.clients.client import GenerationClient
+from postlude.serving.errors import ServerError
+from postlude.serving.server.generation_server import GenerationServer
+from tests.generate.test_generator import teacher_forced
+from tests.generate.test_scheduler import Recorded, Stepped, assert_alike
+from tests.generate.test_session import asked, generated, sharp
+
+
+@contextmanager
+def serving(
+    generator: Generator, version: str | None = "default", key: str | None = None
+) -> Iterator[tuple[GenerationServer, str]]:
+    """The generator at an address, by a loop in a thread."""
+    served, address, started, ended = GenerationServer(generator, "tiny", version, key=key), [], threading.Event(), []
+
+    def ready(url: str) -> None:
+        address.append(url)
+        started.set()
+
+    def run() -> None:
+        try:
+            asyncio.run(served.run("127.0.0.1", 0, ready))
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield served, address[0]
+    finally:
+        assert served._loop is not None
+        if thread.is_alive():
+            served._loop.call_soon_threadsafe(served.end)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def said(url: str, body: Any = None) -> tuple[int, Any]:
+    """The status and the JSON of an answer."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_answers_over_http_are_those_of_generate() -> None:
+    model, requests, tokenizer = sharp(), asked(6), load_tokenizer("tiny-dense")
+    here = Generator(model, tokenizer)
+    prompts = [request.prompt for request in requests]
+    samplings = [replace(request.sampling, stop=("e",) if request.seed % 2 else ()) for request in requests]
+    with serving(Generator(sharp(), tokenizer, max_sequences=4)) as (_, url), closing(GenerationClient(url)) as engine:
+        assert_alike(engine.generate(prompts, samplings, n=3), here.generate(prompts, samplings, n=3))
+        ((one,),) = engine.generate(prompts[:1], samplings[:1])
+        ((alone,),) = here.generate(prompts[:1], samplings[:1])
+        assert one == replace(alone, versions=(VersionSpan("default", 0, len(one.tokens)),)), "to the bit"
+        assert engine.fleet.servers[0].api.name == "postlude"
+
+
+@pytest.mark.slow
+def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp_path: Path) -> None:
+    old, new, model = sharp(), sharp(seed=1), sharp()
+    for name, each in (("old", old), ("new", new), ("cut", old)):
+        export_hf(each, tmp_path / name)
+    whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with serving(Generator(model)) as (served, url), closing(GenerationClient(url)) as engine:
+        engine.update(str(tmp_path / "old"), "start.1")
+        prompt, long = [1, 2, 3], SamplingParams(max_new_tokens=250, seed=3, ignore_eos=True)
+        engine.submit(Request(tuple(prompt), long))
+        while not any(each.tokens[2:] for each in list(served._session._under_way.values())):
+            time.sleep(0.001)
+        for bad in ("cut", "nowhere"):
+            status, words = said(f"{url}/weights", {"directory": str(tmp_path / bad), "version": "start.3"})
+            assert status == 400
+            assert words["error"].startswith("the weights stay 'start.1', as they were: ")
+        engine.update(str(tmp_path / "new"), "start.2")
+        (done,) = engine.poll(timeout=60)
+        one = done.answer
+        assert one is not None
+        before, after = one.versions
+        assert (before.version, after.version, after.end) == ("start.1", "start.2", 250)
+        told, cut = torch.tensor(one.logprobs), after.start
+        (by_old,), (by_new,) = (teacher_forced(each, [prompt], [[one]]) for each in (old, new))
+        torch.testing.assert_close(told[:cut], by_old[:cut], rtol=0, atol=1e-4)
+        torch.testing.assert_close(told[cut:], by_new[cut:], rtol=0, atol=1e-4)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, new.get_parameter(name)), name
+
+
+def test_weights_that_were_read_otherwise_than_written_are_refused(tmp_path: Path, monkeypatch) -> None:
+    export_hf(sharp(seed=1), tmp_path / "new")
+    with (
+        serving(Generator(sharp(), max_batch_tokens=96)) as (_, url),
+        closing(GenerationClient(url, retries=0)) as engine,
+    ):
+        (server,) = engine.meet()
+        assert engine.longest(server) == 96
+        monkeypatch.setattr("postlude.serving.clients.remote_server.checksum", lambda path: "other")
+        with pytest.raises(ServerError, match=r"read weights of checksum .* where there are other"):
+            engine.update(str(tmp_path / "new"), "start.1")
+
+
+def test_one_without_weights_answers_once_it_has_some(tmp_path: Path) -> None:
+    export_hf(sharp(seed=1), tmp_path / "new")
+    with serving(Generator(sharp()), version=None) as (_, url), closing(GenerationClient(url)) as engine:
+        assert said(f"{url}/generate", {"prompt": [1], "sampling": {}}) == (503, {"error": "there are no weights yet."})
+        engine.update(str(tmp_path / "new"), "start.1")
+        ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=3))
+        assert one.versions == (VersionSpan("start.1", 0, 3),)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        ({"prompt": [1], "sampling": {}, "model": "other"}, 400, "model is 'other', but 'tiny' is served here."),
+        ({"prompt": [9999], "sampling": {}}, 400, "the prompt has token 9999, but the vocabulary goes from 0 to 263."),
+        ({"prompt": [1] * 60, "sampling": {}}, 400, "max_batch_tokens is 64"),
+        ({"prompt": [1], "sampling": {"top_p": 2}}, 400, "top_p=2"),
+        ({"prompt": [1], "sampling": {"topp": 1}}, 400, "topp"),
+        ({"prompt": "text", "sampling": {}}, 400, "prompt is 'text': give a list."),
+        ({"prompt": [1.0], "sampling": {}}, 400, "prompt.0 is 1.0: give a whole number."),
+        ({"prompt": [True], "sampling": {}}, 400, "prompt.0 is True: give a whole number."),
+        ({"prompt": [10**30], "sampling": {}}, 400, "the vocabulary goes from 0 to 263."),
+        ({"prompt": [1], "sampling": {}, "first": 1.7}, 400, "first is 1.7: give a whole number."),
+        ({"prompt": [1], "sampling": {"stop": "zzhzz"}}, 400, "sampling.stop is 'zzhzz': give a list."),
+        ({"prompt": [1], "sampling": {"ignore_eos": "false"}}, 400, "ignore_eos is 'false': give true or false."),
+        ({"prompt": [1], "sampling": {"temperature": "1"}}, 400, "temperature is '1': give a number."),
+        ({"prompt": [1], "sampling": {"temperature": float("nan")}}, 400, "give a finite number"),
+        ({"prompt": [1], "sampling": {"temperature": 10**400}}, 400, "give a finite number"),
+        ({"prompt": [1], "sampling": {"seed": 1.5}}, 400, "sampling.seed is 1.5: give a whole number."),
+        ({"prompt": [1], "sampling": []}, 400, "sampling is []: give an object."),
+        ({"prompt": [1], "sampling": {}, "n": 3}, 400, "n is not supported; there are prompt, sampling, first, model."),
+        ([1], 400, "the request is [1]: give an object."),
+        ({"prompt": [1]}, 400, "the request has no 'sampling'"),
+        (b"", 400, "the request is not JSON"),
+        (b"{", 400, "the request is not JSON"),
+        (b'{"prompt": "\xff"}', 400, "the request is not JSON"),
+        (b"[" * 200_000, 400, "the request is not JSON: recursion limit exceeded"),
+        (b'{"prompt": [' + b"9" * 5000 + b"]}", 400, "the request is not JSON: number out of range"),
+        (b"1" * (1 << 21), 413, "the request has 2097152 bytes; the most is 1049600."),
+        ({"prompt": ["x"] * 200_000, "sampling": {}}, 400, "prompt.0 is 'x': give a whole number."),
+    ],
+)
+def test_a_bad_request_is_a_sentence(body: Any, status: int, sentence: str) -> None:
+    with serving(Generator(sharp(), load_tokenizer("tiny-dense"), max_batch_tokens=64)) as (_, url):
+        code, words = said(f"{url}/generate", body)
+        assert (code, sentence in words["error"]) == (status, True), words
+        assert said(f"{url}/health") == (200, {"status": "ok"})
+        assert said(f"{url}/elsewhere")[0] == 404
+
+
+def test_without_the_key_nothing_is_told_but_that_it_runs() -> None:
+    with serving(Generator(sharp()), key="open sesame") as (_, url):
+        assert said(f"{url}/health")[0] == 200
+        for path, body in (
+            ("/v1/models", None),
+            ("/weights", None),
+            ("/weights", {}),
+            ("/generate", {}),
+            ("/no", None),
+        ):
+            assert said(f"{url}{path}", body)[0] == 401
+        wrong = GenerationClient(url, api_key="open sesam", retries=0)
+        with closing(wrong), pytest.raises(ServerError, match="status 401: this server needs its key"):
+            wrong.generate([[1]], SamplingParams(max_new_tokens=1))
+        with closing(GenerationClient(url, api_key="open sesame")) as engine:
+            ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=1))
+            assert len(one.tokens) == 1
+
+
+def test_who_goes_away_is_not_answered_any_more() -> None:
+    with serving(Generator(sharp())) as (served, url), closing(GenerationClient(url, timeout=0.3, retries=0)) as engine:
+        with pytest.raises(ServerError, match="gave no answer within"):
+            engine.generate([[1]], SamplingParams(max_new_tokens=60_000))
+        deadline = time.monotonic() + 300
+        while served._session.busy and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not served._session.busy
+
+
+def poisoned(model: LanguageModel, token: int) -> LanguageModel:
+    """A model whose logits are not numbers once it has read this token."""
+
+    def poison(_: Any, read: tuple[torch.Tensor, ...], found: torch.Tensor) -> torch.Tensor:
+        return found.masked_fill((read[0] == token)[..., None], float("nan"))
+
+    model.embedding.register_forward_hook(poison)
+    return model
+
+
+@pytest.mark.parametrize("kind", [Stepped, Recorded])
+def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
+    requests = asked(4)
+    here = generated(Generator(sharp()), requests)
+    seen = {token for group in here for each in group for token in each.tokens}
+    bad = next(token for token in range(256, 264) if token not in seen)
+    found = {}
+    with (
+        serving(kind(poisoned(sharp(), bad), max_batch_tokens=512, max_sequences=8)) as (served, url),
+        closing(GenerationClient(url)) as engine,
+    ):
+        tickets = [engine.submit(each) for each in requests]
+        replies = [said(f"{url}/generate", {"prompt": [5, bad], "sampling": {"max_new_tokens": 3}}) for _ in range(2)]
+        while len(found) < 2 * len(tickets):
+            found |= {(each.ticket, each.number): each.answer for each in engine.poll(timeout=60)}
+        assert served._failure is None
+    for status, words in replies:
+        assert (status, "logits after 2 tokens are not numbers" in words["error"]) == (500, True)
+    for ticket, group in zip(tickets, here, strict=True):
+        for number, answer in enumerate(group):
+            assert found[ticket, number].tokens == answer.tokens
+
+
+def test_a_step_that_fails_is_told_to_all_under_way_and_later_requests_are_answered(monkeypatch) -> None:
+    from postlude.generate.session import Session
+
+    with serving(Generator(sharp())) as (_, url):
+        with monkeypatch.context() as patched:
+            patched.setattr(Session, "step", lambda self: 1 / 0)
+            status, words = said(f"{url}/generate", {"prompt": [1], "sampling": {}})
+            assert (status, words["error"]) == (500, "generating failed: division by zero")
+        assert said(f"{url}/generate", {"prompt": [1], "sampling": {"max_new_tokens": 2}})[0] == 200
+
+
+def test_a_device_that_is_broken_ends_it(monkeypatch) -> None:
+    from postlude.generate.session import Session
+
+    def broken(self: Session) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(Session, "step", broken)
+    with serving(Generator(sharp())) as (served, url):
+        status, words = said(f"{url}/generate", {"prompt": [1], "sampling": {}})
+        assert (status, "generating has ended" in words["error"]) == (500, True)
+        assert isinstance(served._failure, torch.AcceleratorError)
+
+
+def test_weights_that_cannot_be_read_leave_the_old_ones(tmp_path: Path) -> None:
+    export_hf(sharp(), tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").unlink()
+    (tmp_path / "empty").mkdir()
+    index = tmp_path / "broken" / "model.safetensors.index.json"
+    question = {"prompt": [1], "sampling": {"max_new_tokens": 3}}
+    with serving(Generator(sharp())) as (_, url):
+        before = said(f"{url}/generate", question)
+        for directory in ("~nosuchuser/x", "/a\0b", str(tmp_path / "empty"), str(tmp_path / "nowhere")):
+            status, words = said(f"{url}/weights", {"directory": directory, "version": "b"})
+            assert (status, "the weights stay 'default', as they were: " in words["error"]) == (400, True), words
+        for text in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": 3}}'):
+            index.write_text(text)
+            status, words = said(f"{url}/weights", {"directory": str(index.parent), "version": "b"})
+            assert (status, "is not a safetensors index" in words["error"]) == (400, True), words
+        for body in (None, [1], {"directory": 3, "version": "b"}, {"directory": "x"}):
+            assert said(f"{url}/weights", json.dumps(body).encode())[0] == 400
+        assert said(f"{url}/generate", question) == before
+        assert said(f"{url}/weights") == (200, {"version": "default", "checksum": None})
+
+
+def test_weights_of_which_some_were_read_are_not_used(tmp_path: Path, monkeypatch) -> None:
+    export_hf(sharp(seed=1), tmp_path / "new")
+    question = {"prompt": [1], "sampling": {"max_new_tokens": 3}}
+    with serving(Generator(sharp())) as (_, url):
+        with monkeypatch.context() as patched:
+            patched.setattr("postlude.hf.reload.fill", lambda *_: 1 / 0)
+            status, words = said(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})
+            assert (status, "there are no weights until others are read" in words["error"]) == (500, True)
+        assert said(f"{url}/generate", question)[0] == 503
+        assert said(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})[0] == 200
+        assert said(f"{url}/generate", question)[0] == 200
+
+
+def begun(url: str, body: dict[str, Any], path: str = "/generate") -> socket.socket:
+    """A connection on which a request was sent."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    data = json.dumps(body).encode()
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(f"POST {path} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "close behind another request"])
+def test_what_nobody_waits_for_is_not_generated(how: str) -> None:
+    with serving(Generator(sharp())) as (served, url):
+        connection = begun(url, {"prompt": [1], "sampling": {"max_new_tokens": 60_000, "ignore_eos": True}})
+        until(lambda: served._session.busy)
+        if how == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif how == "close behind another request":
+            connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        connection.close()
+        until(lambda: not served._session.busy)
+
+
+def test_a_client_that_has_ended_its_own_side_is_answered(monkeypatch) -> None:
+    monkeypatch.setattr("postlude.serving.server.generation_server.LOOKED", 0.001)
+    body = {"prompt": [1], "sampling": {"max_new_tokens": 200, "ignore_eos": True}}
+    with serving(Generator(sharp())) as (_, url), begun(url, body) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        reply = http.client.HTTPResponse(connection)
+        reply.begin()  # which passes over the interim response that told it from one that is closed
+        assert (reply.status, len(json.load(reply)["tokens"])) == (200, 200)
+
+
+def test_a_large_request_is_refused_before_it_is_read() -> None:
+    """As many bytes as are in a body that would take the loop seconds to parse."""
+    with serving(Generator(sharp())) as (_, url):
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+            assert said(f"{url}/health")[0] == 200
+
+
+@pytest.mark.thorough
+def test_the_command_tells_its_address_and_ends_by_a_signal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "postlude", "serve", "tiny-dense", "--threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("serving tiny-dense at http://127.0.0.1:")
+        with closing(GenerationClient(line.split()[-1])) as engine:
+            ((one,),) = engine.generate([[1, 2, 3]], [SamplingParams(max_new_tokens=8, seed=5)])
+        ((here,),) = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense")).generate(
+            [[1, 2, 3]], [SamplingParams(max_new_tokens=8, seed=5)]
+        )
+        assert replace(one, versions=()) == here
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()

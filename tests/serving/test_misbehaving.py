@@ -1,0 +1,344 @@
+"""A server that misbehaves, beside a healthy one or alone, ends no run that could go on and gives no wrong sample."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+from postlude.generate.protocol import Completion, Request
+from postlude.generate.sampling_params import SamplingParams
+from postlude.serving.clients import connection
+from postlude.serving.clients import server_pool as fleets
+from postlude.serving.clients.client import GenerationClient
+from postlude.serving.clients.remote_server import RemoteServer
+from postlude.serving.clients.server_pool import ServerPool
+from postlude.serving.errors import ServerError
+from tests.serving.fake_vllm import FakeVLLM, foretold
+
+VOCABULARY = 251  # what `foretold` draws from
+REQUESTS = [Request((place, 2 * place + 1), SamplingParams(max_new_tokens=3, seed=place)) for place in range(12)]
+GENERATE = "/inference/v1/generate"
+Fault = Callable[["Misbehaving", BaseHTTPRequestHandler, Any], None]
+
+
+class Misbehaving(FakeVLLM):
+    """Does `fault` in the place of its answers to some requests, by their numbers from 1; to all if there are none."""
+
+    def __init__(self, fault: Fault, wrong: tuple[int, ...] = ()) -> None:
+        self.fault, self.wrong, self.number = fault, wrong, 0
+        self.ended = threading.Event()
+        super().__init__()
+
+    def heard(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        if handler.path == GENERATE and body:
+            with self.lock:
+                self.number += 1
+                number = self.number
+            if not self.wrong or number in self.wrong:
+                with suppress(OSError):
+                    self.fault(self, handler, body)
+                return
+        super().heard(handler, body)
+
+    def close(self) -> None:
+        self.ended.set()
+        super().close()
+
+
+def says(status: int, body: bytes = b'{"error": "no"}', **headers: str) -> Fault:
+    """A reply of another status."""
+
+    def fault(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return fault
+
+
+def raw(text: bytes, *, then: Callable[[BaseHTTPRequestHandler], None] = lambda handler: None) -> Fault:
+    """Bytes that are no whole reply, and the end of the connection."""
+
+    def fault(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
+        handler.wfile.write(text)
+        handler.wfile.flush()
+        then(handler)
+        handler.close_connection = True
+
+    return fault
+
+
+def edits(**changes: Any) -> Fault:
+    """A right answer, but for some of its fields; a function changes what was there."""
+
+    def fault(server: Misbehaving, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        answer = server.choice(body)
+        (choice,) = answer["choices"]
+        for name, value in changes.items():
+            choice[name] = value(choice[name]) if callable(value) else value
+        says(200, json.dumps(answer).encode())(server, handler, body)
+
+    return fault
+
+
+def logprobs(change: Callable[[list[Any]], list[Any]]) -> Fault:
+    return edits(logprobs=lambda stated: {"content": change(stated["content"])})
+
+
+def resets(handler: BaseHTTPRequestHandler) -> None:
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+
+
+def drips(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
+    """A byte now and then, for ever."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+    while not server.ended.wait(0.1):
+        handler.wfile.write(b"x")
+        handler.wfile.flush()
+
+
+def hangs(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
+    server.ended.wait(60)
+
+
+def floods(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
+    """A body of no stated length that does not end."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while not server.ended.is_set():
+        handler.wfile.write(b" " * (1 << 16))
+
+
+FAULTS: dict[str, Fault] = {
+    "400": says(400),
+    "401": says(401),
+    "403": says(403),
+    "404": says(404, b'{"error": "the model does not exist"}'),
+    "413": says(413),
+    "422": says(422),
+    "429": says(429),
+    "429 for a second": says(429, Retry_After="1"),
+    "429 for an hour": says(429, Retry_After="3600"),
+    "500": says(500, b"Internal Server Error"),
+    "502 of a proxy": says(502, b"<html>Bad Gateway</html>"),
+    "503": says(503),
+    "503 for an hour": says(503, Retry_After="3600"),
+    "503 until a date": says(503, Retry_After="Wed, 21 Oct 2037 07:28:00 GMT"),
+    "moved": says(301, Location="http://localhost:1/"),
+    "status 999": says(999),
+    "html": says(200, b"<html>maintenance</html>"),
+    "no body": says(200, b""),
+    "json cut short": says(200, b'{"choices": [{"token_ids": [1'),
+    "json nested deep": says(200, b"[" * 100_000),
+    "json of another shape": says(200, b"[1, 2, 3]"),
+    "not utf-8": says(200, b'{"choices": "\xff\xfe"}'),
+    "body cut short": raw(b'HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n{"choi'),
+    "no http": raw(b"SSH-2.0-OpenSSH_9.7\r\n"),
+    "closed": raw(b""),
+    "reset": raw(b"HTTP/1.1 200 OK\r\n", then=resets),
+    "huge": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1099511627776\r\n\r\n{"),
+    "huge chunk": raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n{"),
+    "negative length": raw(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n{}"),
+    "many headers": raw(b"HTTP/1.1 200 OK\r\n" + b"".join(b"X%d: y\r\n" % number for number in range(1000))),
+    "flood": floods,
+    "no choices": says(200, b'{"choices": []}'),
+    "two choices": lambda server, handler, body: says(
+        200, json.dumps({"choices": server.choice(body)["choices"] * 2}).encode()
+    )(server, handler, body),
+    "no tokens": edits(token_ids=[], logprobs={"content": []}, finish_reason="stop"),
+    "more tokens": edits(
+        token_ids=lambda tokens: tokens * 50, logprobs=lambda stated: {"content": stated["content"] * 50}
+    ),
+    "negative token": edits(token_ids=lambda tokens: [*tokens[:-1], -3]),
+    "token of the vocabulary's size": edits(token_ids=lambda tokens: [VOCABULARY, *tokens[1:]]),
+    "huge token": edits(token_ids=lambda tokens: [10**30, *tokens[1:]]),
+    "half a token": edits(token_ids=lambda tokens: [tokens[0] + 0.5, *tokens[1:]]),
+    "tokens as text": edits(token_ids=lambda tokens: ["a", *tokens[1:]]),
+    "no token ids": edits(token_ids=None),
+    "fewer log-probs": logprobs(lambda content: content[:-1]),
+    "no log-probs": edits(logprobs=None),
+    "log-prob NaN": logprobs(lambda content: [{"logprob": float("nan")}, *content[1:]]),
+    "log-prob -inf": logprobs(lambda content: [{"logprob": -float("inf")}, *content[1:]]),
+    "log-prob above 0": logprobs(lambda content: [{"logprob": 3.0}, *content[1:]]),
+    "log-prob null": logprobs(lambda content: [{"logprob": None}, *content[1:]]),
+    "log-prob of many digits": logprobs(lambda content: [{"logprob": -(10**400)}, *content[1:]]),
+    "abort": edits(finish_reason="abort"),
+    "no reason": edits(finish_reason=None),
+    "other weights": edits(weight_versions=[{"version": "other"}]),
+}
+SLOW: dict[str, Fault] = {"hang": hangs, "slow loris": drips}
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test need not wait for what a run does wait for."""
+    monkeypatch.setattr(fleets, "LONGEST_AFTER", 0.05)
+    monkeypatch.setattr(fleets, "BUSY_FOR", 0.2)
+    monkeypatch.setattr(connection, "LARGEST", 1 << 22)
+
+
+def answered(engine: GenerationClient) -> list[Completion | Exception]:
+    """What becomes of each request: the answer that it alone decides, or an error. None is lost, doubled or wrong."""
+    tickets = [engine.submit(request) for request in REQUESTS]
+    found: dict[int, Completion | Exception] = {}
+    while len(found) < len(tickets):
+        for done in engine.poll(30.0):
+            assert done.ticket not in found
+            outcome = done.answer or done.error
+            assert outcome is not None
+            found[done.ticket] = outcome
+    for ticket, request in zip(tickets, REQUESTS, strict=True):
+        if isinstance(outcome := found[ticket], Completion):
+            body = {"token_ids": request.prompt, "sampling_params": {"seed": request.seed, "max_tokens": 3}}
+            assert (outcome.tokens, outcome.logprobs) == foretold(body)
+    return [found[ticket] for ticket in tickets]
+
+
+def connect(held: ExitStack, *servers: FakeVLLM, slow: bool = False, **settings: Any) -> GenerationClient:
+    usual = {"backoff": 0.01, "retries": 2, "concurrency": 4, "outage_timeout": 30.0, "vocab_size": VOCABULARY}
+    limit = {"timeout": 2.0 if slow else 30.0}
+    return held.enter_context(closing(GenerationClient([each.url for each in servers], **usual | limit | settings)))
+
+
+@pytest.mark.parametrize("when", ["always", "sometimes"])
+@pytest.mark.parametrize("fault", [*FAULTS, *SLOW])
+def test_beside_a_healthy_server_every_answer_comes_and_is_right(fault: str, when: str) -> None:
+    wrong = () if when == "always" else (1, 4)
+    with ExitStack() as held:
+        bad = held.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong)))
+        engine = connect(held, bad, held.enter_context(closing(FakeVLLM())), slow=fault in SLOW)
+        engine.meet()  # both, so that both are asked
+        assert all(isinstance(outcome, Completion) for outcome in answered(engine))
+        assert bad.number
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *SLOW])
+def test_alone_it_is_asked_again_until_it_answers_right(fault: str) -> None:
+    with ExitStack() as held:
+        bad = held.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong=(1, 4))))
+        engine = connect(held, bad, slow=fault in SLOW)
+        assert all(isinstance(outcome, Completion) for outcome in answered(engine))
+        assert bad.number > len(REQUESTS)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "hang"])
+def test_alone_and_for_ever_it_is_named_with_its_reason(fault: str) -> None:
+    with ExitStack() as held:
+        bad = held.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault])))
+        engine = connect(held, bad, outage_timeout=0.2, timeout=0.3 if fault in SLOW else 30.0)
+        for outcome in answered(engine):
+            assert isinstance(outcome, ServerError)
+            assert bad.url in str(outcome)
+
+
+def test_a_server_is_asked_for_no_more_at_once_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says 429 to whatever is more than two at once; with each such answer it is asked for fewer."""
+    under_way, refused = 0, 0
+    lock = threading.Lock()
+
+    def limits(server: Misbehaving, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        nonlocal under_way, refused
+        with lock:
+            under_way += 1
+            now = under_way
+            refused += now > 2
+        try:
+            if now > 2:
+                says(429)(server, handler, body)
+                return
+            time.sleep(0.01)
+            FakeVLLM.heard(server, handler, body)
+        finally:
+            with lock:
+                under_way -= 1
+
+    with ExitStack() as held:
+        bad = held.enter_context(closing(Misbehaving(limits)))
+        engine = connect(held, bad, retries=0, concurrency=12)
+        assert all(isinstance(outcome, Completion) for outcome in answered(engine))
+        assert engine.take_counts().failed == 0
+        assert engine.fleet.servers[0].room < 12
+    assert refused
+
+
+def test_a_server_that_is_away_for_a_while_is_waited_for_and_that_is_said_once(caplog) -> None:
+    """For longer than its failures in a row would allow; without outage_timeout that is the end."""
+    with closing(FakeVLLM()) as server:
+        port = server.port
+    attempts: list[str] = []
+    with ExitStack() as held, caplog.at_level(logging.WARNING, "postlude"):
+        with pytest.raises(ServerError, match="the one server there is does not answer any more"):
+            connect(held, server, outage_timeout=0.0).generate([[1]], SamplingParams(max_new_tokens=3))
+        engine = connect(held, server, outage_timeout=60.0)
+        caplog.clear()
+        meet = engine.fleet.servers[0].meet
+
+        async def counted(weights: Any) -> None:
+            attempts.append("")
+            await meet(weights)
+
+        engine.fleet.servers[0].meet = counted
+        ticket = engine.submit(REQUESTS[0])
+        while len(attempts) < 8:  # of which 3 are allowed in a row
+            time.sleep(0.01)
+        with closing(FakeVLLM(port=port)):
+            (done,) = engine.poll(30.0)
+    assert (done.ticket, done.error) == (ticket, None)
+    assert caplog.text.count("is waited for, up to 60 s more (rollout.outage_timeout)") == 1
+    assert caplog.text.count("It is given up for now") == 1
+
+
+def test_a_server_that_asks_for_an_hour_is_told_of_and_asked_again_sooner(caplog) -> None:
+    with ExitStack() as held, caplog.at_level(logging.WARNING, "postlude"):
+        bad = held.enter_context(closing(Misbehaving(FAULTS["503 for an hour"], wrong=(1,))))
+        assert all(isinstance(outcome, Completion) for outcome in answered(connect(held, bad, outage_timeout=0.0)))
+    assert "asks to be left alone for 3600 s. It is tried again after 0.05 s." in caplog.text
+
+
+@pytest.mark.parametrize("servers", [1, 4])
+def test_the_work_of_handing_out_requests_grows_with_their_number(servers: int, monkeypatch) -> None:
+    """Looks at servers a request are as many for 8 times as many requests."""
+
+    def looks(count: int) -> float:
+        seen = 0
+        has_room = ServerPool._has_room
+
+        def counted(fleet: ServerPool, server: RemoteServer) -> bool:
+            nonlocal seen
+            seen += 1
+            return has_room(fleet, server)
+
+        async def answer(request: Request) -> Completion:
+            await asyncio.sleep(0)
+            return Completion([1], [0.0], [0.0], "stop")
+
+        async def all_of_them() -> None:
+            own = [
+                RemoteServer(f"http://h:{1 + place}", lambda _: None, "m", headers={}, timeout=5)
+                for place in range(servers)
+            ]
+            for server in own:
+                server.state, server.answer = "up", answer
+            fleet = ServerPool(own, retries=5, backoff=0.5, concurrency=4)
+            await asyncio.gather(*(fleet.answer(REQUESTS[0]) for _ in range(count)))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ServerPool, "_has_room", counted)
+            asyncio.run(all_of_them())
+        return seen / count
+
+    assert looks(1600) < 1.5 * looks(200)

@@ -1,0 +1,202 @@
+"""OpenAI's requests, as its client sends them, get the answers of the generator; what is not supported is said."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from postlude import load_tokenizer
+from postlude.data.chat import Encoder
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion
+from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.text_stream import TextStream
+from tests.generate.test_session import sharp
+from tests.serving.test_generation_server import begun, said, serving, until
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say \N{SNOWMAN}."}]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(Generator(sharp(), load_tokenizer("tiny-dense"), max_batch_tokens=192)) as (_, address):
+        yield address
+
+
+def alone(prompt: list[int], sampling: SamplingParams, n: int = 1, first: int = 0) -> list[Completion]:
+    """The same by the generator itself."""
+    found = Generator(sharp(), load_tokenizer("tiny-dense")).generate([prompt], [sampling], n=first + n)[0]
+    return found[first:]
+
+
+def encoded(prompt: Any) -> list[int]:
+    return Encoder(tokenizer=load_tokenizer("tiny-dense")).prompt(prompt)
+
+
+def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a stream, which ends as it should."""
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Accept": "text/event-stream"})
+    with urllib.request.urlopen(asked, timeout=60) as reply:
+        assert reply.headers["Content-Type"] == "text/event-stream"
+        *chunks, last = [part.removeprefix("data: ") for part in reply.read().decode().split("\n\n")[:-1]]
+    assert last == "[DONE]"
+    return [json.loads(chunk) for chunk in chunks]
+
+
+def test_a_completion(url: str) -> None:
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "seed": 3, "n": 2}
+    status, found = said(f"{url}/v1/completions", body | {"logprobs": 0, "user": "me"})
+    assert status == 200
+    here = alone(encoded("Once"), SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3), n=2)
+    assert [choice["text"] for choice in found["choices"]] == [each.text for each in here]
+    assert [choice["logprobs"]["token_logprobs"] for choice in found["choices"]] == [
+        pytest.approx(each.logprobs, abs=1e-4) for each in here
+    ]
+    assert [choice["finish_reason"] for choice in found["choices"]] == [each.finish_reason for each in here]
+    count = sum(len(each.tokens) for each in here)
+    assert found["usage"] == {"prompt_tokens": 4, "completion_tokens": count, "total_tokens": 4 + count}
+    assert (found["object"], found["model"], found["id"][:5]) == ("text_completion", "tiny", "cmpl-")
+
+
+@pytest.mark.parametrize(
+    "prompt", [["Once", "Twice"], [[79, 110], [84]], [79, 110]], ids=["texts", "lists of ids", "ids"]
+)
+def test_prompts_of_every_shape(url: str, prompt: Any) -> None:
+    _, found = said(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": 4, "seed": 1, "temperature": 1})
+    each = [prompt] if isinstance(prompt[0], int) else prompt
+    here = [
+        alone(encoded(one) if isinstance(one, str) else one, SamplingParams(max_new_tokens=4, seed=1), first=place)[
+            0
+        ].text
+        for place, one in enumerate(each)
+    ]
+    assert [choice["text"] for choice in found["choices"]] == here
+
+
+def test_a_chat_completion(url: str) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 7, "seed": 5, "logprobs": True}
+    status, found = said(f"{url}/v1/chat/completions", body)
+    assert status == 200
+    (here,) = alone(encoded(MESSAGES), SamplingParams(max_new_tokens=7, seed=5))
+    (choice,) = found["choices"]
+    assert choice["message"] == {"role": "assistant", "content": here.text, "refusal": None}
+    assert [each["logprob"] for each in choice["logprobs"]["content"]] == pytest.approx(here.logprobs, abs=1e-4)
+    assert found["object"] == "chat.completion"
+    parts = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in MESSAGES]
+    assert said(f"{url}/v1/chat/completions", body | {"messages": parts})[1]["choices"] == found["choices"]
+
+
+def test_without_a_limit_a_chat_may_fill_the_room_there_is(url: str) -> None:
+    _, found = said(f"{url}/v1/chat/completions", {"messages": MESSAGES, "seed": 1, "ignore_eos": True})
+    assert found["usage"]["total_tokens"] == 192
+
+
+def test_stop_strings_are_one_or_several_and_never_letters(url: str) -> None:
+    body = {"prompt": "Once", "max_tokens": 40, "seed": 2, "ignore_eos": True}
+    whole = said(f"{url}/v1/completions", body)[1]["choices"][0]["text"]
+    for stop in ("zzhzz", ["zzhzz"]):
+        assert said(f"{url}/v1/completions", body | {"stop": stop})[1]["choices"][0]["text"] == whole
+    cut = said(f"{url}/v1/completions", body | {"stop": whole[5:7]})[1]["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == (whole.partition(whole[5:7])[0], "stop")
+
+
+@pytest.mark.parametrize("stop", [None, "late"])
+def test_a_stream_is_the_same_answer_in_pieces(url: str, stop: str | None) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 30, "seed": 4, "n": 2, "logprobs": True}
+    if stop:
+        text = said(f"{url}/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
+        body["stop"] = text[9:12]
+    _, whole = said(f"{url}/v1/chat/completions", body)
+    chunks = events(f"{url}/v1/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
+    *chunks, usage = chunks
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    for index, choice in enumerate(whole["choices"]):
+        own = [part["choices"][0] for part in chunks if part["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(part["delta"]["content"] for part in own) == choice["message"]["content"]
+        assert [part["finish_reason"] for part in own][-1] == choice["finish_reason"]
+        logprobs = [each for part in own for each in part["logprobs"]["content"]]
+        assert [each["token"] for each in logprobs] == [each["token"] for each in choice["logprobs"]["content"]]
+    assert len(chunks) > 6
+
+
+def test_a_stream_of_a_completion(url: str) -> None:
+    body = {"prompt": "Once", "max_tokens": 12, "seed": 4}
+    _, whole = said(f"{url}/v1/completions", body)
+    chunks = events(f"{url}/v1/completions", body | {"stream": True})
+    assert "".join(part["choices"][0]["text"] for part in chunks) == whole["choices"][0]["text"]
+    assert {part["object"] for part in chunks} == {"text_completion"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("completions", {}, "the request has no 'prompt'"),
+        ("completions", {"prompt": 5}, "prompt is 5: give text, token ids, or a list of either."),
+        ("completions", {"prompt": [1, "a"]}, "give text, token ids, or a list of either."),
+        ("completions", {"prompt": []}, "give from 1 to 1024 answers in all"),
+        ("completions", {"prompt": "a", "n": 10**9}, "give from 1 to 1024 answers in all"),
+        ("completions", {"prompt": "a", "n": 0}, "give from 1 to 1024 answers in all"),
+        ("completions", {"prompt": "a", "logprobs": 5}, "logprobs is 5, but likelier tokens"),
+        ("completions", {"prompt": "a", "echo": True}, "echo is True, which is not supported"),
+        ("completions", {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty is 0.5, which is not supported"),
+        ("completions", {"prompt": "a", "model": "gpt"}, "model is 'gpt', but 'tiny' is served here."),
+        ("completions", {"prompt": "a", "stop": 5}, "stop is 5: give text, or a list of texts."),
+        ("completions", {"prompt": "a", "temperature": -1}, "temperature=-1"),
+        ("completions", {"prompt": "a", "max_tokens": 9999}, "max_batch_tokens is 192"),
+        ("completions", {"prompt": "a", "stream": True, "max_tokens": 9999}, "max_batch_tokens is 192"),
+        ("completions", {"prompt": [[]]}, "the prompt is empty"),
+        ("chat/completions", {"messages": []}, "give at least one message"),
+        ("chat/completions", {"messages": "hi"}, "messages is 'hi': give a list."),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content is missing"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "which is not supported"),
+        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs is 2, which is not supported"),
+        ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "not supported"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+            "has a part of type 'image_url', but text alone is supported",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said(url: str, path: str, body: dict[str, Any], sentence: str) -> None:
+    status, found = said(f"{url}/v1/{path}", body)
+    assert (status, sentence in found["error"]["message"]) == (400, True), found
+    assert found["error"]["type"] == "invalid_request_error"
+
+
+def test_fields_that_ask_for_nothing_are_taken(url: str) -> None:
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": None, "suffix": None}
+    assert said(f"{url}/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": False} | neutral)[0] == 200
+    own = {"role": "assistant", "content": "Yes.", "refusal": None, "tool_calls": None}
+    assert said(f"{url}/v1/chat/completions", {"messages": [*MESSAGES, own, MESSAGES[1]], "max_tokens": 1})[0] == 200
+
+
+def test_the_models_are_one(url: str) -> None:
+    status, found = said(f"{url}/v1/models")
+    assert (status, [each["id"] for each in found["data"]]) == (200, ["tiny"])
+    assert {"id", "object", "created", "owned_by"} <= set(found["data"][0])
+
+
+def test_a_stream_that_nobody_reads_ends() -> None:
+    with serving(Generator(sharp(), load_tokenizer("tiny-dense"))) as (served, address):
+        body = {"prompt": "Once", "stream": True, "max_tokens": 60_000, "ignore_eos": True}
+        connection = begun(address, body, path="/v1/completions")
+        assert connection.recv(10)
+        connection.close()
+        until(lambda: not served._session.busy)
+
+
+def test_text_is_given_when_its_letters_are_whole_and_no_stop_string_may_begin_in_it() -> None:
+    tokenizer = load_tokenizer("tiny-dense")
+    stream, pieces = TextStream(tokenizer, ["END"]), []
+    text = "a\N{SNOWMAN}bENxEN"
+    for count in range(1, len(text.encode()) + 1):
+        pieces.append(stream.add(list(text.encode()[count - 1 : count])))
+        assert "".join(pieces) == text.encode()[:count].decode(errors="ignore")[:-2], "the rest may begin END"
+    assert "".join(pieces) == text[:-2]
+    assert stream.add([], text[:-2] + "EN") == "EN"

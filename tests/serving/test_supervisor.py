@@ -1,0 +1,274 @@
+"""Servers that are started: ready or a sentence, started again when they end, and gone with who started them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from postlude.generate.protocol import Request, VersionSpan
+from postlude.serving.errors import ServerError
+from postlude.serving.launch import supervisor
+from postlude.serving.launch.launcher import LocalLauncher, ServerCommand, tail
+from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
+from tests.serving.test_server_pool import PROMPTS, THREE, check
+
+ROOT = Path(__file__).parents[2]
+FAKE = ServerCommand(
+    (sys.executable, "-m", "tests.serving.fake_vllm", "{port}"), {"PYTHONPATH": str(ROOT)}, start_timeout=60.0
+)
+QUICK = {"backoff": 0.01, "retries": 2, "concurrency": 4}
+
+
+def saying(text: str, **settings: float) -> ServerCommand:
+    return ServerCommand((sys.executable, "-c", textwrap.dedent(text)), **settings)
+
+
+def until(true: Callable[[], object], seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def pid_of(engine: SupervisedClient, place: int) -> int:
+    """The server itself: the one child of the process that keeps it."""
+    keeper = engine.started._places[place].running.process.pid  # type: ignore[union-attr]
+    return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+
+
+def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_path: Path, caplog) -> None:
+    """None of its answers is lost, doubled or swapped, and none is by the weights it was started with."""
+    with (
+        caplog.at_level(logging.WARNING, "postlude"),
+        closing(SupervisedClient(ServerSupervisor(FAKE, 2, LocalLauncher(tmp_path)), **QUICK)) as engine,
+    ):
+        engine.meet()
+        engine.update("/weights/1", "start.1")
+        first = {server.url for server in engine.fleet.servers}
+        tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
+        os.kill(pid_of(engine, 0), signal.SIGKILL)
+        while tickets:
+            for done in engine.poll(None):
+                assert done.answer is not None, done.error
+                assert done.answer.versions == (VersionSpan("start.1", 0, 3),)
+                tickets.remove(done.ticket)
+        check(engine)
+        until(lambda: engine.fleet.up() == 2)
+        (new,) = {server for server in engine.fleet.servers if server.url not in first}
+        assert (new.version, engine.fleet.expected, engine.started.restarted) == ("start.1", 0, 1)
+        assert "was ended by signal 9" in caplog.text
+        assert "Another is started." in caplog.text
+
+
+def test_a_proxy_is_not_asked_for_servers_of_our_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with closing(
+        SupervisedClient(ServerSupervisor(replace(FAKE, start_timeout=15.0), 1, LocalLauncher(tmp_path)), **QUICK)
+    ) as engine:
+        check(engine)
+
+
+@pytest.mark.slow
+def test_one_alone_that_is_killed_is_waited_for(tmp_path: Path) -> None:
+    with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
+        check(engine)
+        os.kill(pid_of(engine, 0), signal.SIGKILL)
+        until(lambda: engine.fleet.expected or engine.started.restarted)
+        check(engine)
+
+
+@pytest.mark.slow
+def test_one_that_ends_too_often_is_given_up_in_a_sentence(tmp_path: Path) -> None:
+    with closing(
+        SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path), max_restarts=0), **QUICK)
+    ) as engine:
+        check(engine)
+        os.kill(pid_of(engine, 0), signal.SIGKILL)
+        with pytest.raises(ServerError, match=r"does not answer any more: .* was ended by signal 9"):
+            engine.generate([[1]], THREE)
+
+
+@pytest.mark.thorough  # it is given time to end by itself
+def test_one_that_cannot_be_ended_is_given_up_in_a_sentence(tmp_path: Path, monkeypatch) -> None:
+    """Those who wait for another in its place would wait for ever."""
+    with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
+        check(engine)
+        running = engine.started._places[0].running
+
+        def refuse() -> None:
+            raise OSError("its node does not answer")
+
+        monkeypatch.setattr(running, "stop", refuse)
+        os.kill(pid_of(engine, 0), signal.SIGKILL)
+        until(lambda: engine.fleet.lost)
+        with pytest.raises(ServerError, match="another could not be started: its node does not answer"):
+            engine.generate(PROMPTS[:1], THREE)
+
+
+@pytest.mark.thorough
+def test_one_that_hangs_is_started_again(tmp_path: Path) -> None:
+    settings = QUICK | {"timeout": 5.0, "retries": 0}
+    with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **settings)) as engine:
+        check(engine)
+        os.kill(pid_of(engine, 0), signal.SIGSTOP)
+        check(engine)
+        assert engine.started.restarted == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        (saying("print('one'); print('there is no such model'); exit(3)"), r"ended with code 3; .*such model"),
+        (ServerCommand(("/nowhere/python",)), "/nowhere/python cannot be started: No such file or directory"),
+    ],
+)
+def test_one_that_does_not_get_ready_is_a_sentence_with_the_end_of_its_log(
+    program: ServerCommand, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ServerError, match=sentence):
+        SupervisedClient(ServerSupervisor(program, 1, LocalLauncher(tmp_path)))
+
+
+def test_one_that_is_not_ready_in_time_is_a_sentence_with_the_end_of_its_log(tmp_path: Path, monkeypatch) -> None:
+    """Its time passes once it has said something."""
+    log = tmp_path / "0.log"
+
+    def monotonic() -> float:
+        return 1000.0 if log.is_file() and "loading" in log.read_text() else 0.0
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+    program = saying("import time; print('loading', flush=True); time.sleep(600)", start_timeout=60.0)
+    with pytest.raises(ServerError, match=r"within 60 s.*loading"):
+        SupervisedClient(ServerSupervisor(program, 1, LocalLauncher(tmp_path)))
+
+
+def test_gpus_are_given_out_and_given_back_and_no_server_is_a_rank(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    here = LocalLauncher(tmp_path, ["4", "5", "6"])
+    shown = "os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('LOCAL_RANK')"
+    show = saying(f"import os, time; print({shown}, flush=True); time.sleep(60)", gpus=2.0)
+    one = here.start(show)
+    with pytest.raises(ValueError, match=r"wants 2 GPUs, but 1 are free here of those that the trainer leaves \(4, 5"):
+        here.start(show)
+    until(lambda: (tmp_path / "0.log").read_text() == "4,5 None\n")
+    one.stop()
+    assert one.ended() is not None
+    here.start(show).stop()
+
+
+def test_the_port_of_a_server_is_given_to_no_other_before_it_listens_there(tmp_path: Path) -> None:
+    running = LocalLauncher(tmp_path).start(saying("import time; time.sleep(60)"))
+    port = int(running.url.rpartition(":")[2])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+        pass  # as the server itself does
+    running.stop()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+
+
+class Machines:
+    """Servers that are no processes: `how` says what befell each, or raises."""
+
+    def __init__(self, *how: Callable[[], str | None]) -> None:
+        self.how, self.urls = iter(how), iter(range(8000, 8100))
+
+    def start(self, program: ServerCommand) -> Any:
+        return SimpleNamespace(url=f"http://{next(self.urls)}", ended=next(self.how), stop=lambda: None)
+
+
+def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path, monkeypatch) -> None:
+    """A log that is gone, and a machine that raises, cost their own server alone."""
+
+    def lost() -> str:
+        raise RuntimeError("no such actor")
+
+    heard: list[str] = []
+    engine: Any = SimpleNamespace(
+        fleet=SimpleNamespace(servers=[]),
+        leave=lambda url, problem, another: heard.append(f"{url} {problem}"),
+        join=heard.append,
+        give_up=heard.append,
+    )
+    monkeypatch.setattr(supervisor, "LOOKED", 0.01)
+    monkeypatch.setattr(supervisor, "SETTLED", 0.01)
+    monkeypatch.setattr(supervisor, "_answers", lambda url, body=None: True)
+    ends = iter([False, False])
+    gone = Machines(lambda: None if next(ends, True) is False else tail(tmp_path / "gone.log"), lambda: None)
+    with closing(ServerSupervisor(FAKE, 1, gone)) as started:
+        started.start()
+        started.watch(engine)
+        until(lambda: "http://8001" in heard)
+    assert heard[0] == f"http://8000 {tmp_path}/gone.log cannot be read: No such file or directory"
+    heard.clear()
+    fine = iter([True])
+    raising = Machines(lambda: None if next(fine, False) else lost(), lambda: None)
+    with closing(ServerSupervisor(FAKE, 1, raising)) as started:
+        started.start()
+        started.watch(engine)
+        until(lambda: "http://8001" in heard)
+    assert heard[0] == "http://8000 cannot be looked after: no such actor"
+    heard.clear()
+    engine.fleet.servers = [SimpleNamespace(url="http://8000", state="gone", problem="cannot be reached")]
+    known = iter([None, None])
+    dying = Machines(lambda: next(known, "was ended by signal 9"), lambda: None)
+    with closing(ServerSupervisor(FAKE, 1, dying)) as started:
+        started.start()
+        started.watch(engine)
+        until(lambda: "http://8001" in heard)
+    assert heard[0] == "http://8000 was ended by signal 9", "as is known a moment after it is not reached any more"
+
+
+def test_the_first_error_of_a_log_is_told_before_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    after = [f"(pid=7) went on {count}" for count in range(9)]
+    log.write_text("\n".join(["loading", "(pid=8) ERROR 10:53 [worker.py:9] ValueError: no memory", *after]))
+    assert tail(log).startswith(f"ValueError: no memory (the last lines of {log}: {after[3]} | ")
+    log.write_text("\n".join(["a warning of `OSError: too many`", *after]))
+    assert tail(log).startswith(f"the last lines of {log}: ")
+
+
+@pytest.mark.thorough
+def test_servers_end_with_who_started_them_however_it_ends(tmp_path: Path) -> None:
+    """Killed outright, with a server that hears no request to end, and one of its own children."""
+    stubborn = """
+        import os, signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print(os.getpid(), child.pid, flush=True)
+        time.sleep(60)
+    """
+    starts = f"""
+        import time
+        from pathlib import Path
+        from postlude.serving.launch.launcher import LocalLauncher, ServerCommand
+        command = ({sys.executable!r}, "-c", {textwrap.dedent(stubborn)!r})
+        running = LocalLauncher(Path({str(tmp_path)!r})).start(ServerCommand(command))
+        time.sleep(60)
+    """
+    started = subprocess.Popen([sys.executable, "-c", textwrap.dedent(starts)])
+    log = tmp_path / "0.log"
+    try:
+        until(lambda: log.exists() and len(log.read_text().split()) == 2, 60)
+    finally:
+        started.kill()
+        started.wait()
+    for pid in map(int, log.read_text().split()):
+        until(lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split())

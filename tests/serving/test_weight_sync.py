@@ -1,0 +1,46 @@
+"""Weights on their way to servers: ranks wait for those as long as it takes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from postlude.serving.weights.sync import DiskSync
+from postlude.world.agreement import Rank0Controller
+from postlude.world.launcher import launch
+
+TIMEOUT = 30.0  # seconds after which a rank that is silent is given up
+
+
+class Model:
+    def export_hf(self, path: Path, **_: Any) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+
+class Slow:
+    """Servers of which the only one is being started, or reads for longer than ranks have patience with each other."""
+
+    def update(self, directory: str, version: str, *, wait: bool = True) -> None:
+        time.sleep(TIMEOUT + 3.0)
+
+    def directories(self) -> set[str]:
+        return set()
+
+
+def brought(directory: str) -> str | None:
+    controller: Rank0Controller[None, None] = Rank0Controller(lambda _: None)
+    servers: Any = Slow() if dist.get_rank() == 0 else None
+    model: Any = Model()
+    sync = DiskSync(model, servers, Path(directory), group=controller.group)
+    sync.bring("start.1")
+    return sync.given
+
+
+@pytest.mark.thorough  # it waits for longer than ranks have patience
+@pytest.mark.slow
+def test_ranks_wait_for_servers_longer_than_for_each_other(tmp_path: Path) -> None:
+    assert launch(brought, str(tmp_path), nproc=2, timeout=TIMEOUT) == ["start.1"] * 2

@@ -1,0 +1,97 @@
+"""What ranks tell one another when one stops stays a few words a rank, however many ranks there are."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from postlude.world.failure_report import FailureReporter, RankStatus
+
+SIZE = 2000
+FEW = 16  # operations of one rank, from its first word to its last
+
+
+class Counting:
+    """A store in this process that counts the operations of each rank, those on many keys as many."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.operations: Counter[int] = Counter()
+
+    def of(self, rank: int) -> Any:
+        counting = self
+
+        class Own:
+            def __getattr__(self, name: str) -> Any:
+                method = getattr(counting.store, name)
+
+                def counted(*arguments: Any) -> Any:
+                    counting.operations[rank] += len(arguments[0]) if isinstance(arguments[0], list) else 1
+                    return method(*arguments)
+
+                return counted
+
+        return Own()
+
+
+def everyone(store: Counting) -> list[FailureReporter]:
+    return [FailureReporter(rank, SIZE, 600.0, store.of(rank)) for rank in range(SIZE)]
+
+
+def lost() -> RuntimeError:
+    return RuntimeError("[../third_party/gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+
+@pytest.mark.slow
+def test_the_first_failure_is_named_by_two_thousand_ranks_in_a_few_operations_each() -> None:
+    store = Counting()
+    ranks = everyone(store)
+    thread = threading.get_ident()
+    assert ranks[7].fail(ValueError("no such column")) is None
+    assert ranks[8].fail(KeyError("later")) is None
+    for rank in ranks:
+        rank.hear(rank.store, thread)
+    for rank in ranks:
+        if rank.index not in (7, 8):
+            assert str(rank.fail(lost())) == f"rank 7 of {SIZE} failed: ValueError: no such column"
+    for rank in ranks:
+        rank.leave()
+    assert store.operations.pop(7) <= SIZE + FEW  # the first to stop rings every bell
+    assert max(store.operations.values()) <= FEW
+    assert store.store.check([f"bell/{rank}" for rank in range(SIZE)])
+
+
+@pytest.mark.slow
+def test_one_rank_asks_where_the_others_are_and_tells_all() -> None:
+    store = Counting()
+    ranks = everyone(store)
+    gone, away = ranks[1234], ranks[99]
+    thread = threading.get_ident()
+    for rank in ranks:
+        if rank is not gone:
+            rank.hear(rank.store, -1 if rank is away else thread)
+    waiting = [rank for rank in ranks if rank not in (gone, away)]
+    for rank in waiting[1:]:  # each has stopped before the first one is done with asking
+        rank.say(RankStatus("stopped"))
+    verdicts = {str(rank.fail(lost())) for rank in waiting}
+    assert verdicts == {
+        f"rank 99 of {SIZE} did not come: it is at an unknown place; rank 1234 of {SIZE} does not answer any more: it "
+        "was killed or lost."
+    }
+    for rank in waiting:
+        rank.leave()
+    asker, others = waiting[0].index, [rank.index for rank in waiting[1:]]
+    assert max(store.operations[rank] for rank in others) <= FEW
+    assert store.operations[asker] < 4 * SIZE + 400  # all bells twice, all words; and again and again until time is up
+
+
+@pytest.mark.slow
+def test_a_silent_asker_is_named() -> None:
+    store = Counting()
+    ranks = [FailureReporter(rank, 3, 600.0, store.of(rank)) for rank in range(3)]
+    store.store.set("asker", "2")  # and it was killed before it could tell
+    assert str(ranks[0].fail(lost())) == "rank 2 of 3 does not answer any more: it was killed or lost."

@@ -1,0 +1,47 @@
+"""A host that stands still while its GPU does is noticed; one that moves, or whose GPU does, is left alone."""
+
+from __future__ import annotations
+
+import threading
+
+from postlude.world.stall_watchdog import StallWatchdog
+
+
+def test_a_host_that_stands_still_behind_a_stuck_gpu_is_noticed() -> None:
+    noticed = threading.Event()
+    watch = StallWatchdog(0.2, lambda seconds: True, noticed.set)
+    assert noticed.wait(60)  # this thread stands here
+    watch.close()
+
+
+def test_a_host_that_waits_for_something_else_is_left_alone() -> None:
+    asked, noticed, enough = [], threading.Event(), threading.Event()
+
+    def is_stuck(seconds: float) -> bool:
+        asked.append(seconds)
+        if len(asked) == 3:
+            enough.set()
+        return False
+
+    watch = StallWatchdog(0.2, is_stuck, noticed.set)
+    assert enough.wait(60)
+    watch.close()
+    assert not noticed.is_set()
+
+
+def test_a_host_that_moves_is_not_asked_about() -> None:
+    asked: list[float] = []
+    looked, over = threading.Event(), threading.Event()
+
+    def move() -> None:
+        watch = StallWatchdog(3600.0, lambda seconds: bool(asked.append(seconds)), looked.set)
+        looked.set()
+        over.wait(60)
+        watch.close()
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    assert looked.wait(60)
+    over.set()
+    thread.join(60)
+    assert not asked
