@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from postlude.engine import Engine
 from postlude.generate.generator import Generator
-from postlude.generate.protocol import Completion, PollAdapter
+from postlude.generate.protocol import Completion, ConversationEngine, PollAdapter
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.stop_strings import Detokenizer
 from postlude.hf.read_model import end_tokens
 from postlude.model import LanguageModel
-from postlude.rollout.conversations import ConversationEngine
 from postlude.world.agreement import Rank0Controller
 
 Part = TypeVar("Part")
@@ -149,7 +148,7 @@ class SyncedGenerator(ReplicatedGenerator):
             self.updated_at = self.engine.step
 
     def _share(self, asked: _Asked) -> list[list[Completion]]:
-        """CompletionState with the engine's weights as they are now. A large cache is not kept from training."""
+        """Answer with the engine's weights as they are now. A large cache is not kept from training."""
         self.refresh()
         answers = super()._share(asked)
         self.generator.release(small=False)

@@ -132,6 +132,13 @@ class AsyncRolloutEngine(RolloutEngine, Protocol):
         ...
 
 
+class ConversationEngine(AsyncRolloutEngine, Protocol):
+    """An engine that conversations are held with."""
+
+    batched_polls: bool
+    """Whether one poll returns all that was submitted, so that it pays to submit what belongs together before."""
+
+
 class PollAdapter:
     """submit and poll of an engine that answers prompts together, such as the native generator.
 
@@ -162,7 +169,7 @@ class PollAdapter:
         return ticket
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """CompletionState all that was submitted, however long it takes."""
+        """Answer all that was submitted, however long it takes."""
         waiting, self._waiting = self._waiting, {}
         found: list[FinishedCompletion] = []
         for n, first in dict.fromkeys((request.n, request.first) for request in waiting.values()):

@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from postlude.data.chat import Encoder
-from postlude.generate.protocol import AsyncRolloutEngine, Completion, FinishedCompletion, Request
+from postlude.generate.protocol import Completion, ConversationEngine, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.rollout.environments import AssistantTurn, Environment, Episode, Transcript, TurnResult, is_chat
 from postlude.rollout.rewards import Score
@@ -21,13 +20,6 @@ GLANCE = 0.02  # seconds between looks at two things that are both waited for
 MEANWHILE = 0.5  # seconds until who waits for a thread does something else for a moment
 NO_ROOM = Score(0.0, {"over_budget": 1.0})  # what a conversation earns that outgrows the budget
 FAILED = "failed"  # the part of a reward that could not be given
-
-
-class ConversationEngine(AsyncRolloutEngine, Protocol):
-    """What conversations are held with."""
-
-    batched_polls: bool
-    """Whether a poll answers all that was submitted at once, so that it pays to submit what belongs together before."""
 
 
 @dataclass(eq=False)
