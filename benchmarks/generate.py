@@ -8,7 +8,7 @@
 64 prompts of uneven lengths get greedy answers of uneven lengths, fixed beforehand and alike for both, so that nobody
 gains by stopping early. transformers gets left-padded batches, of each size given, and a stopping criterion that ends
 each row at its own length; its best batch size counts. Only the tokens asked for are counted. On an Arm CPU it is also
-timed with its matrix products going where ours go (postlude/ops/products.py), since that alone helps it.
+timed with its matrix products going where ours go (postlude/ops/cpu_matmul.py), since that alone helps it.
 
 With `--device cuda` a model of a published shape samples in bf16, beside transformers' static cache and compiled step;
 `decode.py` says what is measured then.

@@ -1,4 +1,4 @@
-"""What the kernels that draw must do. `test_draw_triton.py` runs this file: on a GPU, or through the interpreter."""
+"""What the kernels that draw must do. `test_sampler_kernel.py` runs this file: on a GPU, or through the interpreter."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ops.kernel_checks import interpret_checks, run_checks
 
-CHECKS = str(Path(__file__).with_name("draw_checks.py"))
+CHECKS = str(Path(__file__).with_name("sampler_checks.py"))
 
 
 @pytest.mark.thorough

@@ -18,7 +18,7 @@ from postlude.generate.session import Session
 from postlude.hf.builtin import tiny_hybrid
 from postlude.model import LanguageModel
 from postlude.model.pattern import Pattern
-from postlude.ops import decode_linear as few_rows
+from postlude.ops import decode_linear
 from postlude.ops.linear import adjacent_view
 from tests.generate.test_generator import teacher_forced
 
@@ -142,7 +142,7 @@ def test_few_rows_take_products_of_their_own_and_more_add_in_place(monkeypatch) 
     kernels, taken = importlib.import_module("postlude.ops.kernels.decode_linear"), []
     product = kernels.product
     monkeypatch.setattr(kernels, "product", lambda *given, **how: (taken.append(1), product(*given, **how))[1])
-    for count, products in ((few_rows.MOST, 2 * 8), (few_rows.MOST + 1, 0)):  # a step is made, and then recorded
+    for count, products in ((decode_linear.MOST, 2 * 8), (decode_linear.MOST + 1, 0)):  # a step is made, and then recorded
         taken.clear()
         asked = [[place, 5, 9] * 10 for place in range(count)]
         generator = Generator(model)

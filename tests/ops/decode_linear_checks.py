@@ -1,4 +1,4 @@
-"""What the kernel of products of few rows must do. `test_few_rows.py` runs this file: on a GPU, or through Triton's
+"""What the kernel of products of few rows must do. `test_decode_linear.py` runs this file: on a GPU, or through Triton's
 interpreter, which must be chosen before triton is first imported."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.ops import decode_linear as few_rows
+from postlude.ops import decode_linear
 from postlude.ops.activation import activate
 from postlude.ops.decode_linear import COUNTERS, linear_add, norm_gated_linear, norm_linear
 from postlude.ops.norm import Norm
@@ -96,8 +96,8 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
 
 
 def test_more_rows_than_a_tile_has_are_refused_or_left_to_torch() -> None:
-    x, norm, weight, _ = made(few_rows.MOST + 1, 64, 64, 0.0)
-    with pytest.raises(RuntimeError, match=f"its tiles have room for {few_rows.MOST} rows, and these are"):
+    x, norm, weight, _ = made(decode_linear.MOST + 1, 64, 64, 0.0)
+    with pytest.raises(RuntimeError, match=f"its tiles have room for {decode_linear.MOST} rows, and these are"):
         norm_linear(x, norm, weight, backend="triton")
     exact = F.rms_norm(x.double(), (64,), norm.weight.double(), norm.eps)
     assert_near(norm_linear(x, norm, weight), exact @ weight.double().t())

@@ -1,4 +1,4 @@
-"""What the gated delta rule's Triton kernels must do. `test_gated_delta_triton.py` runs this file: on a GPU, or through
+"""What the gated delta rule's Triton kernels must do. `test_gated_delta_kernels.py` runs this file: on a GPU, or through
 Triton's interpreter, which must be chosen before triton is first imported. Here products are fp32."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the kernels of one sweep and of a sweep begun early must do. `test_linear_triton.py` runs this file, as it does
+"""What the kernels of one sweep and of a sweep begun early must do. `test_linear_logprobs_kernels.py` runs this file, as it does
 `triton_checks.py`.
 """
 

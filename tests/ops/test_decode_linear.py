@@ -11,7 +11,7 @@ from postlude.ops.norm import Norm, rms_norm
 from tests.equality import assert_equal
 from tests.ops.kernel_checks import interpret_checks, run_checks
 
-CHECKS = "few_rows_checks.py"
+CHECKS = "decode_linear_checks.py"
 
 
 @pytest.mark.thorough

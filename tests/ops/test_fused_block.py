@@ -13,7 +13,7 @@ from tests.equality import assert_equal
 from tests.model.small import small_config
 from tests.ops.kernel_checks import interpret_checks, run_checks
 
-CHECKS = "block_step_checks.py"
+CHECKS = "fused_block_checks.py"
 SEQUENCES = [list(range(3, 40)), [7], list(range(100, 230))]
 
 

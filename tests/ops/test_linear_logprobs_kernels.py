@@ -11,7 +11,7 @@ from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, dense
 from tests.ops.kernel_checks import interpret_checks, run_checks
 
-CHECKS, MORE_CHECKS = "triton_checks.py", "coded_checks.py"
+CHECKS, MORE_CHECKS = "triton_checks.py", "linear_logprobs_checks.py"
 
 
 @pytest.mark.slow

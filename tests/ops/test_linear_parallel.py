@@ -253,7 +253,7 @@ def fused_head(softcap: float | None) -> dict[str, Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_two_ranks_in_bf16_through_the_fused_head_equal_float64(softcap: float | None) -> None:
-    """As accurate as one rank is: see `test_linear_triton.py`."""
+    """As accurate as one rank is: see `test_linear_logprobs_kernels.py`."""
     answers = launch(fused_head, softcap, nproc=2, timeout=120.0, device="cuda")
     whole = half_precision()
     exact = dense(whole.hidden, whole.weight, whole.targets, softcap=softcap)

@@ -63,7 +63,7 @@ def _takes_triton(rows: Tensor, weight: Tensor, backend: Backend) -> bool:
         refused = "rows and weights are not dense and of one dtype"
     elif weight.shape[0] % STEP or weight.shape[1] % STEP:
         refused = f"a weight of {list(weight.shape)} is not made of tiles of {STEP}"
-    return use_kernel("few_rows", backend, rows.device, rows.dtype, refused=refused)
+    return use_kernel("decode_linear", backend, rows.device, rows.dtype, refused=refused)
 
 
 def _kernels() -> Any:
