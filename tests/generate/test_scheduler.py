@@ -142,7 +142,10 @@ def test_few_rows_take_products_of_their_own_and_more_add_in_place(monkeypatch) 
     kernels, taken = importlib.import_module("postlude.ops.kernels.decode_linear"), []
     product = kernels.product
     monkeypatch.setattr(kernels, "product", lambda *given, **how: (taken.append(1), product(*given, **how))[1])
-    for count, products in ((decode_linear.MOST, 2 * 8), (decode_linear.MOST + 1, 0)):  # a step is made, and then recorded
+    for count, products in (
+        (decode_linear.MOST, 2 * 8),
+        (decode_linear.MOST + 1, 0),
+    ):  # a step is made, and then recorded
         taken.clear()
         asked = [[place, 5, 9] * 10 for place in range(count)]
         generator = Generator(model)
