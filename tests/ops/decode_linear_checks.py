@@ -1,4 +1,4 @@
-"""What the kernel of products of few rows must do. `test_decode_linear.py` runs this file: on a GPU, or through Triton's
+"""Checks of the kernel of linear layers with few rows. `test_decode_linear.py` runs this file, on a GPU or in Triton's
 interpreter, which must be chosen before triton is first imported."""
 
 from __future__ import annotations

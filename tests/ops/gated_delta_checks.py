@@ -1,5 +1,5 @@
-"""What the gated delta rule's Triton kernels must do. `test_gated_delta_kernels.py` runs this file: on a GPU, or through
-Triton's interpreter, which must be chosen before triton is first imported. Here products are fp32."""
+"""Checks of the gated delta rule's kernels. `test_gated_delta_kernels.py` runs this file, on a GPU or in Triton's
+interpreter, which must be chosen before triton is first imported. Here products are fp32."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the kernels of one sweep and of a sweep begun early must do. `test_linear_logprobs_kernels.py` runs this file, as it does
-`triton_checks.py`.
-"""
+"""Checks of the head's kernels that keep logits in 16 bits. `test_linear_logprobs_kernels.py` runs this file."""
 
 from __future__ import annotations
 

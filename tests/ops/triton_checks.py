@@ -1,4 +1,4 @@
-"""What the Triton kernels must do. `test_linear_logprobs_kernels.py` runs this file: on a GPU, or through Triton's interpreter.
+"""Checks of the head's row kernels. `test_linear_logprobs_kernels.py` runs this file, on a GPU or in the interpreter.
 
 The interpreter must be chosen before triton is first imported, so these checks have a process of their own.
 """
