@@ -14,8 +14,8 @@ import pytest
 from postlude.cluster.actor_pool import TRIES, ActorPool, ActorPoolFactory
 from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request, VersionSpan
-from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerError
-from postlude.pool.workers import Workers
+from postlude.pool.open_pool import open_pool
+from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerError, WorkerPool
 from postlude.rollout.rewards import RewardPool
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.rollout import functions
@@ -28,17 +28,13 @@ TIMEOUT = 4.0
 FAKE = replace(HERES, command=(*HERES.command, "{host}"))
 
 
-def crew_of(workers: Workers) -> ActorPool:
-    assert isinstance(workers._crew, ActorPool)
-    return workers._crew
-
-
-def busy(crew: ActorPool, count: int) -> list[Any]:
+def busy(pool: WorkerPool, count: int) -> list[Any]:
     """Some workers, once they are at work."""
+    assert isinstance(pool, ActorPool)
     until = time.monotonic() + 300
     while time.monotonic() < until:
-        with crew.changed:
-            found = [each for each in crew.hired if each.at_work]
+        with pool.changed:
+            found = [each for each in pool.hired if each.at_work]
         if len(found) >= count:
             return found[:count]
         time.sleep(0.01)
@@ -47,7 +43,7 @@ def busy(crew: ActorPool, count: int) -> list[Any]:
 
 def outcomes(pool_factory: PoolFactory | None) -> list[CallResult]:
     calls = [("", said, {}) for said in ("good", "raise", "object", "part", "die", "killed", "exit", "hang", "good")]
-    with closing(Workers(functions.misbehave, count=2, timeout=TIMEOUT, pool_factory=pool_factory)) as workers:
+    with closing(open_pool(functions.misbehave, count=2, timeout=TIMEOUT, pool_factory=pool_factory)) as workers:
         return workers.call_all(calls)
 
 
@@ -60,7 +56,7 @@ def test_what_a_lost_worker_was_at_is_done_by_another(local_ray: None) -> None:
 
     with RewardPool(functions.slow_length, workers=2, timeout=30.0, pool_factory=ActorPoolFactory()) as pool:
         tickets = [pool.submit(("", "x" * size, {})) for size in range(12)]
-        (victim,) = busy(crew_of(pool._workers), 1)
+        (victim,) = busy(pool.pool, 1)
         ray.kill(victim.actor)
         scores: dict[int, Any] = {}
         while len(scores) < len(tickets):
@@ -74,7 +70,7 @@ def test_what_a_lost_worker_was_at_is_done_by_another(local_ray: None) -> None:
 def test_a_function_that_cannot_be_loaded_is_a_sentence(local_ray: None) -> None:
     with (
         closing(
-            Workers("no/such/file.py:reward", count=1, timeout=TIMEOUT, pool_factory=ActorPoolFactory())
+            open_pool("no/such/file.py:reward", count=1, timeout=TIMEOUT, pool_factory=ActorPoolFactory())
         ) as workers,
         pytest.raises(WorkerError, match=r"no/such/file.py:reward cannot be loaded: .*no/such/file.py"),
     ):
@@ -83,7 +79,7 @@ def test_a_function_that_cannot_be_loaded_is_a_sentence(local_ray: None) -> None
 
 @pytest.mark.thorough
 def test_a_call_over_which_workers_are_lost_again_and_again_is_given_up(local_ray: None) -> None:
-    with closing(Workers(functions.end_parent, count=2, timeout=30.0, pool_factory=ActorPoolFactory())) as workers:
+    with closing(open_pool(functions.end_parent, count=2, timeout=30.0, pool_factory=ActorPoolFactory())) as workers:
         good, bad, other = workers.call_all([("stay",), ("go",), ("stay",)])
         assert (good.value, other.value) == ("stay", "stay")
         assert (bad.failure, bad.error) == ("died", f"end_parent was lost with its worker {TRIES} times.")

@@ -16,8 +16,8 @@ import pytest
 from postlude.cluster.actor_pool import ActorPoolFactory
 from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request
+from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import CallResult
-from postlude.pool.workers import Workers
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.cluster.conftest import QUIET
 from tests.cluster.test_actor_pool import FAKE, answered, busy, crew_of
@@ -62,7 +62,7 @@ def nodes(*cpus: int) -> Iterator[Any]:
 
 
 def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
-    with closing(Workers(functions.slow_length, count=4, timeout=30.0, pool_factory=ActorPoolFactory())) as workers:
+    with closing(open_pool(functions.slow_length, count=4, timeout=30.0, pool_factory=ActorPoolFactory())) as workers:
         tickets = [workers.submit(("", "x" * size, {})) for size in range(60)]
         busy(crew_of(workers), 4)
         two_nodes.remove_node(two_nodes.other, allow_graceful=False)

@@ -179,8 +179,8 @@ def test_a_transcript_is_the_conversation_with_its_sampled_tokens_learned() -> N
 
 SAME_SEED = """
 from postlude.rollout.verifiers import GymEntries, decode_entries
-from postlude.pool.workers import Workers
-workers = Workers(GymEntries("word_ladder", {}, 3, 300), count=1, timeout=60.0)
+from postlude.pool.open_pool import open_pool
+workers = open_pool(GymEntries("word_ladder", {}, 3, 300), count=1, timeout=60.0)
 pages = [workers.call_all([(index, index + 1)])[0].value for index in (299, 0, 256)]
 print([decode_entries(page)[0]["question"] for page in pages])
 """

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import WorkerError
-from postlude.pool.workers import Workers
 from postlude.rollout.rewards import RewardPool, Score
 from postlude.rollout.verifiers import MathReward, extract
 from postlude.user_code import UserCodeError
@@ -160,7 +160,7 @@ def test_half_an_answer_holds_up_nobody() -> None:
 def test_a_hung_worker_is_ended_with_what_it_started(tmp_path: Path, function: Callable[[str], None]) -> None:
     if function is start_session_and_hang and not Path("/proc/self/environ").exists():
         pytest.skip("processes of other sessions are found by /proc")
-    workers = Workers(function, count=1, timeout=5.0)
+    workers = open_pool(function, count=1, timeout=5.0)
     (outcome,) = workers.call_all([(str(tmp_path),)])
     assert outcome.failure == "timed_out"
     assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
@@ -180,9 +180,9 @@ def test_closing_ends_the_workers(end: Callable[[RewardPool], None]) -> None:
 
 TRAINER = """
 import os, signal
-from postlude.pool.workers import Workers
+from postlude.pool.open_pool import open_pool
 from tests.rollout.functions import process_id
-workers = Workers(process_id, count=1, timeout=60.0)
+workers = open_pool(process_id, count=1, timeout=60.0)
 print(workers.call_all([()])[0].value, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -195,7 +195,7 @@ def test_workers_do_not_outlive_a_trainer_that_was_killed() -> None:
 
 
 def test_what_cannot_be_sent_leaves_the_pool_in_step() -> None:
-    with closing(Workers(length, count=2, timeout=30.0)) as workers:
+    with closing(open_pool(length, count=2, timeout=30.0)) as workers:
         bad = [*calls(*["x"] * 20), ("p", "x", {"function": lambda: None})]
         with pytest.raises(WorkerError, match=r"cannot be sent to a worker process .* or use workers=0"):
             workers.call_all(bad)
@@ -296,11 +296,11 @@ def test_a_function_that_no_worker_can_have_is_refused() -> None:
 
 
 SCRIPT = """
-from postlude.pool.workers import Workers
+from postlude.pool.open_pool import open_pool
 def reward(prompt, completion, example):
     return 4.0
 GUARD
-    workers = Workers(reward, count=1, timeout=60.0)
+    workers = open_pool(reward, count=1, timeout=60.0)
     print(workers.call_all([("p", "c", {})])[0].value)
 """
 

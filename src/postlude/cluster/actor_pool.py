@@ -32,38 +32,30 @@ class ActorPoolFactory:
     cpus: float = 1.0
     patience: float = START_LIMIT
 
-    def __call__(self, start: bytes, name: str, count: int, timeout: float) -> WorkerPool:
+    def __call__(self, function: bytes, name: str, count: int, timeout: float) -> WorkerPool:
         """`count` workers, who are looked for when there is a call for them."""
-        return ActorPool(start, name, count, timeout, self.cpus, self.patience)
+        return ActorPool(function, name, count, timeout, self.cpus, self.patience)
 
 
 class WorkerActor:
     """An actor with one worker process beside it."""
 
     def __init__(self) -> None:
-        self.crew: ProcessPool | None = None
-        self.given = 0
+        self.pool: ProcessPool | None = None
 
-    def load(self, start: bytes, name: str, timeout: float, directory: str) -> str:
-        """Have the process load its function; says why it cannot, if so."""
+    def load(self, function: bytes, name: str, timeout: float, directory: str) -> str:
+        """Starts the process, which loads its function. Returns why it cannot, or an empty text."""
         try:
-            os.chdir(directory)  # what the function is named by may be a path from there
-            self.crew = ProcessPool(start, name, 1, timeout)
+            os.chdir(directory)  # the function may be named by a path from there
+            self.pool = ProcessPool(function, name, 1, timeout)
         except (WorkerError, OSError) as error:
             return str(error)
         return ""
 
     def call(self, calls: Sequence[bytes]) -> list[CallResult]:
-        """Make calls, and say what came of each."""
-        assert self.crew is not None
-        tickets = range(self.given, self.given + len(calls))
-        self.given += len(calls)
-        for ticket, call in zip(tickets, calls, strict=True):
-            self.crew.give(ticket, call)
-        found: dict[int, CallResult] = {}
-        while len(found) < len(tickets):
-            found |= self.crew.take(None, tickets)
-        return [found[ticket] for ticket in tickets]
+        """Makes pickled calls and returns their results in order."""
+        assert self.pool is not None
+        return self.pool.call_all(calls)
 
 
 @dataclass(eq=False)
@@ -88,9 +80,9 @@ class ActorPool(WorkerPool):
 
     lost: int
 
-    def __init__(self, start: bytes, name: str, count: int, timeout: float, cpus: float, patience: float) -> None:
+    def __init__(self, function: bytes, name: str, count: int, timeout: float, cpus: float, patience: float) -> None:
         super().__init__(name)
-        self.start, self.count, self.timeout, self.cpus, self.lost = start, count, timeout, cpus, 0
+        self.function, self.count, self.timeout, self.cpus, self.lost = function, count, timeout, cpus, 0
         self.patience, self.say_at = patience, SAID
         self.tries: Counter[int] = Counter()
         self.false_starts = 0
@@ -113,7 +105,7 @@ class ActorPool(WorkerPool):
 
         made = ray.remote(WorkerActor).options(num_cpus=self.cpus, max_restarts=0, scheduling_strategy="SPREAD")
         hired = _Hired(made.remote())
-        self._expect(hired, hired.actor.load.remote(self.start, self.name, self.timeout, os.getcwd()))
+        self._expect(hired, hired.actor.load.remote(self.function, self.name, self.timeout, os.getcwd()))
         return hired
 
     def _expect(self, hired: _Hired, answer: Any) -> None:

@@ -1,4 +1,9 @@
-"""ProcessPool: workers that are processes of this machine, each ended with its call where that takes too long."""
+"""ProcessPool: workers that are processes on this machine.
+
+Written here because no library covers all of this: a call that hangs is ended with its process and every process it
+started, in other sessions too; what a function writes to the worker's pipe is not taken for a result; results are JSON,
+so that code a model wrote cannot reach the trainer through pickle; hashes are equal in all workers.
+"""
 
 from __future__ import annotations
 
@@ -22,179 +27,175 @@ from typing import Any
 from postlude.pool import worker
 from postlude.pool.worker_pool import START_LIMIT, CallResult, WorkerError, WorkerPool
 
-INSIDE = "POSTLUDE_WORKER"  # in the environment of a worker: a name of its own, by which what it starts is found
-HEADER = struct.Struct("!i")  # before each answer: its size, as Connection.send_bytes writes it
-LARGEST = 1 << 30  # bytes of an answer; more is no answer
+WORKER_VARIABLE = "POSTLUDE_WORKER"  # an environment variable that names a worker; processes it starts inherit it
+HEADER = struct.Struct("!i")  # the size before each reply, as Connection.send_bytes writes it
+MAX_REPLY_BYTES = 1 << 30
 SCRIPT = "import sys; sys.path.insert(0, sys.argv[1]); from postlude.pool.worker import main; main()"
 
 
 class ProcessPool(WorkerPool):
-    """Processes of this machine, and a thread that hands calls out and hears answers while everybody else goes on.
+    """Worker processes, and a thread that sends calls and receives replies. The thread alone touches the processes."""
 
-    The thread alone touches the processes. What it shares with callers is behind `changed`.
-    """
-
-    def __init__(self, start: bytes, name: str, count: int, timeout: float) -> None:
+    def __init__(self, function: bytes, name: str, count: int, timeout: float) -> None:
         super().__init__(name)
-        self.start, self.timeout = start, timeout
-        self.bell, self.ring = _pipe()
-        self.processes = [_Process(start, timeout) for _ in range(count)]
+        self.function, self.timeout = function, timeout
+        self.wake_receiver, self.wake_sender = _pipe()
+        self.processes = [_WorkerProcess(function, timeout) for _ in range(count)]
         self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
         try:
             for process in self.processes:
                 while not process.ready:
-                    wait([process.answers], max(0.0, process.deadline - time.monotonic()))
-                    process.greet(name)
+                    wait([process.replies], max(0.0, process.deadline - time.monotonic()))
+                    process.check_started(name)
         except BaseException:
             self.close()
             raise
         self.thread.start()
 
+    def _wake(self) -> None:
+        if not self.wake_receiver.closed and not self.wake_receiver.poll():
+            self.wake_sender.send_bytes(b"")
+
     def _stop_workers(self) -> None:
         while self.processes:
             self.processes.pop().end()
-        self.bell.close()
-        self.ring.close()
-
-    def _wake(self) -> None:
-        """With `changed` held."""
-        if not self.bell.closed and not self.bell.poll():
-            self.ring.send_bytes(b"")
+        self.wake_receiver.close()
+        self.wake_sender.close()
 
     def _run(self) -> None:
         try:
             while not self.closed:
-                self._round()
-        except BaseException as error:  # a new worker that cannot load the function: everyone who waits is told
+                self._step()
+        except BaseException as error:  # such as a new worker that cannot load the function: `poll` raises it
             with self.changed:
                 self.error = error
                 self.changed.notify_all()
 
-    def _round(self) -> None:
+    def _step(self) -> None:
+        """Sends calls to idle workers, then waits for replies, for the nearest deadline, or for `_wake`."""
         with self.changed:
-            self._drop_unwanted()
-            for slot, process in enumerate(self.processes):
-                if not self.waiting or process.at_work or not process.ready:
+            self._drop_cancelled()
+            for index, process in enumerate(self.processes):
+                if not self.waiting or process.sent or not process.ready:
                     continue
-                if not process.give(self._next_calls(len(self.processes)), self.calls):
-                    self._replace(slot)
+                if not process.send(self._next_calls(len(self.processes)), self.calls):
+                    self._replace(index)
         busy = {
-            process.answers: slot for slot, process in enumerate(self.processes) if process.at_work or not process.ready
+            process.replies: index for index, process in enumerate(self.processes) if process.sent or not process.ready
         }
-        nearest = min((self.processes[slot].deadline for slot in busy.values()), default=None)
+        nearest = min((self.processes[index].deadline for index in busy.values()), default=None)
         limit = None if nearest is None else max(0.0, nearest - time.monotonic())
-        heard = set(wait([*busy, self.bell], limit))
+        readable = set(wait([*busy, self.wake_receiver], limit))
         now = time.monotonic()
         with self.changed:
-            while self.bell.poll():
-                self.bell.recv_bytes()
-            for answers, slot in busy.items():
-                self._hear(slot, answers in heard, now)
+            while self.wake_receiver.poll():
+                self.wake_receiver.recv_bytes()
+            for connection, index in busy.items():
+                self._receive(index, connection in readable, now)
             self.changed.notify_all()
 
-    def _hear(self, slot: int, heard: bool, now: float) -> None:
-        process = self.processes[slot]
-        outcomes: dict[int, CallResult] = {}
+    def _receive(self, index: int, readable: bool, now: float) -> None:
+        process = self.processes[index]
         if not process.ready:
-            process.greet(self.name)
+            process.check_started(self.name)
             return
-        whole = not heard or process.collect(outcomes)
-        if outcomes:
-            for _ in outcomes:
-                self.seconds_per_call = 0.9 * self.seconds_per_call + 0.1 * (now - process.since) / len(outcomes)
+        results: dict[int, CallResult] = {}
+        alive = not readable or process.collect(results)
+        if results:
+            for _ in results:
+                self.seconds_per_call = 0.9 * self.seconds_per_call + 0.1 * (now - process.since) / len(results)
             process.since = now
-        if not whole:
-            if process.at_work:
-                blamed = process.at_work.popleft()
-                outcomes[blamed] = CallResult(failure="died", error=f"{self.name} {process.last_words()}.")
-            self._replace(slot)
-        elif process.at_work and now >= process.deadline:
-            blamed = process.at_work.popleft()
-            sentence = f"{self.name} took more than {self.timeout:g} s and was ended."
-            outcomes[blamed] = CallResult(failure="timed_out", error=sentence)
-            self._replace(slot)
-        self._record(outcomes)
+        if not alive:
+            if process.sent:
+                message = f"{self.name} {process.how_it_ended()}."
+                results[process.sent.popleft()] = CallResult(failure="died", error=message)
+            self._replace(index)
+        elif process.sent and now >= process.deadline:
+            message = f"{self.name} took more than {self.timeout:g} s and was ended."
+            results[process.sent.popleft()] = CallResult(failure="timed_out", error=message)
+            self._replace(index)
+        self._record(results)
 
-    def _drop_unwanted(self) -> None:
-        for slot, process in enumerate(self.processes):
-            if self.cancelled.intersection(process.at_work):
-                self._replace(slot)
+    def _drop_cancelled(self) -> None:
+        for index, process in enumerate(self.processes):
+            if self.cancelled.intersection(process.sent):
+                self._replace(index)
         self.waiting = deque(ticket for ticket in self.waiting if ticket not in self.cancelled)
         for ticket in self.cancelled:
             del self.calls[ticket]
         self.cancelled.clear()
 
-    def _replace(self, slot: int) -> None:
-        """Put a new worker in the place of one that is lost, and what it had not begun back in front."""
-        lost = self.processes[slot]
-        self.waiting.extendleft(reversed(lost.at_work))
-        lost.end()
-        self.processes[slot] = _Process(self.start, self.timeout)
+    def _replace(self, index: int) -> None:
+        """Ends a worker and starts another. Calls that it had not begun go back to the front of the queue."""
+        old = self.processes[index]
+        self.waiting.extendleft(reversed(old.sent))
+        old.end()
+        self.processes[index] = _WorkerProcess(self.function, self.timeout)
 
 
-class _Process:
-    """A worker process, and the calls it was given and has not answered."""
+class _WorkerProcess:
+    """One process, and the tickets of calls sent to it that have no reply yet, in order."""
 
-    def __init__(self, start: bytes, timeout: float) -> None:
+    def __init__(self, function: bytes, timeout: float) -> None:
         self.timeout = timeout
-        self.at_work: deque[int] = deque()
+        self.sent: deque[int] = deque()
         self.ready = False
-        self.since = 0.0  # when it began what it is at
+        self.since = 0.0  # when its current call began
         self.deadline = time.monotonic() + START_LIMIT
         self.secret, self.label = secrets.token_hex(), secrets.token_hex()
-        self.received = bytearray()  # of an answer that has not come whole
+        self.received = bytearray()  # the beginning of a reply that is not complete
         self.ended = self.forged = False
-        calls_in, calls_out = os.pipe()
-        answers_in, answers_out = os.pipe()
-        self.calls = Connection(calls_out, readable=False)
-        self.answers = Connection(answers_in, writable=False)
-        os.set_blocking(answers_in, False)
-        home = str(Path(worker.__file__).parents[2])
-        script = [sys.executable, "-P", "-c", SCRIPT, home, str(calls_in), str(answers_out), str(timeout)]
+        calls_read, calls_write = os.pipe()
+        replies_read, replies_write = os.pipe()
+        self.calls = Connection(calls_write, readable=False)
+        self.replies = Connection(replies_read, writable=False)
+        os.set_blocking(replies_read, False)
+        source = str(Path(worker.__file__).parents[2])
         try:
             self.process = subprocess.Popen(
-                script,
+                [sys.executable, "-P", "-c", SCRIPT, source, str(calls_read), str(replies_write), str(timeout)],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a function prints is no result of ours
-                pass_fds=(calls_in, answers_out),
-                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0", INSIDE: self.label},
-                start_new_session=True,  # so that what it starts ends with it
+                stdout=2,  # what a function prints is not ours to write to stdout
+                pass_fds=(calls_read, replies_write),
+                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0", WORKER_VARIABLE: self.label},
+                start_new_session=True,  # so that `end` reaches what it starts
             )
         finally:
-            os.close(calls_in)
-            os.close(answers_out)
-        with contextlib.suppress(BrokenPipeError):  # then it is never ready
-            self.calls.send_bytes(pickle.dumps({**pickle.loads(start), "secret": self.secret}))
+            os.close(calls_read)
+            os.close(replies_write)
+        with contextlib.suppress(BrokenPipeError):  # then it never becomes ready
+            self.calls.send_bytes(pickle.dumps({**pickle.loads(function), "secret": self.secret}))
 
-    def greet(self, name: str) -> None:
-        """Read whether the function is loaded, if that is known."""
+    def check_started(self, name: str) -> None:
+        """Sets `ready` once the function is loaded. Raises if it cannot be."""
         for reply in self.receive():
             if "error" in reply:
                 raise WorkerError(f"{name} cannot be loaded: {reply['error']}")
             self.ready = True
         if not self.ready and self.ended:
-            raise WorkerError(f"{name} cannot be loaded: it {self.last_words()}.")
+            raise WorkerError(f"{name} cannot be loaded: it {self.how_it_ended()}.")
         if not self.ready and time.monotonic() >= self.deadline:
             raise WorkerError(f"{name} was not loaded within {START_LIMIT:g} s. Its file does too much when it is run.")
 
     def receive(self) -> list[dict[str, Any]]:
-        """The whole answers that have come, without waiting for more.
+        """Returns the complete replies that have arrived, without waiting.
 
-        Sets `ended` where the process has, or where what came next is no answer of the worker's.
+        Sets `ended` if the process has ended, or if something else than the worker wrote to the pipe.
         """
         try:
-            while part := os.read(self.answers.fileno(), 1 << 16):
-                self.received += part
+            while data := os.read(self.replies.fileno(), 1 << 16):
+                self.received += data
             self.ended = True
         except BlockingIOError:
-            pass  # that is all for now
+            pass  # nothing more for now
         replies: list[dict[str, Any]] = []
         while len(self.received) >= HEADER.size:
             (size,) = HEADER.unpack_from(self.received)
             end = HEADER.size + size
-            if 0 <= size <= LARGEST and len(self.received) < end:
+            plausible = 0 <= size <= MAX_REPLY_BYTES
+            if plausible and len(self.received) < end:
                 break
-            reply = _read(bytes(self.received[HEADER.size : end])) if 0 <= size <= LARGEST else {}
+            reply = _parse(bytes(self.received[HEADER.size : end])) if plausible else {}
             if not secrets.compare_digest(str(reply.pop("secret", "")).encode(), self.secret.encode()):
                 self.ended = self.forged = True
                 break
@@ -202,11 +203,11 @@ class _Process:
             del self.received[:end]
         return replies
 
-    def give(self, tickets: list[int], calls: Mapping[int, bytes]) -> bool:
-        """Send calls. False if the process is lost."""
-        self.at_work.extend(tickets)
+    def send(self, tickets: list[int], calls: Mapping[int, bytes]) -> bool:
+        """Sends calls. Returns False if the process is lost."""
+        self.sent.extend(tickets)
         self.since = time.monotonic()
-        if self.receive() or self.received or self.ended:  # what an earlier call left behind
+        if self.receive() or self.received or self.ended:  # an earlier call wrote to the pipe
             return False
         try:
             self.calls.send_bytes(pickle.dumps([(ticket, calls[ticket]) for ticket in tickets]))
@@ -215,18 +216,18 @@ class _Process:
         self.deadline = time.monotonic() + self.timeout
         return True
 
-    def collect(self, outcomes: dict[int, CallResult]) -> bool:
-        """Take the answers that have come. False if the process is lost, or wrote what is no answer to its calls."""
+    def collect(self, results: dict[int, CallResult]) -> bool:
+        """Adds the results that have arrived. Returns False if the process is lost, or wrote what is no result."""
         for reply in self.receive():
-            if not self.at_work or reply.get("id") != self.at_work[0]:
+            if not self.sent or reply.get("id") != self.sent[0]:
                 self.forged = True
                 return False
-            outcomes[self.at_work.popleft()] = CallResult.of(reply)
+            results[self.sent.popleft()] = CallResult.of(reply)
             self.deadline = time.monotonic() + self.timeout
         return not self.ended
 
-    def last_words(self) -> str:
-        """How the process ended."""
+    def how_it_ended(self) -> str:
+        """Returns the end of a sentence about the process."""
         if self.forged:
             return "wrote to the pipe of its worker process"
         try:
@@ -236,25 +237,25 @@ class _Process:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
 
     def end(self) -> None:
-        """End the process and what it has started, in sessions of their own too."""
+        """Kills the process and everything it started, in other sessions too."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        while others := _labelled(self.label, self.process.pid):
-            for other in others:
+        while descendants := _descendants(self.label, self.process.pid):
+            for pid in descendants:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(other, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self.calls.close()
-        self.answers.close()
+        self.replies.close()
 
 
 def _pipe() -> tuple[Connection, Connection]:
-    """The two ends of a pipe within this process: to hear, and to be heard."""
-    heard, spoken = os.pipe()
-    return Connection(heard, writable=False), Connection(spoken, readable=False)
+    """Returns the reading and the writing end of a pipe within this process."""
+    read, write = os.pipe()
+    return Connection(read, writable=False), Connection(write, readable=False)
 
 
-def _read(frame: bytes) -> dict[str, Any]:
+def _parse(frame: bytes) -> dict[str, Any]:
     try:
         reply = json.loads(frame)
     except ValueError:
@@ -262,13 +263,13 @@ def _read(frame: bytes) -> dict[str, Any]:
     return reply if isinstance(reply, dict) else {}
 
 
-def _labelled(label: str, worker: int) -> list[int]:
-    """Processes that run with a worker's label in their environment, but for the worker; none where no /proc tells."""
-    mark = f"{INSIDE}={label}".encode()
-    found = []
+def _descendants(label: str, worker_pid: int) -> list[int]:
+    """Returns the processes, but for the worker, whose environment has its label; none without /proc."""
+    mark = f"{WORKER_VARIABLE}={label}".encode()
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
-        if int(entry.name) != worker:
+        if int(entry.name) != worker_pid:
             with contextlib.suppress(OSError):
                 if mark in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids

@@ -1,8 +1,7 @@
-"""One worker process of `process_crew.py`: gets a function, then lists of calls, and answers each call as it is done.
+"""What one worker process of `ProcessPool` runs: it loads a function, then makes calls and replies to each.
 
-It needs the standard library alone, so that a worker starts at once and replaces a lost one cheaply.
-Calls come pickled. Answers go back as JSON, so that nothing a model wrote and a function evaluated can reach the
-trainer as more than text and numbers.
+It needs the standard library alone, so that a worker starts fast and replaces a lost one cheaply. Calls arrive pickled.
+Replies are JSON, so that code a model wrote reaches the trainer as text and numbers at most.
 """
 
 from __future__ import annotations
@@ -19,83 +18,83 @@ from typing import Any
 
 from postlude.user_code import describe_error, load_callable
 
-GRACE = 5.0  # seconds beyond the time limit after which a worker ends itself, if nobody was there to end it
+GRACE = 5.0  # seconds past the time limit after which a worker ends itself, in case the trainer is gone
 
 
 def prepare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function that has a `prepare` import and build what it needs before the first call is timed."""
+    """Calls the function's method `prepare`, if it has one, so that imports are not timed as part of a call."""
     getattr(function, "prepare", lambda: None)()
     return function
 
 
-def answer(function: Callable[..., Any], arguments: tuple[Any, ...] | bytes) -> dict[str, Any]:
-    """Call the function with arguments, pickled or not: {"value": ...}, or {"failure": a kind, "error": a sentence}.
+def call_function(function: Callable[..., Any], arguments: tuple[Any, ...] | bytes) -> dict[str, Any]:
+    """Calls the function with arguments, pickled or not: {"value": ...}, or {"failure": a kind, "error": a message}.
 
-    A process that the function forks, and that comes back here instead of ending, ends: its parent alone answers.
+    A process that the function forks, and that comes back here instead of ending, ends: its parent alone replies.
     """
-    process, code = os.getpid(), 0
+    pid, exit_code = os.getpid(), 0
     reply: dict[str, Any]
     try:
         value = function(*(pickle.loads(arguments) if isinstance(arguments, bytes) else arguments))
-    except BaseException as error:  # sys.exit too: whatever a function does is its own sample's affair
+    except BaseException as error:  # sys.exit too: whatever a function does fails its own call alone
         reply = {"failure": "raised", "error": describe_error(error)}
-        said = error.code if isinstance(error, SystemExit) else 1
-        code = said if isinstance(said, int) else int(said is not None)
+        code = error.code if isinstance(error, SystemExit) else 1
+        exit_code = code if isinstance(code, int) else int(code is not None)
     else:
         try:
-            reply = {"value": plain(value)}
+            reply = {"value": to_json(value)}
         except Exception as error:
             reply = {"failure": "invalid", "error": describe_error(error)}
-    if os.getpid() != process:
+    if os.getpid() != pid:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        os._exit(code)
+        os._exit(exit_code)
     return reply
 
 
-def plain(value: Any) -> Any:
-    """The value as JSON has it: numbers of numpy and torch become Python's, anything else is refused."""
+def to_json(value: Any) -> Any:
+    """Returns a value as JSON has it: numbers of numpy and torch become Python's, anything else is refused."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): to_json(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [to_json(entry) for entry in value]
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        return plain(value.item())
+        return to_json(value.item())
     raise TypeError(
         f"it returned a {type(value).__name__}, but it may return numbers, text, and lists or dicts of them"
     )
 
 
-def _unpacked(start: Mapping[str, Any]) -> Callable[..., Any]:
-    sys.path[:] = start["sys_path"]
-    if start["pickled"] is not None:
+def _load(packed: Mapping[str, Any]) -> Callable[..., Any]:
+    sys.path[:] = packed["sys_path"]
+    if packed["pickled"] is not None:
         try:
-            return prepare(pickle.loads(start["pickled"]))
+            return prepare(pickle.loads(packed["pickled"]))
         except (ImportError, AttributeError):
-            if start["where"] is None:
+            if packed["file"] is None:
                 raise
-    return prepare(load_callable(start["where"]))
+    return prepare(load_callable(packed["file"]))
 
 
-def serve(calls: Connection, answers: Connection, timeout: float) -> None:
-    """Answer calls until the other side goes away.
+def serve(calls: Connection, replies: Connection, timeout: float) -> None:
+    """Makes calls until the pool closes the pipe.
 
-    Each answer has the id of its call and a secret that is sent here alone, so that nothing else written to the pipe is
-    taken for an answer. Code that looks for the secret in this process can find it: this is no sandbox.
+    Each reply has the id of its call and a secret that only this process was sent, so that nothing else written to the
+    pipe is taken for a reply. Code that looks for the secret in this process can find it: this is no sandbox.
     """
-    start = pickle.loads(calls.recv_bytes())
-    secret = start.pop("secret")
+    packed = pickle.loads(calls.recv_bytes())
+    secret = packed.pop("secret")
 
     def send(reply: Mapping[str, Any]) -> None:
-        answers.send_bytes(json.dumps({**reply, "secret": secret}).encode())
+        replies.send_bytes(json.dumps({**reply, "secret": secret}).encode())
 
     try:
-        function = _unpacked(start)
+        function = _load(packed)
     except BaseException as error:
-        known = isinstance(error, ValueError | FileNotFoundError | AttributeError | TypeError | ImportError)
-        send({"error": str(error) if known else describe_error(error)})
+        is_message = isinstance(error, ValueError | FileNotFoundError | AttributeError | TypeError | ImportError)
+        send({"error": str(error) if is_message else describe_error(error)})
         return
     send({})
     while True:
@@ -103,16 +102,16 @@ def serve(calls: Connection, answers: Connection, timeout: float) -> None:
             batch = pickle.loads(calls.recv_bytes())
         except EOFError:
             return
-        for call, arguments in batch:
-            # Should the trainer be gone when a call hangs, this ends the worker, even inside C code.
+        for ticket, arguments in batch:
+            # If the trainer is gone when a call hangs, this alarm ends the worker, even inside C code.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, timeout + GRACE)
-            reply = answer(function, arguments)
+            reply = call_function(function, arguments)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            send({**reply, "id": call})
+            send({**reply, "id": ticket})
 
 
 def main() -> None:
-    """The worker's whole life: pipe ends and the time limit stand on its command line."""
-    calls, answers, timeout = sys.argv[-3:]
-    serve(Connection(int(calls), writable=False), Connection(int(answers), readable=False), float(timeout))
+    """Runs a worker. Its command line ends with two pipe descriptors and the time limit."""
+    calls, replies, timeout = sys.argv[-3:]
+    serve(Connection(int(calls), writable=False), Connection(int(replies), readable=False), float(timeout))

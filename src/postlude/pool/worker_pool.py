@@ -1,29 +1,39 @@
-"""WorkerPool: calls that wait, and outcomes that are waited for, whoever makes the calls and wherever."""
+"""WorkerPool: calls one function in other processes, where it may raise, hang or crash at the cost of one call.
+
+`open_pool` opens one. `ProcessPool` has processes on this machine, `cluster.actor_pool.ActorPool` has actors on Ray.
+`InlinePool` calls the function in this process, and `NullPool` belongs to ranks that make no calls.
+"""
 
 from __future__ import annotations
 
+import atexit
+import itertools
+import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
+
+from postlude.pool.worker import call_function
+from postlude.user_code import describe_error
 
 FailureKind: TypeAlias = Literal["raised", "invalid", "timed_out", "died"]
 FAILURE_KINDS: tuple[FailureKind, ...] = ("raised", "invalid", "timed_out", "died")
 
-LARGEST_PARCEL = 64  # calls sent at once
-PARCEL = 0.02  # seconds that the calls sent at once may take together: what is slow holds up no more than that
+MAX_CALLS_PER_MESSAGE = 64
+MESSAGE_SECONDS = 0.02  # how long the calls of one message may take together, so that one slow call delays few others
 START_LIMIT = 120.0  # seconds for a worker to load its function
 
 
 class WorkerError(ValueError):
-    """The function cannot be called at all: what was named, or handed to it, cannot be meant."""
+    """The function cannot be called at all: it cannot be loaded, or its arguments cannot be sent."""
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """What came of one call: a value of numbers, text, lists and dicts, or a failure and a sentence about it."""
+    """The value of one call (numbers, text, lists and dicts), or the kind of its failure and a message."""
 
     value: Any = None
     failure: FailureKind | None = None
@@ -31,115 +41,180 @@ class CallResult:
 
     @staticmethod
     def of(reply: Mapping[str, Any]) -> CallResult:
-        """As a worker says it (`worker.answer`)."""
+        """Reads a reply of `worker.call_function`."""
         return CallResult(reply.get("value"), reply.get("failure"), reply.get("error"))
 
 
 class WorkerPool(ABC):
-    """Calls that wait to be made, and those who wait for what comes of them, behind `changed`.
+    """Calls that wait for a worker, and results that wait to be polled.
 
-    Who makes the calls, and where, is a subclass's: it takes tickets from `waiting` and puts outcomes into `done`.
+    A subclass runs the workers, usually from a thread: it takes tickets from `waiting` and records results with
+    `_record`. `changed` guards everything that the thread and callers share.
     """
 
     lost: int | None = None
-    """How many workers went with no fault of a call's, so that others did what they were at. None: none can."""
+    """Workers lost through no fault of a call, whose calls others made again. None where that cannot happen."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.calls: dict[int, bytes] = {}  # not answered yet
-        self.waiting: deque[int] = deque()
-        self.done: dict[int, CallResult] = {}
+        self.calls: dict[int, bytes] = {}  # pickled arguments of calls without a result
+        self.waiting: deque[int] = deque()  # tickets that no worker has
+        self.results: dict[int, CallResult] = {}
         self.cancelled: set[int] = set()
-        self.seconds_per_call = PARCEL  # seconds a call, of late; until that is known, each is sent by itself
+        self.seconds_per_call = MESSAGE_SECONDS  # a moving average; until it is known, each call is sent alone
         self.error: BaseException | None = None
         self.closed = False
         self.changed = threading.Condition()
-        self.thread: threading.Thread | None = None  # the subclass's, which hands out calls
+        self.thread: threading.Thread | None = None
+        self._tickets = itertools.count()
+        atexit.register(self.close)
 
-    def give(self, ticket: int, call: bytes) -> None:
-        """Have a call made."""
+    def submit(self, arguments: tuple[Any, ...] | bytes) -> int:
+        """Queues a call and returns its ticket. `arguments` may be pickled already."""
+        call = arguments if isinstance(arguments, bytes) else _pickle_arguments(arguments)
         with self.changed:
+            self._check_open()
+            ticket = next(self._tickets)
             self.calls[ticket] = call
             self.waiting.append(ticket)
             self._wake()
+        return ticket
 
-    def take(self, timeout: float | None, of: Collection[int] | None) -> dict[int, CallResult]:
-        """What has come of all, or of some."""
+    def poll(self, timeout: float | None = 0.0, tickets: Collection[int] | None = None) -> dict[int, CallResult]:
+        """Returns finished calls by ticket, each once, or only those of `tickets`.
 
-        def there() -> list[int]:
-            return [ticket for ticket in (list(self.done) if of is None else of) if ticket in self.done]
+        Waits up to `timeout` seconds for the first one, or without limit if None.
+        """
+
+        def ready() -> list[int]:
+            return [ticket for ticket in (list(self.results) if tickets is None else tickets) if ticket in self.results]
 
         with self.changed:
-            self.changed.wait_for(lambda: self.error or self.closed or there(), timeout)
+            self.changed.wait_for(lambda: self.error or self.closed or ready(), timeout)
             if self.error is not None:
                 raise self.error
-            if self.closed and not there():
-                raise WorkerError(f"the workers of {self.name} were closed. Make new ones.")
-            return {ticket: self.done.pop(ticket) for ticket in there()}
+            if not ready():
+                self._check_open()
+            return {ticket: self.results.pop(ticket) for ticket in ready()}
 
-    def forget(self, tickets: Iterable[int]) -> None:
-        """Nobody wants these any more."""
+    def call_all(self, calls: Sequence[tuple[Any, ...] | bytes]) -> list[CallResult]:
+        """Makes every call and returns the results in their order."""
+        tickets: list[int] = []
+        results: dict[int, CallResult] = {}
+        try:
+            for call in calls:
+                tickets.append(self.submit(call))
+            while len(results) < len(tickets):
+                results |= self.poll(None, set(tickets) - results.keys())
+        except BaseException:
+            self.cancel(tickets)
+            raise
+        return [results[ticket] for ticket in tickets]
+
+    def cancel(self, tickets: Iterable[int]) -> None:
+        """Drops calls and their results."""
         with self.changed:
-            self.cancelled |= {ticket for ticket in tickets if ticket in self.calls}
             for ticket in tickets:
-                self.done.pop(ticket, None)
+                self.results.pop(ticket, None)
+                if ticket in self.calls:
+                    self.cancelled.add(ticket)
             self._wake()
 
     def close(self) -> None:
-        """Hand out nothing more, tell whoever waits, and end every worker."""
+        """Ends every worker. Whoever waits in `poll` gets a `WorkerError`."""
         with self.changed:
             if self.closed:
                 return
             self.closed = True
             self._wake()
             self.changed.notify_all()
-        thread = self.thread
-        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            thread.join()  # else it is this one, as garbage is found anywhere
+        atexit.unregister(self.close)
+        if self.thread is not None and self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join()
         self._stop_workers()
 
     @abstractmethod
-    def _stop_workers(self) -> None:
-        """End every worker. Nobody else touches them any more."""
+    def _wake(self) -> None:
+        """Makes the thread look at the shared state again; called with `changed` held."""
 
     @abstractmethod
-    def _wake(self) -> None:
-        """Let whoever hands out calls look again; with `changed` held."""
+    def _stop_workers(self) -> None:
+        """Ends every worker, after the thread has ended."""
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WorkerError(f"the workers of {self.name} were closed. Make new ones.")
 
     def _next_calls(self, workers: int) -> list[int]:
-        """The next calls for one of so many workers; with `changed` held."""
-        share = len(self.waiting) // (2 * workers)  # the last are small
-        size = max(1, min(LARGEST_PARCEL, share, int(PARCEL / self.seconds_per_call)))
+        """Takes the tickets of the next message to one of `workers` workers; with `changed` held."""
+        share = len(self.waiting) // (2 * workers)  # the last messages are small, so that workers end together
+        size = max(1, min(MAX_CALLS_PER_MESSAGE, share, int(MESSAGE_SECONDS / self.seconds_per_call)))
         return [self.waiting.popleft() for _ in range(min(size, len(self.waiting)))]
 
-    def _record(self, outcomes: Mapping[int, CallResult]) -> None:
-        """Put down what has come of calls; with `changed` held."""
-        for ticket, outcome in outcomes.items():
+    def _record(self, results: Mapping[int, CallResult]) -> None:
+        """Stores the results of calls; with `changed` held."""
+        for ticket, result in results.items():
             del self.calls[ticket]
             if ticket in self.cancelled:
                 self.cancelled.discard(ticket)
             else:
-                self.done[ticket] = outcome
+                self.results[ticket] = result
 
 
 class PoolFactory(Protocol):
-    """Finds workers for a function, which `start` tells them how to load; each call has `timeout` seconds."""
+    """Opens a pool of `count` workers for a function that `pack_function` packed. A call may take `timeout` seconds."""
 
-    def __call__(self, start: bytes, name: str, count: int, timeout: float) -> WorkerPool:
-        """`count` workers. `name` is what the function is called in sentences."""
+    def __call__(self, function: bytes, name: str, count: int, timeout: float) -> WorkerPool:
+        """`name` is the function's name in messages."""
+
+
+class InlinePool(WorkerPool):
+    """Calls the function in this process, at once. Nothing is timed out, and a crash ends this process."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(name)
+        self.function = function
+
+    def submit(self, arguments: tuple[Any, ...] | bytes) -> int:
+        """Makes the call. Returns its ticket."""
+        self._check_open()
+        ticket = next(self._tickets)
+        self.results[ticket] = CallResult.of(call_function(self.function, arguments))
+        return ticket
+
+    def poll(self, timeout: float | None = 0.0, tickets: Collection[int] | None = None) -> dict[int, CallResult]:
+        """Returns finished calls by ticket. Never waits."""
+        return super().poll(0.0, tickets)
+
+    def _wake(self) -> None:
+        """There is no thread."""
+
+    def _stop_workers(self) -> None:
+        """There are no workers."""
 
 
 class NullPool(WorkerPool):
-    """No workers, for a rank that has nothing judged."""
+    """A pool without workers, for ranks other than rank 0, which score nothing."""
 
-    def __init__(self, start: bytes, name: str, count: int, timeout: float) -> None:
+    def __init__(self, function: bytes, name: str, count: int, timeout: float) -> None:
         super().__init__(name)
 
-    def close(self) -> None:
-        """There is nobody to tell."""
-
-    def _stop_workers(self) -> None:
-        """There is nobody to end."""
+    def submit(self, arguments: tuple[Any, ...] | bytes) -> int:
+        """Raises: rank 0 makes all calls."""
+        raise WorkerError(f"this rank has no workers for {self.name}: rank 0 scores all completions.")
 
     def _wake(self) -> None:
-        raise WorkerError(f"this rank has no workers for {self.name}: the first one has answers judged.")
+        """There is no thread."""
+
+    def _stop_workers(self) -> None:
+        """There are no workers."""
+
+
+def _pickle_arguments(arguments: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps(tuple(arguments))  # a plain tuple, so that a worker imports nothing of ours to read it
+    except Exception as error:
+        raise WorkerError(
+            f"the arguments of a call cannot be sent to a worker process ({describe_error(error)}). "
+            f"Keep examples to plain data, or use workers=0."
+        ) from error

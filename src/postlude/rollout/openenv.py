@@ -15,7 +15,7 @@ from typing import Any
 
 from postlude.rollout.coroutine_pool import CoroutinePool
 from postlude.rollout.environments import AssistantTurn
-from postlude.rollout.tasks import Task, checked, messages
+from postlude.rollout.tasks import Task, chat_prompt, check_index
 
 SEED, SHOWN = "seed", "shown"
 HIDDEN = ("reward", "done", "metadata")  # of an observation: they are no part of what is seen
@@ -99,7 +99,7 @@ class OpenEnvTasks:
         return self.size
 
     def __getitem__(self, index: int) -> Task:
-        seed = self.first + checked(index, self.size)
+        seed = self.first + check_index(index, self.size)
         if seed not in self._shown:
             self._coroutines.submit(seed, self._look(seed))
             outcome = self._coroutines.poll(None)[seed]
@@ -110,7 +110,7 @@ class OpenEnvTasks:
                 )
             self._shown[seed] = outcome.value
         shown = self._shown[seed]
-        prompt = messages(shown, self.system) if self.chat else shown
+        prompt = chat_prompt(shown, self.system) if self.chat else shown
         return Task(prompt, {SEED: seed, SHOWN: shown}, f"seed {seed} of {self.server.address}")
 
     async def _look(self, seed: int) -> str:

@@ -1,9 +1,10 @@
-"""Tasks: what a model is asked, and what its answer is judged by. From reasoning-gym, or from a dataset's rows."""
+"""Tasks: prompts and the data that scoring a completion needs, from reasoning-gym or from the rows of a dataset."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
@@ -11,41 +12,41 @@ from typing import Any, Literal, Protocol, TypeAlias
 from postlude.data.chat import Prompt
 from postlude.data.chat_template import Message
 from postlude.data.datasets import HeldOutRows, Rows
+from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import WorkerError
-from postlude.pool.workers import Workers
 from postlude.rollout.verifiers import GymEntries, GymReward, decode_entries
 
-PAGE = 256  # entries asked for at once
-PAGE_LIMIT = 600.0  # seconds for a page
+PAGE = 256  # entries per call
+PAGE_TIMEOUT = 600.0  # seconds
 SplitBy: TypeAlias = Literal["prompt", "row"]
 ANSWER_IN_TAG = "\nGive your final answer between <{tag}> and </{tag}>."
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt, as text or as messages, and all that judging an answer needs."""
+    """A prompt, as text or as messages, and the row that scoring a completion needs."""
 
     prompt: Prompt
     example: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
-    """Where it comes from, for reports and errors."""
+    """Where it comes from, for reports and error messages."""
 
 
 class Tasks(Protocol):
     """Tasks by index. The same index gives the same task in every process."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of tasks."""
         ...
 
     def __getitem__(self, index: int) -> Task:
-        """One of them."""
+        """One task."""
         ...
 
 
 @dataclass(frozen=True)
 class TaskSubset:
-    """Some of others, by their indices."""
+    """The tasks at some indices of other tasks."""
 
     tasks: Tasks
     indices: Sequence[int]
@@ -54,11 +55,11 @@ class TaskSubset:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Task:
-        return self.tasks[self.indices[checked(index, len(self))]]
+        return self.tasks[self.indices[check_index(index, len(self))]]
 
 
 def hold_out(tasks: Tasks, count: int, by: SplitBy = "prompt") -> HeldOutRows:
-    """The last `count` tasks with different prompts, and every task with one of their prompts."""
+    """Returns the last `count` tasks with different prompts, and every task with one of their prompts."""
     fix = "Lower evaluation.tasks, give more prompts, or set evaluation.every to 0."
     if by == "prompt":
         fix += " Where prompts are alike and the rest of a row makes the difference, set evaluation.split_by to row."
@@ -66,38 +67,38 @@ def hold_out(tasks: Tasks, count: int, by: SplitBy = "prompt") -> HeldOutRows:
 
 
 def last_tasks(tasks: Tasks, count: int) -> TaskSubset:
-    """The `count` tasks that `hold_out` takes. Where prompts do not suffice, others with the same prompts as well."""
-    known: set[bytes] = set()
-    first: list[int] = []
-    copies: list[int] = []
+    """Returns the `count` tasks that `hold_out` takes. Where different prompts are too few, repeated ones fill up."""
+    seen: set[bytes] = set()
+    different: list[int] = []
+    repeated: list[int] = []
     for index in reversed(range(len(tasks))):
-        if len(first) == count:
+        if len(different) == count:
             break
         content = task_digest(tasks[index])
-        (copies if content in known else first).append(index)
-        known.add(content)
-    return TaskSubset(tasks, sorted([*first, *copies][:count]))
+        (repeated if content in seen else different).append(index)
+        seen.add(content)
+    return TaskSubset(tasks, sorted([*different, *repeated][:count]))
 
 
 def task_digest(task: Task, by: SplitBy = "prompt") -> bytes:
-    """A digest of a task's prompt, or of its whole row. It is the same in every process."""
+    """Returns a digest of a task's prompt, or of its whole row. It is the same in every process."""
     return digest([task.prompt] if by == "prompt" else [task.prompt, dict(task.example)])
 
 
 def digest(value: Any) -> bytes:
-    """A digest of plain data, which no process's own hashes have a part in."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_in_order).encode()).digest()
+    """Returns a digest of plain data. It does not depend on the hash seed of the process."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_ordered_repr).encode()).digest()
 
 
-def _in_order(value: Any) -> Any:
+def _ordered_repr(value: Any) -> Any:
     return sorted(map(repr, value)) if isinstance(value, set | frozenset) else repr(value)
 
 
 class ReasoningGym:
-    """`size` tasks that reasoning-gym makes from `seed`, by the task's name and its settings.
+    """`size` tasks that reasoning-gym generates from `seed`, given the task's name and settings.
 
-    Needs the package reasoning-gym. The question is followed by a request to answer in <`tag`>, unless that is None;
-    `chat` makes it a user's message, else it is text. `reward()` is the function that scores answers.
+    Needs the package reasoning-gym. The question ends with a request to answer in <`tag`>, unless that is None. With
+    `chat` it is a user's message, else text. `reward()` returns the function that scores completions.
     """
 
     def __init__(
@@ -119,38 +120,38 @@ class ReasoningGym:
             if reserved in self.config:
                 raise ValueError(f'config has "{reserved}", which is an argument of its own. Move it there.')
         self._pages: dict[int, list[dict[str, Any]]] = {}
-        self._source = Workers(GymEntries(name, self.config, seed, size), count=1, timeout=PAGE_LIMIT)
+        self._pool = open_pool(GymEntries(name, self.config, seed, size), count=1, timeout=PAGE_TIMEOUT)
+        self._finalizer = weakref.finalize(self, self._pool.close)
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Task:
-        page, place = divmod(checked(index, self.size), PAGE)
+        page, offset = divmod(check_index(index, self.size), PAGE)
         if page not in self._pages:
             stop = min(self.size, (page + 1) * PAGE)
-            (outcome,) = self._source.call_all([(page * PAGE, stop)])
-            if outcome.error is not None:
-                raise WorkerError(f'tasks {page * PAGE} to {stop - 1} of "{self.name}" were not made: {outcome.error}')
-            self._pages[page] = decode_entries(outcome.value)
-        entry = self._pages[page][place]
+            (result,) = self._pool.call_all([(page * PAGE, stop)])
+            if result.error is not None:
+                raise WorkerError(f'tasks {page * PAGE} to {stop - 1} of "{self.name}" were not made: {result.error}')
+            self._pages[page] = decode_entries(result.value)
+        entry = self._pages[page][offset]
         question = entry["question"] + (ANSWER_IN_TAG.format(tag=self.tag) if self.tag else "")
-        prompt = question if not self.chat else messages(question, self.system)
+        prompt = chat_prompt(question, self.system) if self.chat else question
         return Task(prompt, entry, f"{self.name} {self.seed}:{index}")
 
     def reward(self) -> GymReward:
-        """What scores an answer; hand it to `RewardPool`."""
+        """Returns the reward function, for `RewardPool`."""
         return GymReward(self.name, self.config, self.tag)
 
     def close(self) -> None:
-        """End the process that makes the tasks. Those made stay."""
-        self._source.close()
+        """Ends the process that generates tasks. Those generated stay."""
+        self._pool.close()
 
 
 class DatasetTasks:
-    """Every row of a dataset as a task: its prompt in column `prompt`, and the whole row to judge by.
+    """Every row of a dataset as a task: column `prompt` is the prompt, and the reward function gets the whole row.
 
-    A prompt of messages is taken as it is. One of text is too, unless `chat` makes it a user's message, after `system`
-    if there is one.
+    Messages are used as they are. With `chat`, text becomes a user's message, after the message `system` if given.
     """
 
     def __init__(self, rows: Rows, *, prompt: str = "prompt", chat: bool = False, system: str | None = None) -> None:
@@ -163,7 +164,7 @@ class DatasetTasks:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Task:
-        row = self.rows[checked(index, len(self))]
+        row = self.rows[check_index(index, len(self))]
         prompt = row[self.prompt]
         if not isinstance(prompt, str | list):
             raise ValueError(
@@ -171,18 +172,18 @@ class DatasetTasks:
                 f"but a prompt is text or a list of messages."
             )
         if isinstance(prompt, str) and self.chat:
-            prompt = messages(prompt, self.system)
+            prompt = chat_prompt(prompt, self.system)
         return Task(prompt, row, self.rows.location(index))
 
 
-def messages(question: str, system: str | None) -> list[Message]:
-    """A question as messages, after a system message if there is one."""
+def chat_prompt(question: str, system: str | None) -> list[Message]:
+    """Returns a question as a user's message, after a system message if there is one."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": question}]
 
 
-def checked(index: int, size: int) -> int:
-    """An index that there is a task for, or an IndexError."""
+def check_index(index: int, size: int) -> int:
+    """Returns the index of a task, or raises IndexError if there is none."""
     if not 0 <= index < size:
         raise IndexError(f"there is no task {index}: they count from 0 to {size - 1}.")
     return index
