@@ -1,4 +1,7 @@
-"""The documentation's code runs, a page's blocks in their order, the README's each alone; commands are understood."""
+"""The code and the commands in the documentation work, and its tables match the source.
+
+The blocks of a page run in their order. Each block of the README runs alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in
 
 
 def blocks_of(page: Path, language: str = "python") -> list[tuple[int, str]]:
-    """A page's blocks of code: the line before each, and its text."""
+    """Returns the blocks of code of a page: the line before each, and its text."""
     text = page.read_text()
     found = re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [(text[: block.start()].count("\n") + 1, block.group(1)) for block in found]
@@ -33,7 +36,7 @@ def ran(page: Path, line: int, block: str, namespace: dict[str, object]) -> None
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_in_the_documentation_runs(page: Path) -> None:
-    """A page is read from its beginning: what a block defines, the next may use."""
+    """A block may use what earlier blocks of its page define."""
     namespace: dict[str, object] = {"__name__": "documentation"}
     for line, block in blocks_of(page):
         ran(page, line, block, namespace)
@@ -77,7 +80,7 @@ def test_a_refusal_in_the_page_on_parallelism_is_what_is_said(model: str, layout
 
 @pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
 def test_a_whole_command_has_all_that_it_needs(page: Path) -> None:
-    """One that names what it is to work on; `postlude verify` alone is the command's name."""
+    """Checks commands with arguments; `postlude verify` alone is the name of a command."""
     found = re.findall(r"`(postlude \w+ [^-`][^`]*)`|^(?:\$ )?(postlude \w+ [^-].*)$", page.read_text(), re.MULTILINE)
     for command in (" ".join("".join(each).split()) for each in found):
         if "..." not in command and "…" not in command:
@@ -94,8 +97,43 @@ def test_the_objective_in_the_readme_is_the_example() -> None:
 
 def test_the_block_in_the_architecture_is_the_example() -> None:
     example = (ROOT / "examples" / "block.py").read_text()
-    block = example[example.index("@dataclass") : example.index("CONFIG = ")].strip()
+    block = example[example.index("@dataclass") : example.index("PATTERN = ")].strip()
     assert block in (ROOT / "docs" / "architecture.md").read_text()
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PATHS = re.findall(r"\| file \| lines \|.*?is [\d,]+ lines in \d+ files", ARCHITECTURE, re.DOTALL)
+LONGEST_PATH = 6000  # lines
+
+
+@pytest.mark.parametrize("path", PATHS, ids=["GRPO step", "vLLM request"])
+def test_a_reading_path_exists_and_is_as_long_as_it_says(path: str) -> None:
+    """Its line counts are right to within 10 %."""
+    stated = {file: int(lines) for file, lines in re.findall(r"\| `([\w/]+\.py)` \| (\d+) \|", path)}
+    actual = {file: len((ROOT / "src" / "postlude" / file).read_text().splitlines()) for file in stated}
+    wrong = {file: lines for file, lines in actual.items() if abs(lines - stated[file]) > 0.1 * lines}
+    assert not wrong, f"docs/architecture.md states other numbers of lines for these files: {wrong}"
+    total, files = re.findall(r"is ([\d,]+) lines in (\d+) files", path)[0]
+    assert (int(total.replace(",", "")), int(files)) == (sum(stated.values()), len(stated))
+    assert sum(actual.values()) <= LONGEST_PATH
+
+
+def test_every_package_is_in_the_table_of_packages() -> None:
+    table = ARCHITECTURE.split("## Packages", 1)[1].split("\n## ", 1)[0]
+    source = [path for path in (ROOT / "src" / "postlude").iterdir() if not path.name.startswith("__")]
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in source}
+    assert set(re.findall(r"^\| `([\w./]+)` \|", table, re.MULTILINE)) == names
+
+
+def test_every_name_in_the_glossary_exists_and_means_one_thing() -> None:
+    glossary = ARCHITECTURE.split("## Glossary", 1)[1]
+    names = re.findall(r"^\| `(\w+)` \|", glossary, re.MULTILINE)
+    assert len(names) == len(set(names)) >= 50
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    for name in names:
+        assert re.search(rf"\b{name}\b", source), f"{name} is in the glossary, but not in src"
+        defined = re.findall(rf"^(?:class {name}\b|{name}(?:: TypeAlias)? = )", source, re.MULTILINE)
+        assert len(defined) == name[0].isupper(), f"{name} is defined {len(defined)} times"
 
 
 def test_architecture_has_a_worked_example_for_each_extension() -> None:

@@ -61,7 +61,10 @@ def test_a_model_of_ones_own_is_saved_loaded_and_streamed_or_says_why_not(ranks:
         assert alike
         assert exported.startswith("ValueError: no Hugging Face family describes this model, [C-]{2}[*-]{2}, so it has")
         assert generated.startswith("ValueError: layers.0.convolution (Convolution) does not say how it goes on from")
-        assert cut == "ValueError: layers.0.convolution looks at neighbours, which cp=2 cuts apart. Use cp=1."
+        assert (
+            cut
+            == "ValueError: layers.0.convolution reads neighbouring tokens, which cp=2 puts on other ranks. Use cp=1."
+        )
         assert unknown.startswith("ValueError: pattern [C-]{2}[*-]{2} uses 'C' (convolution), which has no block yet")
 
 
@@ -91,7 +94,7 @@ class Counting(Block):
             self.tokens += len(hidden) if context.real is None else context.real.sum()
         return 0.0 * hidden
 
-    def counted(self) -> tuple[Tensor, ...]:
+    def count_buffers(self) -> tuple[Tensor, ...]:
         return (self.tokens,)
 
     def after_optimizer_step(self) -> None:

@@ -1,4 +1,4 @@
-"""The rooms of the package: imports point up the list only, and the core needs torch alone."""
+"""The structure of src/postlude: imports point up the list of packages only, and the core needs torch alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import postlude
 
 ROOT = Path(postlude.__file__).parent
-ROOMS = (
+PACKAGES = (
     "version",
     "error_output",
     "user_code",
@@ -42,7 +42,7 @@ ROOMS = (
     "commands",
     "cli",
 )
-ALONE = {"integrations": {"ops"}}  # a room that may import less than everything above it
+MAY_IMPORT = {"integrations": {"ops"}}  # a package that may import only these
 TORCH_ONLY = (
     "error_output",
     "user_code",
@@ -60,7 +60,7 @@ OUTSIDE = {"torch", "triton", "numpy"}
 RL_WORDS = ("reward", "advantage", "policy", "rollout", "grpo", "ppo", "dpo", "reinforce", "rlhf")
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     first = path.relative_to(ROOT).parts[0].removesuffix(".py")
     return "" if first in ("__init__", "__main__") else first
 
@@ -82,14 +82,16 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_up_the_list(path: Path) -> None:
-    room = room_of(path)
-    if not room:
-        return  # the package's own front door
-    assert room in ROOMS, f"{room} is not a room; give it a place in ROOMS and in docs/architecture.md"
-    allowed = ALONE.get(room, set(ROOMS[: ROOMS.index(room)])) | {room}
+    package = package_of(path)
+    if not package:
+        return  # postlude/__init__.py re-exports the public names
+    assert package in PACKAGES, f"{package} is not in PACKAGES; add it there and to docs/architecture.md"
+    allowed = MAY_IMPORT.get(package, set(PACKAGES[: PACKAGES.index(package)])) | {package}
     used = {name.split(".")[1] for name in imports(path) if name.startswith("postlude.")}
-    assert used <= allowed, f"{path.relative_to(ROOT)} in {room} imports {sorted(used - allowed)}"
-    assert "postlude" not in imports(path), f"{path.relative_to(ROOT)} imports the front door; import the room itself"
+    assert used <= allowed, f"{path.relative_to(ROOT)} in {package} imports {sorted(used - allowed)}"
+    assert "postlude" not in imports(path), (
+        f"{path.relative_to(ROOT)} imports postlude itself; import the module that defines the name"
+    )
 
 
 def name_of(path: Path) -> str:
@@ -97,28 +99,28 @@ def name_of(path: Path) -> str:
 
 
 def files_imported(path: Path, known: set[str]) -> set[str]:
-    """The package's own files that a file imports, by their dotted names; for types alone too."""
+    """Returns the modules of postlude that a file imports, by dotted name, including those imported for types only."""
     froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     pairs = [(str(node.module), f"{node.module}.{alias.name}") for node in froms for alias in node.names]
     return {inner if inner in known else outer for outer, inner in pairs} & known
 
 
-def test_no_file_imports_itself_by_a_detour() -> None:
-    """What two files both need has a file of its own."""
+def test_there_is_no_import_cycle() -> None:
+    """Imports for type checking alone count too."""
     paths = {name_of(path): path for path in modules()}
-    ahead = {name: files_imported(path, set(paths)) for name, path in paths.items()}
+    needed = {name: files_imported(path, set(paths)) for name, path in paths.items()}
     size = 0
-    while size != len(ahead):  # leave out what leads nowhere, and where nothing leads
-        size = len(ahead)
-        reached = set().union(*ahead.values())
-        ahead = {
-            name: needs & ahead.keys() for name, needs in ahead.items() if needs & ahead.keys() and name in reached
+    while size != len(needed):  # leave out files without imports and files that nothing imports
+        size = len(needed)
+        reached = set().union(*needed.values())
+        needed = {
+            name: needs & needed.keys() for name, needs in needed.items() if needs & needed.keys() and name in reached
         }
-    assert not ahead, f"these lead back to themselves: {ahead}"
+    assert not needed, f"these files import each other: {needed}"
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in modules() if room_of(p) in TORCH_ONLY], ids=lambda p: str(p.relative_to(ROOT))
+    "path", [p for p in modules() if package_of(p) in TORCH_ONLY], ids=lambda p: str(p.relative_to(ROOT))
 )
 def test_the_core_needs_torch_alone(path: Path) -> None:
     import sys
@@ -127,7 +129,7 @@ def test_the_core_needs_torch_alone(path: Path) -> None:
     assert outside <= OUTSIDE, f"{path.relative_to(ROOT)} imports {sorted(outside - OUTSIDE)}"
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if room_of(p) == "model"], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [p for p in modules() if package_of(p) == "model"], ids=lambda p: p.name)
 def test_no_word_of_reinforcement_learning_in_the_model(path: Path) -> None:
     text = path.read_text().lower()
     assert not [word for word in RL_WORDS if re.search(rf"\b{word}", text)]
@@ -142,11 +144,11 @@ def test_no_patched_forwards_and_no_globals(path: Path) -> None:
             assert "forward" not in targets, f"{path.relative_to(ROOT)}:{node.lineno} rebinds a forward"
 
 
-PRIVATE = {"ops/attention.py", "ops/foreach.py"}  # which say why torch has no public name for what they need
+PRIVATE = {"ops/attention.py", "ops/foreach.py"}  # each says why torch has no public name for what it needs
 
 
 def private_names_of_torch(path: Path) -> set[str]:
-    """Such as `torch._foreach_norm`, wherever a dotted name that begins with torch has one."""
+    """Returns the private torch names that a file uses, such as `torch._foreach_norm`."""
     dotted = (ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
     named = {name for name in dotted if name.startswith("torch.")} | imports(path)
     return {name for name in named if re.search(r"^torch\b.*\._[a-z]", name)}
@@ -158,7 +160,7 @@ def test_private_names_of_torch_stand_in_one_place_each(path: Path) -> None:
     assert bool(found) == (str(path.relative_to(ROOT)) in PRIVATE), f"{path.relative_to(ROOT)} uses {sorted(found)}"
 
 
-ALONE_WITH_TORCH = """
+TORCH_ALONE = """
 import sys
 for name in ("transformers", "tokenizers", "safetensors", "numpy", "rich", "yaml"):
     sys.modules[name] = None  # importing it now fails
@@ -176,12 +178,12 @@ def test_the_fused_head_needs_torch_alone() -> None:
     import sys
 
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ALONE_WITH_TORCH], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", TORCH_ALONE], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_the_front_door_holds_every_public_name() -> None:
+def test_postlude_exports_every_public_name() -> None:
     for name in postlude.__all__:
         assert getattr(postlude, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'grpo'"):
