@@ -118,6 +118,10 @@ def test_a_reading_path_exists_and_is_as_long_as_it_says(path: str) -> None:
     assert sum(actual.values()) <= LONGEST_PATH
 
 
+def test_the_readme_states_the_length_of_the_core_path() -> None:
+    assert re.findall(r"[\d,]+ lines in \d+ files", PATHS[0])[0] in README.read_text()
+
+
 def test_every_package_is_in_the_table_of_packages() -> None:
     table = ARCHITECTURE.split("## Packages", 1)[1].split("\n## ", 1)[0]
     source = [path for path in (ROOT / "src" / "postlude").iterdir() if not path.name.startswith("__")]
