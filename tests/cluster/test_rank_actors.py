@@ -203,5 +203,5 @@ def test_a_signal_lets_two_ranks_finish_the_step_and_save(place: Path) -> None:
     ending = json.loads((place / "parts" / "ending.json").read_text())
     assert ending["outcome"] == "interrupted"
     last = said.splitlines()[-1]
-    assert f"SIGINT ended the run after step {ending['step']}, which is saved; go on with: postlude grpo" in last
+    assert f"SIGINT ended the run after step {ending['step']}, which is saved; resume with: postlude grpo" in last
     assert (place / "parts" / "checkpoints" / f"step-{ending['step']:06d}" / "state.json").is_file()

@@ -33,7 +33,7 @@ def test_a_call_is_the_command_and_its_result_is_typed(tmp_path: Path, rows: Pat
     file.write_text("data: {path: rows.jsonl}\noptimizer: {lr: 1e-3, betas: [0.9, 0.95]}\n")
     result = sft(file, run=tmp_path / "call", optimizer={"lr": 2e-3}, held_out={"rows": 2}, **SMALL)
     assert isinstance(result, RunResult)
-    assert (result.run, result.outcome.outcome, result.outcome.step) == (tmp_path / "call", "finished", 2)
+    assert (result.run, result.outcome.status, result.outcome.step) == (tmp_path / "call", "finished", 2)
     assert result.model == tmp_path / "call" / "model"
     assert result.summary.score is not None
     assert result.metrics == read_metrics(result.run)

@@ -28,7 +28,7 @@ from postlude.recipes.rollouts import RolloutSampler
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.phase_timer import PhaseTimer
-from postlude.recipes.trainer import train
+from postlude.recipes.trainer import run_training
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.conversations import Trajectory, combine_seeds
 from postlude.rollout.environments import SingleTurn, Transcript
@@ -109,7 +109,7 @@ class Steps:
             SamplingSettings(max_new_tokens=2),
             budget=64,
             seed=3,
-            timed=PhaseTimer(),
+            timer=PhaseTimer(),
             background=ahead > 0,
         )
         self.supply = RolloutQueue(
@@ -118,8 +118,8 @@ class Steps:
             Sampler(tasks, 5),
             samples=SAMPLES,
             prompts=PROMPTS,
-            ahead=ahead,
-            last=steps,
+            max_staleness=ahead,
+            total_steps=steps,
         )
 
     def learned(self, step: int, count: int = PROMPTS) -> list[str]:
@@ -189,7 +189,7 @@ def test_what_ends_all_conversations_is_told_to_who_waits() -> None:
     with closing(Steps(1, engine=engine)) as run:
         run.learned(0)
         engine.failure = ValueError("no server is left")
-        run.rollouts.conversations.begin(run.rollouts.group(run.tasks[0], 0, SAMPLES, step=9))
+        run.rollouts.start(run.rollouts.make_group(run.tasks[0], 0, SAMPLES, step=9))
         with pytest.raises(ValueError, match="no server is left"):
             run.rollouts.wait(lambda: False)
 
@@ -222,11 +222,11 @@ def test_who_leaves_in_the_middle_closes_what_episodes_hold(background: bool) ->
         SamplingSettings(max_new_tokens=2),
         budget=64,
         seed=3,
-        timed=PhaseTimer(),
+        timer=PhaseTimer(),
         background=background,
     )
     with closing(environment), closing(rollouts.conversations):
-        group = rollouts.group(tasks[0], 0, SAMPLES, step=0)
+        group = rollouts.make_group(tasks[0], 0, SAMPLES, step=0)
         rollouts.conversations.begin(group)
         rollouts.wait(lambda: engine.asked == 1 + SAMPLES)
         assert Held.open == SAMPLES
@@ -294,15 +294,15 @@ def recorded(group: Any, directory: str, at: int, *overrides: str) -> list[list[
     learned: list[list[str]] = []
 
     class Recorded(GRPOTrainer):
-        def rollout(self) -> Any:
-            found = super().rollout()
+        def select_trajectories(self) -> Any:
+            found = super().select_trajectories()
             if self.step == at:
                 raise KeyboardInterrupt
             learned.append(list(dict.fromkeys(each.task.name for each in found[0])))
             return found
 
     with suppress(KeyboardInterrupt):
-        train(Recorded(config_of(Path(directory), *overrides), "cpu"))
+        run_training(Recorded(config_of(Path(directory), *overrides), "cpu"))
     return learned
 
 
@@ -344,15 +344,15 @@ def asked_to_end(group: Any, directory: str, *overrides: str) -> RunOutcome:
     """SIGTERM comes when the third step waits for answers that do not come."""
 
     class Asked(GRPOTrainer):
-        def rollout(self) -> Any:
+        def select_trajectories(self) -> Any:
             def hear() -> None:
-                self.signals.heard = signal.SIGTERM
+                self.signals.received = signal.SIGTERM
 
             if self.step == 2:
                 threading.Timer(0.3, hear).start()
-            return super().rollout()
+            return super().select_trajectories()
 
-    return train(Asked(config_of(Path(directory), *overrides), "cpu"))
+    return run_training(Asked(config_of(Path(directory), *overrides), "cpu"))
 
 
 @pytest.mark.slow
@@ -368,8 +368,8 @@ def test_a_signal_is_heard_while_answers_are_waited_for(ranks: Ranks, tmp_path: 
         found = ranks(1, asked_to_end, str(tmp_path), *settings, f"--rollout={server.url}")
         over.set()
     for ending in found:
-        assert (ending.outcome, ending.step, ending.code) == ("interrupted", 2, 128 + signal.SIGTERM)
-        assert "SIGTERM ended the run after step 2, which is saved" in ending.sentence
+        assert (ending.status, ending.step, ending.exit_code) == ("interrupted", 2, 128 + signal.SIGTERM)
+        assert "SIGTERM ended the run after step 2, which is saved" in ending.message
     with closing(TinyVLLM()) as server:
         ranks(1, recorded, str(tmp_path), -1, *settings, f"--rollout={server.url}")
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]

@@ -101,11 +101,13 @@ def seeds(group: Any, directory: str) -> list[set[int]]:
     assert trainer.rollouts is not None
     drawn: list[set[int]] = []
     module = import_module("postlude.recipes.distill")
-    tasks = trainer.course.held_out
-    with patch.object(trainer.rollouts, "drawn", side_effect=lambda groups: drawn.append({*map(seed, groups)}) or []):
+    tasks = trainer.rows.held_out
+    with patch.object(
+        trainer.rollouts, "sample_groups", side_effect=lambda groups: drawn.append({*map(seed, groups)}) or []
+    ):
         for held_out in (False, True):
-            with patch.object(module, "_batch"), patch.object(module, "summary", return_value={}):
-                trainer.answer(tasks, held_out=held_out)
+            with patch.object(module, "_batch"), patch.object(module, "completion_metrics", return_value={}):
+                trainer.sample_rollouts(tasks, held_out=held_out)
     trainer.close()
     return drawn
 

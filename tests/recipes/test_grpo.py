@@ -14,15 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from postlude.data import Batch
 from postlude.generate.protocol import Completion
 from postlude.layout import Layout
 from postlude.recipes.config.load import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_column, run
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
-from postlude.recipes.rollouts import SHOWN, evaluation_metrics
+from postlude.recipes.rollouts import SHOWN, RolloutBatch, evaluation_metrics
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
-from postlude.recipes.trainer import train
+from postlude.recipes.trainer import run_training
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
 from postlude.rollout.rewards import Score
@@ -96,13 +97,13 @@ def fails_once(group: Any, directory: str) -> tuple[str, list[str], RunOutcome |
     config = config_of(Path(directory))
 
     class Failing(GRPOTrainer):
-        def learn_answers(self, parts: int) -> dict[str, Any]:
+        def train(self, batch: RolloutBatch) -> dict[str, Any]:
             if self.step == 3:
                 raise ValueError("nothing can be learned.")
-            return super().learn_answers(parts)
+            return super().train(batch)
 
     with suppress(RunFailed):
-        train(Failing(config, "cpu"))
+        run_training(Failing(config, "cpu"))
     bad, page = read_summary(config.run).bad, (config.run / "report.html").read_text()
     run(config)
     return bad, page.split(bad)[:1], read_outcome(config.run)
@@ -192,14 +193,14 @@ def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
     """Stop as a kill would: in the middle of step `at`, after its rollout."""
 
     class Stopped(GRPOTrainer):
-        def rollout(self) -> Any:
-            found = super().rollout()
+        def select_trajectories(self) -> Any:
+            found = super().select_trajectories()
             if self.step == at:
                 raise KeyboardInterrupt
             return found
 
     with suppress(KeyboardInterrupt):
-        train(Stopped(config_of(Path(directory), *overrides), "cpu"))
+        run_training(Stopped(config_of(Path(directory), *overrides), "cpu"))
 
 
 @pytest.mark.slow
@@ -356,7 +357,7 @@ ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}, {"prompt": "3" * 300}]
         (
             ROWS,
             "return 1.0",
-            "the prompt of line 3 of rows.jsonl has 300 tokens, but budget=256 with answers of up",
+            "the prompt of line 3 of rows.jsonl has 300 tokens, but budget=256 with completions of up",
         ),
         ([{"question": "?"}], "return 1.0", 'has no column "prompt"; it has: "question"'),
         ([], "return 1.0", "rows.jsonl has no rows"),
@@ -389,14 +390,14 @@ def answered(group: int, reward: float | None, *reasons: str) -> Trajectory:
     """One answer of a group, with turns that ended so; without a reward, the call for it failed."""
     score = Score(0.0, {"raised": 1.0}, "broken", excluded=True) if reward is None else Score(reward)
     turns = [Completion([2], [0.0], [0.0], reason) for reason in reasons or ("stop",)]  # type: ignore[arg-type]
-    found = Trajectory(Task("p", {}, "task"), group, Transcript([1]), turns, score, over=True)
+    found = Trajectory(Task("p", {}, "task"), group, Transcript([1]), turns, score, done=True)
     for turn in turns:
         found.transcript.add_completion(turn.tokens, turn.logprobs)
     return found
 
 
-def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[GRPOTrainer, dict[str, Any]]:
-    """A trainer that has drawn these answers, round after round, and what it tells of the step."""
+def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[list[Batch], dict[str, Any]]:
+    """The minibatches and metrics of a trainer that has sampled these completions, round after round."""
     trainer, left = object.__new__(GRPOTrainer), iter(rounds)
     trainer.config = GRPOConfig(prompts_per_step=2, samples_per_prompt=3, run=Path("nowhere"), **settings)
     trainer.step = 0
@@ -406,7 +407,8 @@ def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[GRPOTra
     trainer.queue.take = lambda count, step: next(left)
     trainer.queue.take_metrics.return_value = trainer.rollouts.take_metrics.return_value = {}
     trainer.tokenizer.decode = str
-    return trainer, trainer.teach()[0]
+    batch = trainer.sample_rollouts()
+    return batch.minibatches, batch.metrics
 
 
 def test_answers_whose_reward_failed_are_left_out() -> None:
@@ -415,8 +417,7 @@ def test_answers_whose_reward_failed_are_left_out() -> None:
         *(answered(0, 1.0), answered(0, None), answered(0, 0.0)),
         *(answered(1, None), answered(1, 1.0), answered(1, None)),
     ]
-    trainer, found = rollout_of([drawn])
-    (batch,) = trainer.lesson
+    (batch,), found = rollout_of([drawn])
     assert len(batch.sequences) == 2
     assert list(batch.columns["advantages"]) == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-3)
     assert found["reward_mean"] == pytest.approx(2 / 3), "not 2 / 6"
@@ -441,9 +442,9 @@ def test_groups_whose_rewards_are_equal_are_not_learned_from() -> None:
 
 def test_an_answer_cut_off_in_the_middle_of_a_conversation_is_overlong() -> None:
     drawn = [answered(0, 1.0, "length", "stop"), answered(0, 0.0), answered(0, 1.0)]
-    trainer, found = rollout_of([drawn], overlong="mask")
+    batches, found = rollout_of([drawn], overlong="mask")
     assert found["truncated"] == pytest.approx(1 / 3)
-    assert len(trainer.lesson[0].sequences) == 2
+    assert len(batches[0].sequences) == 2
 
 
 def test_dynamic_sampling_sees_the_penalty_of_answers_that_are_cut_off() -> None:
@@ -456,12 +457,12 @@ def test_dynamic_sampling_sees_the_penalty_of_answers_that_are_cut_off() -> None
         answered(1, 1.0),
     ]
     more = [answered(2, 1.0), answered(2, 1.0)]
-    trainer, found = rollout_of([drawn, more], dynamic_sampling=1, overlong_penalty=0.5)
+    batches, found = rollout_of([drawn, more], dynamic_sampling=1, overlong_penalty=0.5)
     assert found["groups_trained"] == 1.0
-    assert len(trainer.lesson[0].sequences) == 5
-    trainer, found = rollout_of([drawn, more], dynamic_sampling=1, overlong="mask")
+    assert len(batches[0].sequences) == 5
+    batches, found = rollout_of([drawn, more], dynamic_sampling=1, overlong="mask")
     assert found["groups_trained"] == 0.0, "what is left of each is alike, or alone"
-    assert not trainer.lesson
+    assert not batches
 
 
 def largest_ratios(group: Any, directory: str) -> tuple[list[float], float, float]:
@@ -469,11 +470,11 @@ def largest_ratios(group: Any, directory: str) -> tuple[list[float], float, floa
     seen: list[dict[str, Any]] = []
 
     class Noted(GRPOTrainer):
-        def learn(self, batch: Any, objective: Any) -> Any:
-            seen.append(super().learn(batch, objective))
+        def train_batch(self, batch: Any, objective: Any) -> Any:
+            seen.append(super().train_batch(batch, objective))
             return seen[-1]
 
-    train(
+    run_training(
         Noted(
             config_of(Path(directory), *UNKEPT, "--warm_start.steps=0", "--steps=1", *SPREAD, "--minibatches=4"), "cpu"
         )
@@ -496,5 +497,5 @@ def test_answers_without_their_routing_cannot_be_replayed() -> None:
     answers[0].transcript.add_completion([3], [0.0], torch.zeros(3, 1, 1).short())
     answers[1].transcript.add_completion([3], [0.0])
     assert len(routing_column(answers[:1])) == 1
-    with pytest.raises(ValueError, match=r"1 of 2 answers came without. Draw them with Generator\(routing=True\)"):
+    with pytest.raises(ValueError, match=r"1 of 2 completions have none\. .* sample with Generator\(routing=True\)"):
         routing_column(answers)

@@ -47,45 +47,51 @@ def answers(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
     [
         (
             [answers("broken", "broken")],
-            "all 2 rewards of step 1 failed, as none before was given; the last error: broken. Mend the",
+            "all 2 rewards of step 1 failed, and none before succeeded; the last error: broken. Fix the",
         ),
         (
             [answers(1.0, "odd"), *[answers(1.0, "broken", "broken", "broken")] * 2],
             r"75% of the rewards of step 3 failed, and more than limits.failed_rewards=0.5 in 2 steps in a row; "
-            r"the last error: broken\. Mend the reward function, or raise that limit",
+            r"the last error: broken\. Fix the reward function, or raise that limit",
         ),
     ],
 )
 def test_rewards_that_fail_end_a_run(steps: list[list[Trajectory]], sentence: str) -> None:
     watched = health()
     for number, drawn in enumerate(steps[:-1], start=1):
-        watched.rewards(drawn, number)
+        watched.check_rewards(drawn, number)
     with pytest.raises(UnhealthyRun, match=sentence):
-        watched.rewards(steps[-1], len(steps))
+        watched.check_rewards(steps[-1], len(steps))
 
 
 def test_rewards_that_fail_now_and_then_do_not() -> None:
     watched = health()
     for number, drawn in enumerate([answers(1.0, 0.0), answers("x", "x"), answers(1.0, "x"), answers("x", "x")]):
-        watched.rewards(drawn, number)
+        watched.check_rewards(drawn, number)
 
 
 @pytest.mark.parametrize(
     ("hear", "sentence"),
     [
-        (lambda watched: watched.learned(math.nan, False, 7), "not finite in 2 optimizer steps in a row, up to step 7"),
-        (lambda watched: watched.learned(1.0, True, 7), "max_skipped_steps is 1. Lower optimizer.lr"),
-        (lambda watched: watched.weights(math.nan, 1.0, 7), "the weights are not finite any more after step 7"),
-        (lambda watched: watched.weights(21.0, 2.0, 7), "10.5 times as large as at the start; limits.weight_growth is"),
+        (
+            lambda watched: watched.check_update(math.nan, False, 7),
+            "not finite in 2 optimizer steps in a row",
+        ),
+        (lambda watched: watched.check_update(1.0, True, 7), "max_skipped_steps is 1. Lower optimizer.lr"),
+        (lambda watched: watched.check_weights(math.nan, 1.0, 7), "the weights are not finite after step 7"),
+        (
+            lambda watched: watched.check_weights(21.0, 2.0, 7),
+            "10.5 times as large as at the start; limits",
+        ),
     ],
 )
 def test_numbers_that_leave_all_bounds_end_a_run(hear: Callable[[Health], None], sentence: str) -> None:
     watched = health()
-    watched.learned(1.0, True, 1)
-    watched.learned(1.0, False, 2)
-    watched.learned(math.inf, False, 6)
-    watched.weights(19.0, 2.0, 6)
-    watched.weights(19.0, 0.0, 6)  # a run whose first norm is not known
+    watched.check_update(1.0, True, 1)
+    watched.check_update(1.0, False, 2)
+    watched.check_update(math.inf, False, 6)
+    watched.check_weights(19.0, 2.0, 6)
+    watched.check_weights(19.0, 0.0, 6)  # a run whose first norm is not known
     with pytest.raises(UnhealthyRun, match=sentence):
         hear(watched)
 
@@ -97,12 +103,12 @@ def test_a_policy_without_entropy_and_groups_without_a_difference_are_warned_of(
     watched, silent = health(), health(speaks=False)
     for step, entropy in enumerate([0.05, 0.2, 0.05, 0.05, 0.05], start=1):
         for each in (watched, silent):
-            each.step({"entropy": entropy}, step)
-            each.step({"loss": 1.0}, step) if step < 3 else None
-            each.rewards(answers(1.0, 1.0, 0.0, float(step == 1)), step)
+            each.check_step({"entropy": entropy}, step)
+            each.check_step({"loss": 1.0}, step) if step < 3 else None
+            each.check_rewards(answers(1.0, 1.0, 0.0, float(step == 1)), step)
     told = [record.getMessage() for record in caplog.records]
     assert [words.split(":")[0] for words in told] == [
-        "for 2 steps, up to 3, all answers to a prompt earned the same, and nothing was learned",
+        "for 2 steps, up to 3, all completions of a prompt had the same reward, and nothing was learned",
         "the policy's entropy is 0.05 at step 4, below limits.entropy=0.1",
     ]
 
@@ -123,13 +129,14 @@ def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
     assert main([*words, "--steps=9", "--optimizer.lr=100"]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert (
-        "times as large as at the start; limits.weight_growth is 100. Lower optimizer.lr. step-000002 is whole" in told
+        "times as large as at the start; limits.weight_growth is 100. Lower optimizer.lr. step-000002 is complete"
+        in told
     )
     assert told.endswith("--steps=9 --optimizer.lr=100. Nothing was exported.")
     assert not (run / "model").exists()
     ending = read_outcome(run)
     assert ending is not None
-    assert (ending.outcome, ending.step, ending.code) == ("failed", 3, 1)
+    assert (ending.status, ending.step, ending.exit_code) == ("failed", 3, 1)
     assert [path.name for path in (run / "checkpoints").iterdir() if path.name > "step-000002"] == []
 
     newest = run / "checkpoints" / "step-000002"
@@ -138,7 +145,7 @@ def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
     assert main([*words, "--steps=2", "--export=false"]) == 0
     (told,) = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
     assert "step-000002 is damaged: part-00000.safetensors is not what was saved there." in told
-    assert told.endswith("The one before it is taken, and later steps are done again.")
+    assert told.endswith("The checkpoint before it is loaded, and later steps are repeated.")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-000001",
         "step-000002",

@@ -186,13 +186,13 @@ def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_goes_on(
     ranks(1, trained, str(place), "whole")
     order(place, "backward", step=2, by=by.name)
     ended = asked_to_end(place)
-    words = f"postlude grpo: {by.name} ended the run after step 3, which is saved; go on with: postlude grpo "
+    words = f"postlude grpo: {by.name} ended the run after step 3, which is saved; resume with: postlude grpo "
     assert ended.stderr.splitlines()[-1] == f"{words}small.yaml --run parts", ended.stderr
     assert ended.returncode == 128 + by
     assert [path.name for path in (place / "parts" / "checkpoints").iterdir()] == ["step-000003"]
     assert not (place / "parts" / "model").exists()
     (done,) = ranks(1, trained, str(place), "parts")
-    assert done.outcome == "finished"
+    assert done.status == "finished"
     assert_equal(place)
 
 
@@ -202,10 +202,10 @@ def test_ranks_agree_to_end_when_one_is_asked_or_the_launcher_is(ranks: Ranks, p
     ranks(2, trained, str(place), "whole", "--layout=pp=2")
     order(place, "backward", step=2, by="SIGTERM")
     endings = ranks(2, trained, str(place), "parts", "--layout=pp=2")
-    assert [(each.outcome, each.step, each.code) for each in endings] == [("interrupted", 3, 143)] * 2
+    assert [(each.status, each.step, each.exit_code) for each in endings] == [("interrupted", 3, 143)] * 2
     order(place, "backward", victim="launcher", step=1, by="SIGINT")
     ended = asked_to_end(place, "--layout=pp=2")
     assert "SIGINT ended the run after step 4, which is saved" in ended.stderr.splitlines()[-1], ended.stderr
     assert ended.returncode == 130
-    assert {each.outcome for each in ranks(2, trained, str(place), "parts", "--layout=pp=2")} == {"finished"}
+    assert {each.status for each in ranks(2, trained, str(place), "parts", "--layout=pp=2")} == {"finished"}
     assert_equal(place)

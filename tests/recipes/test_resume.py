@@ -73,7 +73,7 @@ def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, t
     }
     with pytest.raises(pytest.fail.Exception, match=r"batch is 4 there and 8 here.*--from .*/parts/step-000004"):
         ranks(1, trained, parts, rows, "--steps=4", "--batch_size=8")
-    with pytest.raises(pytest.fail.Exception, match="is at step 4 already, but is to end at step 3"):
+    with pytest.raises(pytest.fail.Exception, match="is at step 4 already, but the run ends at step 3"):
         ranks(1, trained, parts, rows, "--steps=3")
 
 
@@ -81,7 +81,7 @@ def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, t
 def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows: str) -> None:
     run = str(tmp_path / "run")
     (expected,) = ranks(1, trained, run, rows, "--steps=4")
-    with pytest.raises(pytest.fail.Exception, match="no checkpoint of step 7 to go back to; it has step-000001, "):
+    with pytest.raises(pytest.fail.Exception, match="no checkpoint of step 7; it has step-000001, "):
         ranks(1, from_step, 7, run, rows, "--steps=4")
     (found,) = ranks(1, from_step, 2, run, rows, "--steps=4")
     assert found == expected
@@ -119,7 +119,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
     told = capsys.readouterr().err.splitlines()[-1]
     assert "after step 2 the run failed: OSError: " in told
     assert "step-000002 could not be written: rank 0 met OSError: " in told
-    assert told.endswith(f"When that is mended, go on with: postlude {shlex.join(words('parts', 3))}")
+    assert told.endswith(f"When that is fixed, resume with: postlude {shlex.join(words('parts', 3))}")
     assert not (tmp_path / "parts" / "checkpoints" / "step-000002").exists()
     assert main(words("parts", 3)) == 0
     assert told_of(tmp_path / "parts") == told_of(tmp_path / "whole")
@@ -150,7 +150,7 @@ def test_a_checkpoint_that_is_not_there_leaves_no_directory(
 ) -> None:
     run = tmp_path / "run"
     assert main(["sft", "--run", str(run), rows, *SMALL, "--steps=1", "--resume-from=step-7"]) == 2
-    assert f"{run} has no checkpoint of step 7 to go back to; it has none." in capsys.readouterr().err
+    assert f"{run} has no checkpoint of step 7; it has none." in capsys.readouterr().err
     assert not (run / "config.yaml").exists()
 
 
@@ -180,7 +180,7 @@ def test_changed_code_is_refused_unless_it_is_allowed(
     assert len(told.splitlines()) == 1
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert main([*words, "--steps=3", "--code_changes=allow"]) == 0
-    assert f"{mine}:mine (objective.file) was changed since the run was last started" in caplog.text
+    assert f"{mine}:mine (objective.file) changed since the run was last started" in caplog.text
     assert main([*words, "--steps=4"]) == 0, "what was allowed is the run's own code from then on"
 
 

@@ -83,7 +83,7 @@ def lost(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
     run(config)
     ending = read_outcome(config.run)
     assert ending is not None
-    return ending.outcome, ending.sentence
+    return ending.status, ending.message
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_grpo_by_a_server_goes_on_when_a_lost_server_comes_back(ranks: Ranks, tm
         ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *SHORT, f"--rollout={server.url}", *once)
     assert outcome == "failed"
     assert sentence.startswith(f"the one server there is does not answer any more: {server.url} cannot be reached")
-    assert "step-000002 is whole" in sentence
+    assert "step-000002 is complete" in sentence
     with closing(TinyVLLM()) as another:
         (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={another.url}")
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_ends_a_run_with_a_sentence_and_loses_nothing(ranks:
         assert outcome == "failed"
         assert sentence.startswith(f"weights for servers could not be written below {tmp_path}/run/weights: ")
         assert "No space left on device (os error 28). There has to be room for them twice." in sentence
-        assert "step-000002 is whole" in sentence
+        assert "step-000002 is complete" in sentence
         assert not list((tmp_path / "run").rglob("*.partial"))
         (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={server.url}")
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from postlude.recipes.report.finish import conclude
+from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.live import LiveView
 from postlude.recipes.run import signals
 from postlude.recipes.run.outcome import RunOutcome, read_outcome
-from postlude.recipes.run.signals import ASKING, StopSignals
+from postlude.recipes.run.signals import STOP_SIGNALS, StopSignals
 from postlude.world.launcher import SignalForwarding
 
 
@@ -31,17 +31,17 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGHUP, hangup)
 
 
-@pytest.mark.parametrize("number", ASKING)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_heard_and_one_that_follows_at_once_is_the_same(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = [signal.getsignal(each) for each in ASKING]
+    before = [signal.getsignal(each) for each in STOP_SIGNALS]
     with StopSignals(speaks=True) as heard:
-        assert heard.heard == 0
+        assert heard.received == 0
         signal.raise_signal(number)
         signal.raise_signal(number)
-        assert heard.heard == number
-    assert [signal.getsignal(each) for each in ASKING] == before
+        assert heard.received == number
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
     told = f"{number.name}: the run ends after this step; another ends it at once."
     assert capfd.readouterr().err.strip() == told
 
@@ -55,14 +55,14 @@ def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(
     monkeypatch.setattr(os, "write", hung_up)
     with StopSignals(speaks=True) as heard:
         signal.raise_signal(signal.SIGHUP)
-        assert heard.heard == signal.SIGHUP
+        assert heard.received == signal.SIGHUP
         console = Console(file=io.StringIO())
         monkeypatch.setattr(console, "print", hung_up)
         with LiveView(3, console=console, silent=False) as view:
             view.update(1, {"loss": 1.0})
             view.update(2, {"loss": 1.0})
     monkeypatch.setattr(Console, "print", hung_up)
-    conclude(tmp_path, RunOutcome("interrupted", 2, "SIGHUP ended the run", 129))
+    finish_run(tmp_path, RunOutcome("interrupted", 2, "SIGHUP ended the run", 129))
     assert read_outcome(tmp_path) == RunOutcome("interrupted", 2, "SIGHUP ended the run", 129)
 
 
@@ -71,7 +71,7 @@ def test_what_nohup_had_ignored_stays_so() -> None:
     try:
         with StopSignals(speaks=False) as heard:
             signal.raise_signal(signal.SIGHUP)
-            assert heard.heard == 0
+            assert heard.received == 0
         with SignalForwarding(0.0) as forwarding:
             signal.raise_signal(signal.SIGHUP)
         assert not forwarding.received
@@ -81,12 +81,12 @@ def test_what_nohup_had_ignored_stays_so() -> None:
 
 
 def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SAME", -1.0)
+    monkeypatch.setattr(signals, "DUPLICATE_SECONDS", -1.0)
     with StopSignals(speaks=False) as heard:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert heard.heard == signal.SIGTERM
+        assert heard.received == signal.SIGTERM
 
 
 def test_a_rank_whose_launcher_is_gone_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,21 +95,21 @@ def test_a_rank_whose_launcher_is_gone_ends_at_once(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(os, "getppid", lambda: 1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert heard.heard == 0
+        assert heard.received == 0
     monkeypatch.delenv("RANK")
     with StopSignals(speaks=False) as heard:
         monkeypatch.setattr(os, "getppid", lambda: 2)
         signal.raise_signal(signal.SIGINT)  # of a shell that has ended since, a run knows nothing
-        assert heard.heard == signal.SIGINT
+        assert heard.received == signal.SIGINT
 
 
 def test_in_another_thread_signals_stay_as_they_are() -> None:
-    before = [signal.getsignal(each) for each in ASKING]
+    before = [signal.getsignal(each) for each in STOP_SIGNALS]
     found = []
 
     def enter() -> None:
         with StopSignals(speaks=False):
-            found.extend(signal.getsignal(each) for each in ASKING)
+            found.extend(signal.getsignal(each) for each in STOP_SIGNALS)
 
     thread = threading.Thread(target=enter)
     thread.start()

@@ -22,7 +22,7 @@ from postlude.recipes.dpo import DPOTrainer
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.sft import SFTTrainer
-from postlude.recipes.trainer import train
+from postlude.recipes.trainer import run_training
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 
@@ -138,14 +138,14 @@ def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, comman
 
 def interrupted(group: Any, command: str, directory: str, *overrides: str) -> None:
     class Stopped(TRAINERS[command]):  # type: ignore[misc]
-        def learn(self, batch: Any, objective: Any) -> Any:
-            found = super().learn(batch, objective)
+        def train_batch(self, batch: Any, objective: Any) -> Any:
+            found = super().train_batch(batch, objective)
             if self.step == 3:
                 raise KeyboardInterrupt
             return found
 
     with suppress(KeyboardInterrupt):
-        train(Stopped(config_of(command, Path(directory), *overrides), "cpu"))
+        run_training(Stopped(config_of(command, Path(directory), *overrides), "cpu"))
 
 
 @pytest.mark.slow
@@ -173,9 +173,9 @@ def test_gradients_that_are_not_finite_end_the_run(ranks: Ranks, tmp_path: Path)
     ranks(1, trained, "sft", str(tmp_path), *broken, "--max_skipped_steps=1")
     ending = read_outcome(tmp_path / "run")
     assert ending is not None
-    assert (ending.outcome, ending.code) == ("failed", 1)
-    assert "not finite in 2 optimizer steps in a row, up to step 2; max_skipped_steps is 1." in ending.sentence
-    assert ending.sentence.endswith("No checkpoint was saved, and nothing was exported.")
+    assert (ending.status, ending.exit_code) == ("failed", 1)
+    assert "not finite in 2 optimizer steps in a row, up to step 2; max_skipped_steps is 1." in ending.message
+    assert ending.message.endswith("No checkpoint was saved, and nothing was exported.")
     assert not (tmp_path / "run" / "model").exists()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]

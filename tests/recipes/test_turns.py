@@ -88,7 +88,7 @@ def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2
     answers = SamplingSettings(max_new_tokens=5)
     try:
         found = RolloutSampler(
-            engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timed=PhaseTimer()
+            engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timer=PhaseTimer()
         )
         return found.led(lambda: found.answer(tasks, SAMPLES, step=0))
     finally:

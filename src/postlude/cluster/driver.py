@@ -27,7 +27,7 @@ from postlude.recipes.run.directory import RunDirectory
 from postlude.recipes.run.lock import wait_for
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import Runtime
-from postlude.recipes.run.signals import SAME, asked
+from postlude.recipes.run.signals import DUPLICATE_SECONDS, stop_message
 from postlude.recipes.run.start_mode import StartMode
 from postlude.world.failure_report import GRACE, RankError
 from postlude.world.launcher import SIGNALS, ending_signals
@@ -120,8 +120,8 @@ class DriverSignals:
         if not self.first:
             self.first, self.at = number, time.monotonic()
             with suppress(OSError):  # a terminal that has hung up takes no words
-                os.write(2, asked(number))
-        elif time.monotonic() - self.at > SAME:
+                os.write(2, stop_message(number))
+        elif time.monotonic() - self.at > DUPLICATE_SECONDS:
             self.over = True
 
 

@@ -63,9 +63,9 @@ def run(options: argparse.Namespace) -> int:
         from postlude.cluster.driver import RayJob, run_on_ray
 
         outcome = run_on_ray(RayJob(chosen, config, device, start_mode, size, options.timeout), options.ray)
-    if outcome.sentence:
-        print_error(f"postlude {options.command}: {outcome.sentence}")
-    return outcome.code
+    if outcome.message:
+        print_error(f"postlude {options.command}: {outcome.message}")
+    return outcome.exit_code
 
 
 def _config(options: argparse.Namespace, chosen: Recipe) -> Any:

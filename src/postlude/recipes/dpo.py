@@ -1,10 +1,9 @@
-"""DPO and its kin: learn from pairs of answers, one of them preferred."""
+"""DPO, IPO and SimPO: train on pairs of completions, one of them preferred."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence, preference_batch
 from postlude.engine.reference import Reference
-from postlude.recipes.checks.objective_trial import ANSWERS
+from postlude.recipes.checks.objective_trial import SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
 from postlude.recipes.config.recipe_configs import DPOConfig
 from postlude.recipes.config.settings import build_objective
@@ -21,31 +20,31 @@ from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.supervised import SupervisedTrainer
-from postlude.recipes.trainer import train
+from postlude.recipes.trainer import StepMetrics, run_training
 
 
 class DPOTrainer(SupervisedTrainer[tuple[EncodedSequence, EncodedSequence]]):
     """A run of preference training. The reference is the model that the run started from."""
 
     name = "dpo"
+    config: DPOConfig
 
     def __init__(self, config: DPOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
-        self.config = config
         super().__init__(config, device, build_objective(config.objective), runtime)
         self.reference: Reference | None = self.engine.reference() if config.has_reference else None
 
-    def read(self) -> EncodedRows[tuple[EncodedSequence, EncodedSequence]]:
-        """The pairs to learn from."""
-        return self.encoded(self.config.data)
+    def read_rows(self) -> EncodedRows[tuple[EncodedSequence, EncodedSequence]]:
+        """Returns the pairs as tokens."""
+        return self.encode_rows(self.config.data)
 
-    def batch_of(
+    def make_batch(
         self, rows: Sequence[tuple[EncodedSequence, EncodedSequence]], *, held_out: bool = False
-    ) -> tuple[Batch, dict[str, Any]]:
-        """The two of each pair side by side, with what the reference says of them."""
+    ) -> tuple[Batch, StepMetrics]:
+        """Returns both completions of each pair, with their reference log-probs."""
         batch = preference_batch(rows)
         if self.reference is None:
             return batch, {}
-        with self.timed("reference"):
+        with self.timer("reference"):
             logprobs = self.reference.logprobs(batch).logprob
         return _with_reference(batch, logprobs), {}
 
@@ -55,9 +54,9 @@ def _with_reference(batch: Batch, logprobs: list[Tensor]) -> Batch:
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
-    """What must hold before a run begins."""
+    """Returns the preflight checks."""
     inputs.others += [inputs.config.model] if inputs.config.has_reference else []
-    trial = preference_batch([(ANSWERS[0], ANSWERS[1]), (ANSWERS[2], ANSWERS[3])])
+    trial = preference_batch([(SEQUENCES[0], SEQUENCES[1]), (SEQUENCES[2], SEQUENCES[3])])
     if inputs.config.has_reference:
         trial = _with_reference(trial, [torch.full((length,), -1.0) for length in trial.lengths])
     return [*training_checks(inputs, trial), *dataset_checks(inputs, inputs.config.data)]
@@ -66,5 +65,5 @@ def checks(inputs: PreflightInputs) -> list[Check]:
 def run(
     config: DPOConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
 ) -> RunOutcome:
-    """Run or continue `config` on the ranks that are started."""
-    return train(DPOTrainer(config, device, runtime), start_mode)
+    """Runs or resumes `config`. Every rank calls it."""
+    return run_training(DPOTrainer(config, device, runtime), start_mode)

@@ -16,16 +16,11 @@ from postlude.recipes.checks.preflight import Check, PreflightInputs, environmen
 from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.rollout import NativeRollout
-from postlude.recipes.report.finish import conclude
+from postlude.recipes.prompts import build_environment
+from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.summary import EVALUATED
 from postlude.recipes.rollout_engine import check_servers, make_eval_engine
-from postlude.recipes.rollouts import (
-    RolloutSampler,
-    build_environment,
-    completion_metrics,
-    evaluation_metrics,
-    sample_rows,
-)
+from postlude.recipes.rollouts import RolloutSampler, completion_metrics, evaluation_metrics, sample_rows
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run
 from postlude.recipes.run.machine_info import machine_info
@@ -37,11 +32,11 @@ from postlude.recipes.server_commands import generator_limits
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import last_tasks
 
-PAGE = 256  # tasks answered at a time
+PAGE = 256  # tasks sampled at a time
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
-    """What must hold before a run begins."""
+    """Returns the preflight checks."""
     config: EvalConfig = inputs.config
     return [
         *model_checks(inputs),
@@ -53,77 +48,61 @@ def checks(inputs: PreflightInputs) -> list[Check]:
 def run(
     config: EvalConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
 ) -> RunOutcome:
-    """Evaluate on the ranks that are started. It is done in one go: an evaluation that was ended begins again."""
+    """Evaluates `config`. Every rank calls it. An evaluation that was interrupted starts again from the beginning."""
     if start_mode.resume_from is not None:
-        raise ValueError("an evaluation has no checkpoints to go back to; leave out --resume-from.")
+        raise ValueError("an evaluation has no checkpoints; leave out --resume-from.")
     plain = schema.plain(config)
     check_run(config.run, plain, may_change=MAY_CHANGE)
     tokenizer = load_tokenizer(config.model)
-    clock = PhaseTimer()
-    with ExitStack() as held:
-        environment = held.enter_context(
-            closing(
-                build_environment(
-                    config.environment, config.seed, tokenizer, config.sampling, config.budget, runtime.pool_factory
-                )
-            )
+    timer, samples = PhaseTimer(), config.samples_per_prompt
+    with ExitStack() as resources:
+        environment = build_environment(
+            config.environment, config.seed, tokenizer, config.sampling, config.budget, runtime.pool_factory
         )
-        directory = held.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, loggers=config.loggers))
+        resources.enter_context(closing(environment))
+        directory = resources.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, loggers=config.loggers))
         directory.resume_at(-1)
         directory.record(step=0, command=start_mode.command, **machine_info(torch.device(device)))
-        engine = held.enter_context(closing(_engine(config, tokenizer, device, runtime)))
+        engine = resources.enter_context(closing(_make_engine(config, tokenizer, device, runtime)))
         rollouts = RolloutSampler(
-            engine,
-            environment,
-            tokenizer,
-            config.sampling,
-            budget=config.budget,
-            seed=config.seed,
-            timed=clock,
+            engine, environment, tokenizer, config.sampling, budget=config.budget, seed=config.seed, timer=timer
         )
-        held.enter_context(closing(rollouts.conversations))
+        resources.enter_context(closing(rollouts))
         count = min(config.tasks, len(environment.tasks))
-        chosen = last_tasks(environment.tasks, count)
-        tasks = [chosen[index] for index in range(count)]
-        answers: list[Trajectory] = []  # on the first rank
+        held_out = last_tasks(environment.tasks, count)
+        tasks = [held_out[index] for index in range(count)]
+        trajectories: list[Trajectory] = []  # on rank 0
 
-        def page(first: int) -> dict[str, Any]:
-            answers.extend(rollouts.answer(tasks[first : first + PAGE], config.samples_per_prompt, step=0, first=first))
-            return completion_metrics(answers)
+        def sample_page(first: int) -> dict[str, Any]:
+            trajectories.extend(rollouts.sample(tasks[first : first + PAGE], samples, step=0, first=first))
+            return completion_metrics(trajectories)
 
         with runtime.view(count, title=f"eval {config.model}", unit="task") as live:
             for first in range(0, count, PAGE):
-                live.update(min(first + PAGE, count), rollouts.on_rank0(partial(page, first)))
-        if answers:
-            directory.sample(0, sample_rows(answers, tokenizer))
-        found = rollouts.on_rank0(
+                live.update(min(first + PAGE, count), rollouts.on_rank0(partial(sample_page, first)))
+        if trajectories:
+            directory.sample(0, sample_rows(trajectories, tokenizer))
+        metrics = rollouts.on_rank0(
             lambda: (
-                evaluation_metrics(answers, config.samples_per_prompt)
-                | completion_metrics(answers)
-                | rollouts.take_metrics()
+                evaluation_metrics(trajectories, samples) | completion_metrics(trajectories) | rollouts.take_metrics()
             )
         )
-        directory.log(0, found | clock.take(), phase=EVALUATED)
+        directory.log(0, metrics | timer.take(), phase=EVALUATED)
     outcome = RunOutcome("finished", 0)
-    conclude(config.run, outcome)
+    finish_run(config.run, outcome)
     dist.barrier()
     return outcome
 
 
-def _engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runtime) -> DistributedEngine:
-    """The whole model on every rank, or servers of it."""
+def _make_engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runtime) -> DistributedEngine:
+    """Returns a whole model on every rank, or servers."""
     default = torch.bfloat16 if device == "cuda" else torch.float32
     dtype = getattr(torch, config.dtype) if config.dtype else default
     if not isinstance(config.rollout, NativeRollout):
         return make_eval_engine(
             config.rollout, config.model, tokenizer, config.run, dtype, device, config.budget, runtime.launcher
         )
-    model = load_model(
-        config.model,
-        dtype=dtype,
-        device=device,
-        mtp=config.sampling.draft is not None,
-    ).eval()
-    ends = end_tokens(read_generation(config.model), tokenizer.eos_token_id)
-    limits = generator_limits(config.budget)
-    return ReplicatedGenerator(model, tokenizer, draft=config.sampling.draft, eos_tokens=ends, **limits)
+    draft = config.sampling.draft
+    model = load_model(config.model, dtype=dtype, device=device, mtp=draft is not None).eval()
+    eos_tokens = end_tokens(read_generation(config.model), tokenizer.eos_token_id)
+    return ReplicatedGenerator(model, tokenizer, draft=draft, eos_tokens=eos_tokens, **generator_limits(config.budget))

@@ -1,4 +1,4 @@
-"""Multi-token prediction in a recipe: the model's depths or, if it has none, fresh ones, and their loss."""
+"""Multi-token prediction (MTP) in a recipe: the model's own MTP depths, or new ones, and their loss."""
 
 from __future__ import annotations
 
@@ -10,45 +10,42 @@ from postlude.objectives import MTP, Objective
 from postlude.recipes.config.settings import MTPSettings
 
 
-def model_source(model: str, ahead: MTPSettings | None) -> Source:
-    """What to load: the model, with the depths that its files hold, or fresh ones where they hold none."""
-    if ahead is None:
+def model_source(model: str, mtp: MTPSettings | None) -> Source:
+    """Returns the model to load, with the MTP depths of its files, or with new ones if it has none."""
+    if mtp is None:
         return model
     family, config = read_model_with_mtp(model)
     pattern = config.pattern
     if pattern.mtp:
-        if len(pattern.mtp) != ahead.depths or ahead.layers is not None:
+        if len(pattern.mtp) != mtp.depths or mtp.layers is not None:
             raise ValueError(
-                f"{model} predicts {len(pattern.mtp)} tokens further ahead by layers of its own, but mtp asks for "
-                f"{ahead.depths}{'' if ahead.layers is None else f' by {ahead.layers}'}. Set mtp.depths to "
-                f"{len(pattern.mtp)}, and leave out mtp.layers."
+                f"{model} predicts {len(pattern.mtp)} tokens further ahead with its own MTP layers, but "
+                f"the config asks for {mtp.depths}{'' if mtp.layers is None else f' of {mtp.layers}'}. "
+                f"Set mtp.depths to {len(pattern.mtp)}, and leave out mtp.layers."
             )
         return with_mtp(model)
-    layers = ahead.layers or _spelled(_usual_layers(family, config))
-    return Recast(model, f"{pattern}{f'/{layers}' * ahead.depths}")
+    layers = mtp.layers or _as_pattern(_default_layers(family, config))
+    return Recast(model, f"{pattern}{f'/{layers}' * mtp.depths}")
 
 
-def describe_mtp(model: str, ahead: MTPSettings) -> str:
-    """What predicts further ahead, and where its weights come from, in a line."""
-    depths = read_model(model_source(model, ahead))[1].pattern.mtp
-    named = f"{len(depths)} depth(s) of {_spelled(depths[0])}"
-    return (
-        f"{named}, the model's own"
-        if read_model_with_mtp(model)[1].pattern.mtp
-        else f"{named}, fresh: the model has none"
-    )
+def describe_mtp(model: str, mtp: MTPSettings) -> str:
+    """Returns one line about the MTP depths and where their weights come from."""
+    depths = read_model(model_source(model, mtp))[1].pattern.mtp
+    named = f"{len(depths)} depth(s) of {_as_pattern(depths[0])}"
+    own = read_model_with_mtp(model)[1].pattern.mtp
+    return f"{named}, the model's own" if own else f"{named}, fresh: the model has none"
 
 
-def with_mtp_loss(objective: Objective, ahead: MTPSettings | None, over: str, *, counted: bool = True) -> Objective:
-    """The objective, and beside it the loss of predictions further ahead by the weights `over`, or metrics alone."""
-    if ahead is None:
+def with_mtp_loss(objective: Objective, mtp: MTPSettings | None, over: str, *, counted: bool = True) -> Objective:
+    """Adds the MTP loss over the tokens of column `over`. With counted=False it adds metrics only."""
+    if mtp is None:
         return objective
-    weight = ahead.weight if counted else 0.0
-    return MTP(objective=objective, weight=weight, over=over, stop_trunk=ahead.stop_trunk, stop_head=ahead.stop_head)
+    weight = mtp.weight if counted else 0.0
+    return MTP(objective=objective, weight=weight, over=over, stop_trunk=mtp.stop_trunk, stop_head=mtp.stop_head)
 
 
-def _usual_layers(family: Family | None, config: ModelConfig) -> tuple[str, ...]:
-    """What a depth of such models is made of: as its family's files have it, else as the last layer is."""
+def _default_layers(family: Family | None, config: ModelConfig) -> tuple[str, ...]:
+    """Returns the layers of a new depth: those of the family's own depths, or the model's last layer."""
     if family is not None and family.depths is not None:
         layers = family.depths.layers(config)
         if config.blocks.keys() >= set("".join(layers)):
@@ -56,5 +53,5 @@ def _usual_layers(family: Family | None, config: ModelConfig) -> tuple[str, ...]
     return config.pattern.layers[-1:]
 
 
-def _spelled(layers: tuple[str, ...]) -> str:
+def _as_pattern(layers: tuple[str, ...]) -> str:
     return str(Pattern((layers,)))

@@ -1,4 +1,4 @@
-"""RolloutQueue: groups of answers for the steps of a run, begun so many steps before the one that learns from them."""
+"""RolloutQueue: groups of completions, started some steps before the step that trains on them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ LOG = logging.getLogger("postlude")
 
 @dataclass(frozen=True)
 class PendingGroup:
-    """A group that no step has learned from yet."""
+    """A group that was started in `step` and that no step has trained on yet. `index` is that of its task."""
 
     index: int
-    """Of its task."""
     step: int
-    """That its answers were begun in, with the weights of then."""
     group: TrajectoryGroup
 
 
 class RolloutQueue:
-    """Groups of `samples` answers to tasks in the sampler's order, `prompts` a step, up to `last`.
+    """Groups of `samples` completions of tasks in the sampler's order, `prompts` groups a step, for `total_steps`.
 
-    While a step learns, those of the next `ahead` steps are under way. None is learned from more than `ahead` steps
-    after it was begun: a step that would leave one behind waits for it, so none is ever dropped. With ahead=0 a step's
-    answers are begun when it begins, and waited for.
+    While a step trains, the groups of the next `max_staleness` steps are being sampled. A step never trains on a group
+    that was started more than `max_staleness` steps before: it waits for a group that would become too old, so no
+    group is dropped. With 0, a step starts its own groups and waits for them.
 
-    A checkpoint holds the tasks of groups that were begun and not learned from. They are begun again: no task is lost,
-    none is learned from twice.
+    A checkpoint holds the tasks of the pending groups. A resumed run starts them again, so every task is trained on
+    exactly once.
     """
 
     def __init__(
@@ -46,90 +44,91 @@ class RolloutQueue:
         *,
         samples: int,
         prompts: int,
-        ahead: int,
-        last: int,
+        max_staleness: int,
+        total_steps: int,
     ) -> None:
         self.rollouts, self.tasks, self.sampler = rollouts, tasks, sampler
-        self.samples, self.prompts, self.ahead, self.last = samples, prompts, ahead, last
-        self._begun: list[PendingGroup] = []
-        self._again: deque[int] = deque()  # tasks that were under way when the run was left
-        self._redrawn = 0  # answers of theirs, until that is told
-        self._begun_in: Counter[int] = Counter()  # groups, by step
-        self._taken_in: Counter[int] = Counter()
-        self._stale: list[int] = []  # steps between the beginning of groups and their learning
+        self.samples, self.prompts = samples, prompts
+        self.max_staleness, self.total_steps = max_staleness, total_steps
+        self._pending: list[PendingGroup] = []
+        self._restart: deque[int] = deque()  # tasks that were pending in the checkpoint
+        self._resampled = 0  # completions of those tasks, until they are reported
+        self._started: Counter[int] = Counter()  # groups by step
+        self._taken: Counter[int] = Counter()
+        self._staleness: list[int] = []  # of the groups taken since the last report
 
     def take(self, count: int, step: int) -> list[Trajectory]:
-        """The answers of `count` groups to learn from in `step`, whose groups are numbered as they are taken."""
-        later = min(self.ahead, self.last - 1 - step) * self.prompts
-        for _ in range(count + later - len(self._begun)):
-            self._begin(step)
+        """Returns the completions of `count` groups for `step`, numbered in the order in which they are taken."""
+        ahead = min(self.max_staleness, self.total_steps - 1 - step) * self.prompts
+        for _ in range(count + ahead - len(self._pending)):
+            self._start(step)
         self.rollouts.wait(lambda: self._ready(count, step) is not None)
         taken = self._ready(count, step) or []
-        self._begun = [each for each in self._begun if each not in taken]
-        self._stale += [step - each.step for each in taken]
-        for each in taken:
-            for answer in each.group.trajectories:
-                answer.group = self._taken_in[step]
-            self._taken_in[step] += 1
-        return [answer for each in taken for answer in each.group.trajectories]
+        self._pending = [pending for pending in self._pending if pending not in taken]
+        self._staleness += [step - pending.step for pending in taken]
+        for pending in taken:
+            for trajectory in pending.group.trajectories:
+                trajectory.group = self._taken[step]
+            self._taken[step] += 1
+        return [trajectory for pending in taken for trajectory in pending.group.trajectories]
 
     def take_metrics(self) -> dict[str, float]:
-        """How old the weights were that answers were begun with, in steps, and what was drawn again."""
-        stale, self._stale = self._stale, []
-        if not self.ahead or not stale:
+        """Returns the staleness of the groups taken since the last call, and the completions sampled again."""
+        staleness, self._staleness = self._staleness, []
+        if not self.max_staleness or not staleness:
             return {}
-        redrawn, self._redrawn = self._redrawn, 0
+        resampled, self._resampled = self._resampled, 0
         return {
-            "staleness_mean": sum(stale) / len(stale),
-            "staleness_max": float(max(stale)),
-            "completions_resampled": float(redrawn),
+            "staleness_mean": sum(staleness) / len(staleness),
+            "staleness_max": float(max(staleness)),
+            "completions_resampled": float(resampled),
         }
 
     def state(self) -> dict[str, Any]:
-        """Where the sampler stands, and which of its tasks no step has learned from yet."""
-        return {"sampler": self.sampler.state(), "begun": [*(each.index for each in self._begun), *self._again]}
+        """Returns the sampler's state and the tasks that no step has trained on, for a checkpoint."""
+        return {"sampler": self.sampler.state(), "begun": [*(each.index for each in self._pending), *self._restart]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state` was taken."""
+        """Continues from a `state`."""
         self.sampler.restore(state["sampler"])
-        self._again = deque(state.get("begun", ()))
-        self._redrawn = len(self._again) * self.samples
-        if self._redrawn and self.rollouts.engine.controller.is_rank0:
+        self._restart = deque(state.get("begun", ()))
+        self._resampled = len(self._restart) * self.samples
+        if self._resampled and self.rollouts.engine.controller.is_rank0:
             LOG.warning(
-                "%d answers to %d tasks were under way when the checkpoint was written; they are drawn again.",
-                self._redrawn,
-                len(self._again),
+                "%d completions of %d tasks were unfinished when the checkpoint was written; they are sampled again.",
+                self._resampled,
+                len(self._restart),
             )
 
-    def _begin(self, step: int) -> None:
-        index = self._again.popleft() if self._again else self.sampler.take(1)[0]
-        group = self.rollouts.group(self.tasks[index], self._begun_in[step], self.samples, step=step)
-        self._begun_in[step] += 1
-        self._begun.append(PendingGroup(index, step, group))
-        self.rollouts.conversations.begin(group)
+    def _start(self, step: int) -> None:
+        index = self._restart.popleft() if self._restart else self.sampler.take(1)[0]
+        group = self.rollouts.make_group(self.tasks[index], self._started[step], self.samples, step=step)
+        self._started[step] += 1
+        self._pending.append(PendingGroup(index, step, group))
+        self.rollouts.start(group)
 
     def _ready(self, count: int, step: int) -> list[PendingGroup] | None:
-        """The `count` oldest groups that are over; None where there are fewer, or where others cannot wait.
+        """Returns the `count` oldest finished groups. None if there are fewer, or if a later step would be too late.
 
-        Steps to come take `prompts` groups each, so of those that are due by a step, no more may be left now than the
+        Every later step takes `prompts` groups. So the groups left that are due by a step may not be more than the
         steps until then can take.
         """
-        taken = [each for each in self._begun if each.group.done][:count]
-        for due in range(step, step + self.ahead + 1):
-            left = sum(each.step + self.ahead <= due for each in self._begun)
-            left -= sum(each.step + self.ahead <= due for each in taken)
+        taken = [pending for pending in self._pending if pending.group.done][:count]
+        for due in range(step, step + self.max_staleness + 1):
+            left = sum(pending.step + self.max_staleness <= due for pending in self._pending)
+            left -= sum(pending.step + self.max_staleness <= due for pending in taken)
             if left > (due - step) * self.prompts:
                 return None
         return taken if len(taken) == count else None
 
 
-def policy_lag(answers: Sequence[Trajectory], version: int) -> float | None:
-    """Optimizer steps between the weights that tokens were sampled with and `version`, on average; None if not told."""
-    ages = [
+def policy_lag(trajectories: Sequence[Trajectory], version: int) -> float | None:
+    """Returns the mean number of optimizer steps between the weights that sampled a token and `version`, or None."""
+    lags = [
         (span.end - span.start, version - int(span.version.rpartition(".")[2]))
-        for each in answers
-        for completion in each.completions
+        for trajectory in trajectories
+        for completion in trajectory.completions
         for span in completion.versions
     ]
-    tokens = sum(count for count, _ in ages)
-    return sum(count * steps for count, steps in ages) / tokens if tokens else None
+    tokens = sum(count for count, _ in lags)
+    return sum(count * steps for count, steps in lags) / tokens if tokens else None

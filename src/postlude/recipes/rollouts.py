@@ -1,97 +1,132 @@
-"""Answers to tasks, drawn from a rollout engine and scored by an environment, over one turn or several."""
+"""Rollouts: completions of tasks, sampled by a rollout engine and scored by an environment, in one turn or several."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import comb
 from statistics import mean
 from typing import Any, TypeVar
 
-from postlude.data.chat import Encoder, TooLongError
+from postlude.data import Batch
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.engine.batch_scatter import scatter_batch
 from postlude.generate.distributed import DistributedEngine
 from postlude.generate.sampling_params import SamplingParams
-from postlude.pool.worker_pool import FAILURE_KINDS, NullPool, PoolFactory
-from postlude.recipes.config.settings import EnvironmentSettings, EvaluationSettings, PromptSettings, SamplingSettings
+from postlude.pool.worker_pool import FAILURE_KINDS
+from postlude.recipes.config.rollout import Rollout
+from postlude.recipes.config.settings import EvaluationSettings, SamplingSettings
+from postlude.recipes.prompts import encode_prompt, prompt_encoder
 from postlude.recipes.report.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS, WORKERS_LOST
-from postlude.recipes.run.directory import Sample, is_rank0
+from postlude.recipes.rollout_engine import make_rollout_engine
+from postlude.recipes.run.directory import Sample
 from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.signals import StopSignals
+from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.rollout.conversations import FAILED, Conversations, Trajectory, TrajectoryGroup, combine_seeds
 from postlude.rollout.environments import Environment
-from postlude.rollout.tasks import Task, TaskSubset
+from postlude.rollout.tasks import Task
+from postlude.world.mesh import Mesh
 
-SHOWN = 8  # answers of a step kept to be looked at
-TRAINED, HELD_OUT = 0, 1  # what answers are for: the same task gets other answers in either
+SHOWN = 8  # completions of a step that are written to samples.jsonl
+TRAINED, HELD_OUT = 0, 1  # purposes of a completion: each gives the same task other seeds
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class RolloutBatch:
+    """What the rollouts of a step give the trainer."""
+
+    metrics: StepMetrics
+    minibatches: list[Batch]
+    """After `RolloutSampler.collect` each holds the rows of this rank."""
+
+
 class RolloutSampler:
-    """Draws and scores answers. The first rank of a run alone asks for them, and gets them, within `on_rank0`."""
+    """Samples and scores completions. Rank 0 alone requests them; `on_rank0` and `collect` share the results."""
 
     def __init__(
         self,
         engine: DistributedEngine,
         environment: Environment,
         tokenizer: ChatTokenizer,
-        answers: SamplingSettings,
+        settings: SamplingSettings,
         *,
         budget: int,
         seed: int,
-        timed: PhaseTimer,
+        timer: PhaseTimer,
         background: bool = False,
         signals: StopSignals | None = None,
     ) -> None:
-        self.engine, self.environment, self.answers = engine, environment, answers
-        self.sampling = replace(answers.sampling, stop_tokens=answers.stop_ids(tokenizer))
-        self.budget, self.seed, self.timed = budget, seed, timed
+        self.engine, self.environment, self.settings = engine, environment, settings
+        self.params = replace(settings.sampling, stop_tokens=settings.stop_ids(tokenizer))
+        self.budget, self.seed, self.timer = budget, seed, timer
         self.background, self.signals = background, signals
-        self._lost = 0  # workers, as was told
-        self.encoder = prompt_encoder(environment, tokenizer, answers, budget)
+        self._reported_lost_workers = 0
+        self.encoder = prompt_encoder(environment, tokenizer, settings, budget)
         self.conversations = Conversations(
             engine,
             environment,
             self.encoder,
             budget=budget,
-            max_new_tokens=answers.max_new_tokens,
+            max_new_tokens=settings.max_new_tokens,
             background=background and engine.controller.is_rank0,
-            meanwhile=self._meanwhile,
-            timed=(lambda _: nullcontext()) if background else timed,
+            meanwhile=self._while_waiting,
+            timed=(lambda _: nullcontext()) if background else timer,
         )
 
-    def _meanwhile(self) -> None:
-        """While answers are waited for. Those that this rank draws itself come soon, and are not left for a signal."""
+    def close(self) -> None:
+        """Ends the conversations under way."""
+        self.conversations.close()
+
+    def _while_waiting(self) -> None:
         self.engine.check_health()
+        # Completions that this rank samples itself come soon: a signal waits for them.
         if self.signals is not None and not self.engine.batched_polls:
             self.signals.check()
 
     def on_rank0(self, work: Callable[[], Result]) -> Result:
-        """What `work` gives on the first rank, on every rank: answers are drawn there, with the newest weights."""
-        with self.timed("weight_sync"):
+        """Gives the engine the newest weights, calls `work` on rank 0 and returns its result on every rank."""
+        with self.timer("weight_sync"):
             self.engine.refresh()
         return self.engine.controller.on_rank0(work)
 
-    def answer(
+    def collect(self, sample: Callable[[], RolloutBatch], mesh: Mesh) -> RolloutBatch:
+        """Calls `sample` on rank 0. Every rank gets the metrics and its own rows of each minibatch."""
+        sampled: list[Batch] = []  # on rank 0
+
+        def call() -> tuple[StepMetrics, int]:
+            batch = sample()
+            sampled.extend(batch.minibatches)
+            return batch.metrics, len(sampled)
+
+        metrics, count = self.on_rank0(call)
+        whole: Sequence[Batch | None] = sampled or [None] * count
+        return RolloutBatch(
+            metrics, [scatter_batch(batch, mesh, self.engine.controller, self.budget) for batch in whole]
+        )
+
+    def sample(
         self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0, kind: int = TRAINED
     ) -> list[Trajectory]:
-        """`samples` answers to each task, whose groups are numbered from `first`, to learn from in `step`."""
-        groups = [self.group(task, first + place, samples, step=step, kind=kind) for place, task in enumerate(tasks)]
-        return self.drawn(groups)
+        """Returns `samples` completions of each task, group by group. Groups are numbered from `first`."""
+        return self.sample_groups(
+            [self.make_group(task, first + index, samples, step=step, kind=kind) for index, task in enumerate(tasks)]
+        )
 
     def evaluate(self, tasks: Sequence[Task], settings: EvaluationSettings, *, step: int) -> list[Trajectory]:
-        """Answers to held-out tasks, as the evaluation wants them."""
-        sampling = replace(self.sampling, temperature=settings.temperature)
-        return self.drawn(
+        """Returns completions of held-out tasks."""
+        params = replace(self.params, temperature=settings.temperature)
+        return self.sample_groups(
             [
-                self.group(task, place, settings.samples_per_prompt, step=step, kind=HELD_OUT, sampling=sampling)
-                for place, task in enumerate(tasks)
+                self.make_group(task, index, settings.samples_per_prompt, step=step, kind=HELD_OUT, params=params)
+                for index, task in enumerate(tasks)
             ]
         )
 
-    def group(
+    def make_group(
         self,
         task: Task,
         number: int,
@@ -99,168 +134,147 @@ class RolloutSampler:
         *,
         step: int,
         kind: int = TRAINED,
-        sampling: SamplingParams | None = None,
+        params: SamplingParams | None = None,
     ) -> TrajectoryGroup:
-        """The attempts at a task: `step`, `kind` and `number` decide what they draw."""
-        prompt = encode_prompt(self.encoder, task, self.budget, self.answers)
+        """Returns a group that is not started. `step`, `kind` and `number` decide its seed."""
+        prompt = encode_prompt(self.encoder, task, self.budget, self.settings)
         seed = combine_seeds(self.seed, step, kind, number)
-        return TrajectoryGroup.of(task, number, prompt, replace(sampling or self.sampling, seed=seed), samples)
+        return TrajectoryGroup.of(task, number, prompt, replace(params or self.params, seed=seed), samples)
 
-    def drawn(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-        """All answers of some groups, group by group."""
-        for group in groups:
-            self.conversations.begin(group)
-        self.wait(lambda: all(group.done for group in groups))
-        return [each for group in groups for each in group.trajectories]
+    def start(self, group: TrajectoryGroup) -> None:
+        """Starts all completions of a group."""
+        self.conversations.begin(group)
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Wait until something is so of groups that were begun."""
-        with self.timed("rollout") if self.background else nullcontext():
+        """Waits until `done` holds of groups that were started."""
+        with self.timer("rollout") if self.background else nullcontext():
             self.conversations.wait(done)
 
+    def sample_groups(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
+        """Starts groups, waits for them and returns their completions, group by group."""
+        for group in groups:
+            self.start(group)
+        self.wait(lambda: all(group.done for group in groups))
+        return [trajectory for group in groups for trajectory in group.trajectories]
+
     def take_metrics(self) -> dict[str, float]:
-        """How those fared who draw and who judge, since it was asked last."""
-        found, lost = self.engine.take_metrics(), self.environment.lost_workers
+        """Returns metrics of the engine and the reward workers since the last call."""
+        metrics, lost = self.engine.take_metrics(), self.environment.lost_workers
         if lost is not None:
-            found[WORKERS_LOST] = float(lost - self._lost)
-            self._lost = lost
-        return found
+            metrics[WORKERS_LOST] = float(lost - self._reported_lost_workers)
+            self._reported_lost_workers = lost
+        return metrics
 
 
-def prompt_encoder(
-    environment: Environment, tokenizer: ChatTokenizer, answers: SamplingSettings, budget: int
-) -> Encoder:
-    """What encodes an environment's prompts, with room for an answer after them."""
-    options = dict(environment.template_options)
-    return Encoder(tokenizer=tokenizer, max_length=budget - answers.max_new_tokens, options=options)
-
-
-def encode_prompt(encoder: Encoder, task: Task, budget: int, answers: SamplingSettings) -> list[int]:
-    """A task's prompt as tokens, after which an answer of full length has a place within the budget."""
-    try:
-        return encoder.prompt(task.prompt, task.name)
-    except TooLongError as error:
-        raise ValueError(
-            f"the prompt of {error.row} has {error.length} tokens, but budget={budget} with answers of up to "
-            f"{answers.max_new_tokens} leaves {encoder.max_length}. Raise budget, or set the environment's "
-            "overlong to drop."
-        ) from error
-
-
-def build_environment(
-    settings: EnvironmentSettings,
-    seed: int,
-    tokenizer: ChatTokenizer,
-    answers: SamplingSettings,
-    budget: int,
-    pool_factory: PoolFactory | None = None,
-) -> Environment:
-    """The environment, without the prompts that are to be dropped because no answer would fit after them.
-
-    The first rank has answers judged, so that it alone hires.
-    """
-    environment = settings.build(seed, pool_factory if is_rank0() else NullPool)
-    if isinstance(settings, PromptSettings) and settings.overlong == "drop":
-        try:
-            _drop_overlong(
-                environment, settings, prompt_encoder(environment, tokenizer, answers, budget), answers, budget
-            )
-        except BaseException:
-            environment.close()
-            raise
-    return environment
-
-
-def _drop_overlong(
-    environment: Environment, settings: PromptSettings, encoder: Encoder, answers: SamplingSettings, budget: int
-) -> None:
-    tasks = environment.tasks
-    kept = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]
-    if not kept:
-        raise ValueError(
-            f"every prompt of {settings.path} has more than the {encoder.max_length} tokens that budget={budget} "
-            f"with answers of up to {answers.max_new_tokens} leaves. Raise budget."
+def open_rollouts(
+    trainer: Trainer,
+    environment: Environment,
+    rollout: Rollout,
+    sampling: SamplingSettings,
+    *,
+    routing: bool = False,
+    background: bool = False,
+) -> RolloutSampler:
+    """Opens a rollout engine with the weights of a trainer's engine, and a sampler. The trainer closes both."""
+    config = trainer.config
+    engine = trainer.keep_open(
+        make_rollout_engine(
+            rollout,
+            trainer.engine,
+            trainer.tokenizer,
+            config.run,
+            sampling,
+            budget=config.budget,
+            routing=routing,
+            launcher=trainer.runtime.launcher,
+            beside=background,
         )
-    if len(kept) < len(tasks):
-        environment.tasks = TaskSubset(tasks, kept)
+    )
+    return trainer.keep_open(
+        RolloutSampler(
+            engine,
+            environment,
+            trainer.tokenizer,
+            sampling,
+            budget=config.budget,
+            seed=config.seed,
+            timer=trainer.timer,
+            signals=trainer.signals,
+            background=background,
+        )
+    )
 
 
-def _fits(encoder: Encoder, task: Task) -> bool:
-    try:
-        encoder.prompt(task.prompt, task.name)
-    except TooLongError:
-        return False
-    return True
+def completion_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
+    """Returns rewards, their parts, lengths and draft acceptance.
 
-
-def completion_metrics(answers: Sequence[Trajectory]) -> dict[str, Any]:
-    """The metrics of some answers: rewards, their parts, lengths, and how well they were drafted.
-
-    Rewards and their parts are of answers that have one; failed calls are a share of all.
+    Rewards and their parts are of scored completions. Failed reward calls are a share of all completions.
     """
-    scored = [each for each in answers if not each.excluded]
-    rewards = [each.reward for each in scored]
-    found: dict[str, Any] = {}
+    scored = [trajectory for trajectory in trajectories if not trajectory.excluded]
+    rewards = [trajectory.reward for trajectory in scored]
+    lengths = [trajectory.length for trajectory in trajectories]
+    metrics: StepMetrics = {}
     if rewards:
-        middle = mean(rewards)
-        found = {REWARD: middle, "reward_std": mean((reward - middle) ** 2 for reward in rewards) ** 0.5}
-    found |= {
-        LENGTH: mean(each.length for each in answers),
-        "truncated": mean(each.truncated for each in answers),
-        "turns_mean": mean(len(each.completions) for each in answers),
+        average = mean(rewards)
+        metrics = {REWARD: average, "reward_std": mean((reward - average) ** 2 for reward in rewards) ** 0.5}
+    metrics |= {
+        LENGTH: mean(lengths),
+        "truncated": mean(trajectory.truncated for trajectory in trajectories),
+        "turns_mean": mean(len(trajectory.completions) for trajectory in trajectories),
         REWARDS: rewards,
-        LENGTHS: [each.length for each in answers],
+        LENGTHS: lengths,
     }
-    failures = [{name: each.parts[name] for name in (FAILED, *FAILURE_KINDS) if name in each.parts} for each in answers]
-    return found | _drafts(answers) | _means(PARTS, [each.parts for each in scored]) | _means(PARTS, failures)
+    completions = [completion for trajectory in trajectories for completion in trajectory.completions]
+    if drafted := sum(completion.drafted for completion in completions):
+        metrics[DRAFTS] = sum(completion.accepted for completion in completions) / drafted
+    kinds = (FAILED, *FAILURE_KINDS)
+    failures = [{kind: parts[kind] for kind in kinds if kind in parts} for parts in _parts(trajectories)]
+    return metrics | _means(PARTS, _parts(scored)) | _means(PARTS, failures)
 
 
-def evaluation_metrics(answers: Sequence[Trajectory], samples: int) -> dict[str, float]:
-    """Of held-out tasks: the mean reward, and pass@k by answers with a reward of at least 1, for powers of two k.
+def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int) -> dict[str, float]:
+    """Returns the mean reward on held-out tasks, and pass@k for powers of two k. A reward of at least 1 is a pass.
 
-    An answer whose reward call failed has no part in the mean, and solves nothing.
+    A completion whose reward call failed does not count in the mean, and is no pass.
     """
-    scored = [each for each in answers if not each.excluded]
-    right = Counter(each.group for each in scored if each.reward >= 1.0)
-    wrong = [samples - right[group] for group in dict.fromkeys(each.group for each in answers)]
-    found = {f"{EVAL}{REWARD}": mean(each.reward for each in scored)} if scored else {}
-    found[f"{EVAL}{LENGTH}"] = mean(_lengths(answers))
-    if failed := sum(FAILED in each.parts for each in answers):
-        found[f"{EVAL}{PARTS}{FAILED}"] = failed / len(answers)
+    scored = [trajectory for trajectory in trajectories if not trajectory.excluded]
+    passes = Counter(trajectory.group for trajectory in scored if trajectory.reward >= 1.0)
+    failures = [samples - passes[group] for group in dict.fromkeys(trajectory.group for trajectory in trajectories)]
+    metrics = {f"{EVAL}{REWARD}": mean(trajectory.reward for trajectory in scored)} if scored else {}
+    metrics[f"{EVAL}{LENGTH}"] = mean([trajectory.length for trajectory in trajectories])
+    if failed := sum(FAILED in parts for parts in _parts(trajectories)):
+        metrics[f"{EVAL}{PARTS}{FAILED}"] = failed / len(trajectories)
     k = 1
     while k <= samples:
-        found[f"{PASS}{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in wrong)
+        metrics[f"{PASS}{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in failures)
         k *= 2
-    return found
+    return metrics
 
 
-def sample_rows(answers: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:
-    """A few of the answers, for the run's directory."""
-    return [
-        Sample(
-            prompt=each.task.prompt if isinstance(each.task.prompt, str) else str(each.task.prompt[-1]["content"]),
-            completion="\n…\n".join(completion.text or "" for completion in each.completions),
-            reward=each.reward,
-            parts=each.parts,
-            tokens=[token for completion in each.completions for token in completion.tokens],
-            token_strings=[tokenizer.decode([token]) for turn in each.completions for token in turn.tokens],
-            logprobs=[logprob for completion in each.completions for logprob in completion.logprobs],
+def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:
+    """Returns a few of the completions, for samples.jsonl."""
+    rows = []
+    for trajectory in trajectories[:: max(1, len(trajectories) // SHOWN)][:SHOWN]:
+        prompt, completions = trajectory.task.prompt, trajectory.completions
+        tokens = [token for completion in completions for token in completion.tokens]
+        rows.append(
+            Sample(
+                prompt=prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
+                completion="\n…\n".join(completion.text or "" for completion in completions),
+                reward=trajectory.reward,
+                parts=trajectory.parts,
+                tokens=tokens,
+                token_strings=[tokenizer.decode([token]) for token in tokens],
+                logprobs=[logprob for completion in completions for logprob in completion.logprobs],
+            )
         )
-        for each in answers[:: max(1, len(answers) // SHOWN)][:SHOWN]
-    ]
+    return rows
 
 
-def _drafts(answers: Sequence[Trajectory]) -> dict[str, float]:
-    """The share of drafts that were right, where any were made."""
-    completions = [completion for each in answers for completion in each.completions]
-    drafted = sum(each.drafted for each in completions)
-    return {DRAFTS: sum(each.accepted for each in completions) / drafted} if drafted else {}
-
-
-def _lengths(answers: Sequence[Trajectory]) -> list[int]:
-    return [each.length for each in answers]
+def _parts(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
+    return [trajectory.parts for trajectory in trajectories]
 
 
 def _means(prefix: str, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in parts for name in each)
-    return {f"{prefix}{name}": mean(each.get(name, 0.0) for each in parts) for name in names}
+    names = dict.fromkeys(name for values in parts for name in values)
+    return {f"{prefix}{name}": mean(values.get(name, 0.0) for values in parts) for name in names}

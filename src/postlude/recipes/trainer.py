@@ -1,7 +1,7 @@
-"""What every recipe does around its steps: open the run or continue it, count, log, evaluate, save, report.
+"""The training loop that every recipe shares: resume, step, log, evaluate, save, end. Start reading here.
 
-A recipe is a config (a `Training`) and a `Trainer` that says what one step is. Everything random follows from the seed
-and the step, so a run that is continued is the run that was not interrupted.
+A recipe is a config (a `TrainingConfig`) and a `Trainer` whose `train_step` does one step. All randomness derives from
+the seed and the step, so a resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import MASK
 from postlude.recipes.config.settings import TrainingConfig
 from postlude.recipes.mtp import model_source, with_mtp_loss
-from postlude.recipes.report.finish import conclude
+from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
 from postlude.recipes.report.summary import read_summary, summary_lines
 from postlude.recipes.run.config_changes import MAY_CHANGE, differences, format_value, user_code_hashes
@@ -55,38 +55,41 @@ from postlude.recipes.run.start_mode import MODEL, RESUME_NEWEST, StartMode
 from postlude.serving.errors import ServerError
 from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
 
-NOT_THE_MODELS = ("run", "model", "loggers")  # settings that say nothing about what was made
+NOT_IN_MODEL_CARD = ("run", "model", "loggers")
 LOG = logging.getLogger("postlude")
-LATER, DAMAGED = "later", "damaged"  # what checkpoints are called that a run goes on before
+LATER, DAMAGED = "later", "damaged"  # suffixes of checkpoints that are set aside when a run resumes before them
+StepMetrics: TypeAlias = dict[str, Any]
+"""Metrics of a step by name: numbers, or lists of numbers."""
 
 
-class Closes(Protocol):
-    """Something that is open until it is closed."""
+class Closable(Protocol):
+    """Anything with `close`."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Releases what it holds."""
         ...
 
 
-Closing = TypeVar("Closing", bound=Closes)
+Resource = TypeVar("Resource", bound=Closable)
 
 
 class Trainer(ABC):
-    """A run in progress: its directory, its engine, and how far it has come. Every rank holds one.
+    """A run in progress: its directory, its engine and its step. Every rank has one.
 
-    To make one reads and checks all that the run needs; its directory is not touched before `resume`.
+    The constructor reads and checks everything that the run needs. The run directory is not touched before `resume`.
     """
 
     name: str
-    """What the recipe is called."""
-    last: int
-    """The step after which the run is over."""
+    """Name of the recipe."""
+    config: TrainingConfig
+    total_steps: int
+    """The run ends after this step."""
     evaluate_every: int = 0
-    """Steps between evaluations, which are also made before the first step and after the last; 0 makes none."""
-    warm: int = 0
-    """Steps that come before those of the recipe itself."""
-    learned: str = MASK
-    """The column of its batches that marks the tokens to learn."""
+    """Steps between evaluations; 0 makes none. There is also one before the first step and one after the last."""
+    warm_start_steps: int = 0
+    """Supervised steps before those of the recipe itself."""
+    loss_column: str = MASK
+    """The column of a batch that marks the tokens to train on."""
 
     def __init__(
         self,
@@ -95,13 +98,13 @@ class Trainer(ABC):
         optimizer: OptimizerConfig | None = None,
         runtime: Runtime = LOCAL_RUNTIME,
     ) -> None:
-        self.settings, self.runtime = config, runtime
-        self.held = ExitStack()  # what is open, which `close` gives back, the last first
-        self.run: RunDirectory = ReadOnlyRun(config.run)  # until it is resumed
-        self.asked = schema.plain(config)
-        _check_alike(self.asked)
-        check_run(config.run, self.asked, may_change=MAY_CHANGE)
-        torch.manual_seed(config.seed)  # nothing here draws from it, but an objective of the user's may
+        self.config, self.runtime = config, runtime
+        self.resources = ExitStack()  # closed in reverse order by `close`
+        self.run: RunDirectory = ReadOnlyRun(config.run)  # until `resume`
+        self.plain_config = schema.plain(config)
+        _check_same_config(self.plain_config)
+        check_run(config.run, self.plain_config, may_change=MAY_CHANGE)
+        torch.manual_seed(config.seed)  # only a user's objective may use the global generator
         self.tokenizer: Any = load_tokenizer(config.model)
         self.engine = Engine(
             model_source(config.model, config.mtp),
@@ -120,45 +123,51 @@ class Trainer(ABC):
             mtp=config.mtp is not None,
         )
         self.step = 0
-        self.saved = 0  # the step of the last checkpoint
-        self.began: int | None = None  # the step that this start went on from, once it has
-        self.position: dict[str, Any] | None = None  # what `state` was before the step that is being done
-        self.first_norm = 0.0  # of the weights that the run began with
-        self.again = ""  # how to go on
-        self.asked_to_end = 0  # by which signal
+        self.saved_step = 0
+        self.resumed_step: int | None = None  # None until `resume` has finished
+        self.state_before_step: dict[str, Any] | None = None  # set while a step is under way
+        self.initial_weight_norm = 0.0
+        self.resume_hint = ""
+        self.stop_signal = 0
         self.signals = StopSignals(speaks=is_rank0())
-        self.reductions: dict[str, Reduction] = {}  # of metrics, as the objective has them
+        self.reductions: dict[str, Reduction] = {}  # of the objective's metrics
         self.health = Health(config.limits, config.max_skipped_steps, speaks=is_rank0())
-        self.timed = PhaseTimer()
+        self.timer = PhaseTimer()
 
     @property
     def phase(self) -> str:
-        """What the coming step is a step of."""
+        """Phase of the next step, as it is logged."""
         return self.name
 
     @abstractmethod
-    def train_step(self) -> dict[str, Any]:
-        """Do the coming step, and say how it went."""
+    def train_step(self) -> StepMetrics:
+        """Does the next step and returns its metrics."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Measure the model as it is on what is held out."""
+        """Returns metrics of the current model on held-out data."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides the engine, as JSON."""
+        """Returns what a checkpoint holds besides the engine, as JSON."""
 
     @abstractmethod
     def restore(self, checkpoint: Path) -> None:
-        """Load a checkpoint: the engine, and what `state` said."""
+        """Loads a checkpoint: the engine, and what `state` returned."""
 
-    def hold(self, opened: Closing) -> Closing:
-        """Keep something that was opened until `close`."""
-        return self.held.enter_context(closing(opened))
+    def load_engine(self, checkpoint: Path) -> dict[str, Any]:
+        """Loads the engine and the step of a checkpoint. Returns what was saved beside them."""
+        extra = self.engine.load(checkpoint)
+        self.step, self.initial_weight_norm = extra["step"], extra.get("first_norm", 0.0)
+        return extra
+
+    def keep_open(self, resource: Resource) -> Resource:
+        """Returns `resource` and closes it in `close`."""
+        return self.resources.enter_context(closing(resource))
 
     @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Around what a trainer opens as it is made: where some of it fails, what is open is given back."""
+    def close_on_error(self) -> Iterator[None]:
+        """Closes all resources if the body, part of a constructor, raises."""
         try:
             yield
         except BaseException:
@@ -166,43 +175,45 @@ class Trainer(ABC):
             raise
 
     def close(self) -> None:
-        """Give back what the run holds."""
+        """Closes the run directory and all resources."""
         with closing(self.run):
-            self.held.close()
+            self.resources.close()
 
     def resume(self, start_mode: StartMode) -> None:
-        """Take the directory, and go on from a checkpoint. A run without one begins by measuring where it starts."""
-        on_rank0(lambda: self._candidates(start_mode.resume_from))  # one that is not there touches nothing
-        self.run = open_run(self.settings.run, self.asked, may_change=MAY_CHANGE, loggers=self.settings.loggers)
-        self.again = f"go on with: {start_mode.command}" if start_mode.command else "the same config goes on"
-        checkpoint = self._restored(start_mode.resume_from)
-        at = -1 if checkpoint is None else checkpoint_step(checkpoint)
-        if at > self.last:
+        """Opens the run directory and loads a checkpoint. A run without a checkpoint is evaluated first."""
+        on_rank0(lambda: self._candidates(start_mode.resume_from))  # refuses a missing step before anything is written
+        self.run = open_run(self.config.run, self.plain_config, may_change=MAY_CHANGE, loggers=self.config.loggers)
+        self.resume_hint = (
+            f"resume with: {start_mode.command}" if start_mode.command else "the same config resumes the run"
+        )
+        checkpoint = self._restore_newest(start_mode.resume_from)
+        step = -1 if checkpoint is None else checkpoint_step(checkpoint)
+        if step > self.total_steps:
             raise ValueError(
-                f"{self.run.path} is at step {at} already, but is to end at step {self.last}. Raise steps, or go back "
-                "with --resume-from."
+                f"{self.run.path} is at step {step} already, but the run ends at step {self.total_steps}. Raise steps, "
+                "or go back with --resume-from."
             )
         if is_rank0():
             clear_outcome(self.run.path)
-            if changed := changed_code(self.run.path, self.asked):
-                LOG.warning("%s was changed since the run was last started; it goes on with the new code.", changed)
-        self.run.set_aside([path for path in self.run.checkpoints() if checkpoint_step(path) > at], LATER)
-        self.run.resume_at(at)
+            if changed := changed_code(self.run.path, self.plain_config):
+                LOG.warning("%s changed since the run was last started; the run uses the new code.", changed)
+        self.run.set_aside([path for path in self.run.checkpoints() if checkpoint_step(path) > step], LATER)
+        self.run.resume_at(step)
         self.run.record(
             step=self.step,
             command=start_mode.command,
             **machine_info(self.engine.device),
-            code=user_code_hashes(self.asked),
+            code=user_code_hashes(self.plain_config),
         )
         if checkpoint is None:
-            self.first_norm = self.engine.weight_norm()
-            if found := self._evaluated():
-                self.run.log(0, found | self.timed.take(), phase="start")
-        self.saved, self.began = self.step, self.step
+            self.initial_weight_norm = self.engine.weight_norm()
+            if metrics := self._evaluate_if_due():
+                self.run.log(0, metrics | self.timer.take(), phase="start")
+        self.saved_step, self.resumed_step = self.step, self.step
         self._agree()
 
-    def _restored(self, step: int | None) -> Path | None:
-        """Load the checkpoint of a step, or the newest. One that is damaged is set aside for the one before it."""
+    def _restore_newest(self, step: int | None) -> Path | None:
+        """Loads the checkpoint of `step`, or the newest. A damaged one is set aside, and the one before it loaded."""
         damaged: list[Path] = []
         for checkpoint in on_rank0(lambda: self._candidates(step)):
             try:
@@ -213,207 +224,198 @@ class Trainer(ABC):
                     raise
                 damaged.append(checkpoint)
                 if is_rank0():
-                    LOG.warning("%s The one before it is taken, and later steps are done again.", damage)
+                    LOG.warning("%s The checkpoint before it is loaded, and later steps are repeated.", damage)
                 continue
             self.run.set_aside(damaged, DAMAGED)
             return checkpoint
         if damaged:
             raise ValueError(
-                f"no checkpoint of {self.run.path} is whole any more, {damaged[0].name} being the newest. Give another "
-                "directory (--run) to begin again."
+                f"every checkpoint of {self.run.path} is damaged; {damaged[0].name} is the newest. Start again in "
+                "another directory (--run)."
             )
         return None
 
     def _candidates(self, step: int | None) -> list[Path]:
-        found = {checkpoint_step(path): path for path in self.run.checkpoints()}
+        by_step = {checkpoint_step(path): path for path in self.run.checkpoints()}
         if step is None:
-            return [found[each] for each in sorted(found, reverse=True)]
-        if step not in found:
-            there = ", ".join(path.name for path in found.values()) or "none"
-            raise ValueError(f"{self.run.path} has no checkpoint of step {step} to go back to; it has {there}.")
-        return [found[step]]
+            return [by_step[number] for number in sorted(by_step, reverse=True)]
+        if step not in by_step:
+            names = ", ".join(path.name for path in by_step.values()) or "none"
+            raise ValueError(f"{self.run.path} has no checkpoint of step {step}; it has {names}.")
+        return [by_step[step]]
 
-    def advance(self) -> dict[str, Any]:
-        """One step with all that belongs to it; returns its metrics."""
-        phase, self.position = self.phase, self.state()
+    def advance(self) -> StepMetrics:
+        """Does one step and all that belongs to it: evaluation, logging, checkpoint. Returns its metrics."""
+        phase, self.state_before_step = self.phase, self.state()
         metrics = self.train_step()
-        self.step, self.position = self.step + 1, None
+        self.step, self.state_before_step = self.step + 1, None
         if "tokens" in metrics:
-            metrics[SPEED] = metrics["tokens"] / sum(self.timed.seconds.values())
-        metrics |= self._evaluated()
+            metrics[SPEED] = metrics["tokens"] / sum(self.timer.seconds.values())
+        metrics |= self._evaluate_if_due()
         metrics |= self._agree()
-        metrics |= self.timed.take()
+        metrics |= self.timer.take()
         self.run.log(self.step, metrics, phase=phase)
-        self.health.step(metrics, self.step)
-        every = self.settings.save_every
-        if self.step == self.last or (every and self.step % every == 0):
+        self.health.check_step(metrics, self.step)
+        every = self.config.save_every
+        if self.step == self.total_steps or (every and self.step % every == 0):
             self.save()
         return metrics
 
-    def save(self) -> None:
-        """Write a checkpoint of the step that is done, unless there is one or its weights are bad."""
-        if self.saved == self.step:
-            return
-        self.health.weights(self.engine.weight_norm(), self.first_norm, self.step)
-        extra = {"step": self.step, "first_norm": self.first_norm, **(self.position or self.state())}
-        self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
-        self.saved = self.step
-        self.run.prune(self.settings.keep_checkpoints)
-
-    def learn(self, batch: Batch, objective: Objective) -> dict[str, Any]:
-        """One optimizer step on a batch; returns its metrics."""
-        with self.timed("train"):
-            result = self.engine.forward_backward(batch, with_mtp_loss(objective, self.settings.mtp, self.learned))
-            moved = self.engine.optimizer_step()
+    def train_batch(self, batch: Batch, objective: Objective) -> StepMetrics:
+        """Does one optimizer step on a batch."""
+        with self.timer("train"):
+            result = self.engine.forward_backward(batch, with_mtp_loss(objective, self.config.mtp, self.loss_column))
+            update = self.engine.optimizer_step()
         self.reductions.update(result.reductions)
-        self.health.learned(result.loss, moved.skipped, self.step + 1)
-        found = {LOSS: result.loss, **result.metrics, "grad_norm": moved.grad_norm, "lr": moved.lr}
-        return found | {SKIPPED: float(moved.skipped), "tokens": result.tokens}
+        self.health.check_update(result.loss, update.skipped, self.step + 1)
+        metrics = {LOSS: result.loss, **result.metrics, "grad_norm": update.grad_norm, "lr": update.lr}
+        return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}
 
-    def finish(self) -> RunOutcome:
-        """Write the report, and the model as a directory: Hugging Face's, or Postlude's own where no family fits."""
-        self.engine.finish_saving()
-        if self.settings.export:
-            card = self._card() if is_rank0() else None
-            # The directory is the run's own: what an earlier end of it wrote is replaced.
-            self.engine.export_model(self.run.path / MODEL, tokenizer=self.tokenizer, card=card, overwrite=True)
-        return self._end(RunOutcome("finished", self.step))
+    def save(self) -> None:
+        """Writes a checkpoint of the last finished step, unless it has one. Refuses bad weights."""
+        if self.saved_step == self.step:
+            return
+        self.health.check_weights(self.engine.weight_norm(), self.initial_weight_norm, self.step)
+        extra = {"step": self.step, "first_norm": self.initial_weight_norm, **(self.state_before_step or self.state())}
+        self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
+        self.saved_step = self.step
+        self.run.prune(self.config.keep_checkpoints)
 
-    def interrupt(self) -> RunOutcome:
-        """Save what is done, for a signal asked to end."""
-        self.save()
-        done = f"after step {self.step}, which is saved" if self.step else "before its first step"
-        return self._ended_by_signal(done)
-
-    def leave(self, asked: StopRequested) -> RunOutcome:
-        """As `interrupt`, in the middle of a step: it is done again. So is one whose own evaluation was not over."""
-        self.asked_to_end = asked.number
-        if self.position is not None:
-            return self.interrupt()
-        self.engine.finish_saving()
-        return self._ended_by_signal(f"in the evaluation after step {self.step}; step {self.saved} is saved")
-
-    def _ended_by_signal(self, done: str) -> RunOutcome:
-        name = signal.Signals(self.asked_to_end).name
-        sentence = f"{name} ended the run {done}; {self.again}"
-        return self._end(RunOutcome("interrupted", self.step, sentence, 128 + self.asked_to_end))
-
-    def give_up(self, reason: UnhealthyRun) -> RunOutcome:
-        """End a run that learns nothing any more. Nothing is exported; a checkpoint is called whole if it is."""
-        self.engine.finish_saving()
-        sentence = f"{reason}. {on_rank0(self._what_is_left)}"
-        return self._end(RunOutcome("failed", self.step, sentence, FAILED))
-
-    def strand(self, lost: ServerError) -> RunOutcome:
-        """End a run that has nobody left to ask for answers. What is done is saved, without the step it was in."""
-        said = str(lost)
-        try:
-            if self.position is not None:  # else a step's own evaluation had nobody to ask: that step is done again
-                self.save()
-            self.engine.finish_saving()
-        except OSError as error:  # as where a disk is full
-            said = f"{said} What was done since the last checkpoint could not be saved: {error}."
-        return self._end(RunOutcome("failed", self.step, f"{said} {on_rank0(self._what_is_left)}", FAILED))
-
-    def _what_is_left(self) -> str:
-        found = self.run.checkpoints()
-        if not found:
-            return "No checkpoint was saved, and nothing was exported."
-        damage = _damage(found[-1])
-        if damage:
-            return f"{damage} Nothing was exported."
-        return f"{found[-1].name} is whole and its weights are finite: {self.again}. Nothing was exported."
-
-    def _card(self) -> ModelCard:
-        """What came of the run, for those who get the model alone."""
-        settings = {name: value for name, value in read_config(self.run.path).items() if name not in NOT_THE_MODELS}
-        summary = read_summary(self.run.path)
-        scores = {fact.label: f"{fact.text} {fact.note}".strip() for fact in summary_lines(summary)}
-        how = f"Trained with `postlude {self.name}` for {self.step} steps."
-        return ModelCard(str(self.settings.model), how, settings, scores)
-
-    def _end(self, outcome: RunOutcome) -> RunOutcome:
-        if self.step:
-            conclude(self.settings.run, outcome)
-        dist.barrier()
-        return outcome
+    def _evaluate_if_due(self) -> dict[str, float]:
+        done = self.step - self.warm_start_steps
+        if not self.evaluate_every or done < 0 or (done % self.evaluate_every and self.step != self.total_steps):
+            return {}
+        with self.timer("evaluation"):
+            return self.evaluate()
 
     def _agree(self) -> dict[str, float]:
-        """Hear from all ranks whether a signal asked to end; returns the most memory that one of them used."""
+        """Shares the stop signal with all ranks. Returns the largest GPU memory of any rank."""
         device = self.engine.device
         on_gpu = device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else 0.0
-        told = torch.tensor([float(self.signals.heard), memory], dtype=torch.float64, device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        asked, most = told.tolist()
-        self.asked_to_end = int(asked)
+        shared = torch.tensor([float(self.signals.received), memory], dtype=torch.float64, device=device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        stop_signal, most_memory = shared.tolist()
+        self.stop_signal = int(stop_signal)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
-        return {MEMORY: most} if on_gpu else {}
+        return {MEMORY: most_memory} if on_gpu else {}
 
-    def _evaluated(self) -> dict[str, float]:
-        done = self.step - self.warm
-        if not self.evaluate_every or done < 0 or (done % self.evaluate_every and self.step != self.last):
-            return {}
-        with self.timed("evaluation"):
-            return self.evaluate()
+    def finish(self) -> RunOutcome:
+        """Exports the model, in Hugging Face's format if it has a family there, and writes the report."""
+        self.engine.finish_saving()
+        if self.config.export:
+            card = self._model_card() if is_rank0() else None
+            # The directory belongs to the run: an earlier export is replaced.
+            self.engine.export_model(self.run.path / MODEL, tokenizer=self.tokenizer, card=card, overwrite=True)
+        return self._end(RunOutcome("finished", self.step))
+
+    def stop(self, request: StopRequested | None = None) -> RunOutcome:
+        """Saves and ends the run after a signal. A step that `request` interrupted is repeated on resume."""
+        if request is not None:
+            self.stop_signal = request.number
+        if request is not None and self.state_before_step is None:  # the step's own evaluation is not finished
+            self.engine.finish_saving()
+            when = f"in the evaluation after step {self.step}; step {self.saved_step} is saved"
+        else:
+            self.save()
+            when = f"after step {self.step}, which is saved" if self.step else "before its first step"
+        message = f"{signal.Signals(self.stop_signal).name} ended the run {when}; {self.resume_hint}"
+        return self._end(RunOutcome("interrupted", self.step, message, 128 + self.stop_signal))
+
+    def fail(self, message: str) -> RunOutcome:
+        """Ends a run that cannot go on. Nothing is exported; the message says which checkpoint can be resumed."""
+        self.engine.finish_saving()
+        return self._fail(message)
+
+    def _fail(self, message: str) -> RunOutcome:
+        message = f"{message} {on_rank0(self._checkpoint_status)}"
+        return self._end(RunOutcome("failed", self.step, message, FAILED))
+
+    def fail_without_servers(self, error: ServerError) -> RunOutcome:
+        """Saves the finished steps and ends a run whose servers are all lost."""
+        message = str(error)
+        try:
+            if self.state_before_step is not None:  # otherwise the step's evaluation failed: the step is repeated
+                self.save()
+            self.engine.finish_saving()
+        except OSError as save_error:  # for example, a full disk
+            message = f"{message} The steps since the last checkpoint could not be saved: {save_error}."
+        return self._fail(message)
+
+    def _checkpoint_status(self) -> str:
+        checkpoints = self.run.checkpoints()
+        if not checkpoints:
+            return "No checkpoint was saved, and nothing was exported."
+        if damage := _damage(checkpoints[-1]):
+            return f"{damage} Nothing was exported."
+        newest = f"{checkpoints[-1].name} is complete and its weights are finite"
+        return f"{newest}: {self.resume_hint}. Nothing was exported."
+
+    def _model_card(self) -> ModelCard:
+        config = {name: value for name, value in read_config(self.run.path).items() if name not in NOT_IN_MODEL_CARD}
+        lines = summary_lines(read_summary(self.run.path))
+        scores = {line.label: f"{line.text} {line.note}".strip() for line in lines}
+        how = f"Trained with `postlude {self.name}` for {self.step} steps."
+        return ModelCard(str(self.config.model), how, config, scores)
+
+    def _end(self, outcome: RunOutcome) -> RunOutcome:
+        if self.step:
+            finish_run(self.config.run, outcome)
+        dist.barrier()
+        return outcome
 
 
-def train(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> RunOutcome:
-    """Run or continue until the last step, a signal, or until there is nothing to learn any more."""
+def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> RunOutcome:
+    """Runs or resumes until the last step, a signal or a failure. Every rank calls it."""
     with closing(trainer), trainer.signals:
         try:
             trainer.resume(start_mode)
-            title = f"{trainer.name} {trainer.settings.model}"
-            with trainer.runtime.view(trainer.last, title=title, start=trainer.step) as live:
-                while trainer.step < trainer.last and not trainer.asked_to_end:
+            title = f"{trainer.name} {trainer.config.model}"
+            with trainer.runtime.view(trainer.total_steps, title=title, start=trainer.step) as live:
+                while trainer.step < trainer.total_steps and not trainer.stop_signal:
                     live.doing(trainer.phase)
                     metrics = trainer.advance()
                     live.update(trainer.step, metrics)
-            return trainer.interrupt() if trainer.asked_to_end else trainer.finish()
+            return trainer.stop() if trainer.stop_signal else trainer.finish()
         except UnhealthyRun as reason:
-            return trainer.give_up(reason)
-        except StopRequested as asked:
-            return trainer.leave(asked)
+            return trainer.fail(f"{reason}.")
+        except StopRequested as request:
+            return trainer.stop(request)
         except BaseException as error:
-            if isinstance(error, ServerError) and trainer.began is not None and trainer.step:
-                return trainer.strand(error)
-            if trainer.began is not None and trainer.step:  # there is something to conclude
-                outcome: OutcomeStatus = "failed" if isinstance(error, Exception) else "interrupted"
-                _conclude_badly(trainer, RunOutcome(outcome, trainer.step, str(error), FAILED), error)
-                if (
-                    isinstance(error, USER_ERRORS) and trainer.step > trainer.began
-                ):  # it would have shown in a first step
-                    failed = f"after step {trainer.step} the run failed: {_told(error)}"
-                    raise RunFailed(f"{failed}. When that is mended, {trainer.again}") from error
+            if trainer.resumed_step is None or not trainer.step:  # nothing to report yet
+                raise
+            if isinstance(error, ServerError):
+                return trainer.fail_without_servers(error)
+            _write_failure(trainer, error)
+            # The first step would have shown a mistake in the config: this one appeared later.
+            if isinstance(error, USER_ERRORS) and trainer.step > trainer.resumed_step:
+                failure = f"{type(error).__name__}: {error}".removesuffix(".")
+                raise RunFailed(
+                    f"after step {trainer.step} the run failed: {failure}. When that is fixed, {trainer.resume_hint}"
+                ) from error
             raise
 
 
-def _check_alike(asked: Mapping[str, Any]) -> None:
-    """Refuse ranks that were given different configs: they would part at some collective, each waiting for another."""
+def _check_same_config(config: Mapping[str, Any]) -> None:
+    """Refuses ranks with different configs, which would block each other in some collective."""
 
     def compare(configs: list[Mapping[str, Any]]) -> None:
         for rank, other in enumerate(configs):
-            if found := list(differences(other, configs[0])):
-                path, first, own = found[0]
+            for path, first, value in differences(other, configs[0]):
                 raise ValueError(
-                    f"rank {rank} was given another config than rank 0: {path} is {format_value(own)} and "
-                    f"{format_value(first)}. "
-                    "Start all ranks with the same command and the same file."
+                    f"rank {rank} was given another config than rank 0: {path} is {format_value(value)} and "
+                    f"{format_value(first)}. Start all ranks with the same command and the same file."
                 )
 
     try:
-        gather_and_decide(lambda: asked, compare)
+        gather_and_decide(lambda: config, compare)
     except RankFailure as failure:
         raise failure.cause from None
 
 
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(".")
-
-
 def _damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint; empty where nothing is."""
+    """Returns what is wrong with a checkpoint, or ""."""
     try:
         check(checkpoint)
     except (OSError, ValueError) as error:
@@ -421,8 +423,9 @@ def _damage(checkpoint: Path) -> str:
     return ""
 
 
-def _conclude_badly(trainer: Trainer, outcome: RunOutcome, error: BaseException) -> None:
+def _write_failure(trainer: Trainer, error: BaseException) -> None:
+    status: OutcomeStatus = "failed" if isinstance(error, Exception) else "interrupted"
     try:
-        conclude(trainer.settings.run, outcome)
-    except Exception as second:  # the first is the one to be told
-        error.add_note(f"Nor could the report be written: {second}")
+        finish_run(trainer.config.run, RunOutcome(status, trainer.step, str(error), FAILED))
+    except Exception as report_error:  # `error` is the one to raise
+        error.add_note(f"The report could not be written either: {report_error}")

@@ -1,6 +1,6 @@
-"""One trial call of an objective before a run begins, on a small batch with the columns that its recipe gives.
+"""The trial call of an objective before a run starts, on a small batch with the columns of its recipe.
 
-No weights are read for it: hidden states are random, and the head's weight is zero, in the model's own sizes.
+No weights are read: hidden states are random and the head's weight is zero, in the sizes of the model.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from postlude.objectives import Objective
 from postlude.ops.linear_logprobs import LogitConfig
 from postlude.user_code import UserCodeError, describe_error
 
-ANSWERS = tuple(EncodedSequence([1, 2, 3, 4, *range(5, 5 + length)], [0] * 4 + [1] * length) for length in (3, 2, 1, 3))
-"""Small sequences to try an objective on: four tokens that are read, then some that are learned."""
+SEQUENCES = tuple(
+    EncodedSequence([1, 2, 3, 4, *range(5, 5 + length)], [0] * 4 + [1] * length) for length in (3, 2, 1, 3)
+)
+"""Small sequences: four prompt tokens, then some tokens to train on."""
 
 
 def try_objective(
     objective: Objective, where: str, batch: Batch, config: ModelConfig, dtype: torch.dtype, devices: Sequence[str]
 ) -> None:
-    """Call an objective and its backward on one of `devices`; raise a sentence if it fails on all of them.
+    """Calls an objective and its backward. Raises if it fails on all of `devices`.
 
-    `where` is path/to/file.py:name, or what a built-in objective is called.
+    `where` is path/to/file.py:name, or the name of a built-in objective.
     """
     for last, device in enumerate(devices, start=1):
         try:
             _call(objective, batch, config, dtype, device)
         except (Exception, SystemExit) as error:
             if last == len(devices):
-                raise UserCodeError(_sentence(error, where, batch)) from error
+                raise UserCodeError(_failure(error, where, batch)) from error
         else:
             return
 
@@ -52,12 +54,12 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
     )
     microbatch = microbatch.to(device)
     hidden = torch.randn(len(microbatch), config.hidden_size, dtype=dtype, device=device, requires_grad=True)
-    how = LogitConfig(vocab_size=config.vocab_size, logit_scale=config.logit_scale, softcap=config.logit_softcap)
-    head = OutputHead(torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype, device=device), how)
+    logits = LogitConfig(vocab_size=config.vocab_size, logit_scale=config.logit_scale, softcap=config.logit_softcap)
+    head = OutputHead(torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype, device=device), logits)
 
     def depths(inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
-        for ahead in microbatch.mtp_microbatches:
-            yield replace(inputs, microbatch=ahead, ahead=None)
+        for depth in microbatch.mtp_microbatches:
+            yield replace(inputs, microbatch=depth, ahead=None)
 
     inputs = OutputInputs(
         hidden,
@@ -68,17 +70,17 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
         reports=defaultdict(lambda: hidden.new_zeros(())),
         ahead=depths if microbatch.mtp_microbatches else None,
     )
-    tally = MetricAccumulator(Scale([microbatch]))
-    value = tally.evaluate(objective, inputs)
-    if tally.refused is not None:
-        raise tally.refused
+    accumulator = MetricAccumulator(Scale([microbatch]))
+    value = accumulator.evaluate(objective, inputs)
+    if accumulator.refused is not None:
+        raise accumulator.refused
     if value.requires_grad:
         value.backward()
 
 
-def _sentence(error: BaseException, where: str, batch: Batch) -> str:
+def _failure(error: BaseException, where: str, batch: Batch) -> str:
     path = where.rpartition(":")[0]
-    said = describe_error(error, Path(path).expanduser().absolute()) if path else describe_error(error)
-    names = [each for each in batch.columns if each != "routing"]
-    listed = "" if all(each in said for each in names) else f" The columns there are {', '.join(names)}."
-    return f"the objective {where} failed in its trial call: {said}.{listed} Mend it, and start again."
+    reason = describe_error(error, Path(path).expanduser().absolute()) if path else describe_error(error)
+    names = [name for name in batch.columns if name != "routing"]
+    listed = "" if all(name in reason for name in names) else f" The columns there are {', '.join(names)}."
+    return f"the objective {where} failed in its trial call: {reason}.{listed} Fix it, and start again."

@@ -1,4 +1,4 @@
-"""The end of a run: what is written of it, and what is said."""
+"""The end of a run: its outcome, report and summary."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from postlude.recipes.run.directory import is_rank0
 from postlude.recipes.run.outcome import RunOutcome, write_outcome
 
 
-def conclude(run: Path, outcome: RunOutcome) -> None:
-    """Write how the run ended and its report, and say the summary. Of a rank that is not the first: nothing."""
+def finish_run(run: Path, outcome: RunOutcome) -> None:
+    """Writes the outcome and the report of a run, and prints its summary. Ranks other than 0 do nothing."""
     if is_rank0():
         write_outcome(run, outcome)
         write_report([run], run / REPORT)
         summary = read_summary(run)
-        with suppress(OSError):  # a terminal that has hung up takes no words
+        with suppress(OSError):  # the terminal may be closed
             print_summary(summary, Console())
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:
-    """Print a summary: what went wrong first, then a line a fact, then where the model and the report are."""
+    """Prints what went wrong, then a line for each fact, then the paths of the model and the report."""
     console.print()
     if summary.bad:
         console.print(Text(summary.bad, style="bold red"), soft_wrap=True)
@@ -35,12 +35,12 @@ def print_summary(summary: RunSummary, console: Console) -> None:
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column(no_wrap=True)
     lines.add_column(style="dim")
-    for fact in summary_lines(summary):
-        lines.add_row(fact.label.lower(), Text(fact.text, style="bold red" if fact.warn else "bold"), Text(fact.note))
+    for line in summary_lines(summary):
+        lines.add_row(line.label.lower(), Text(line.text, style="bold red" if line.warn else "bold"), Text(line.note))
     console.print(lines)
     table = held_out_table(summary)
-    if table and (summary.is_evaluation or len(table[0]) > 3):  # pass@k and others, beside what was said above
-        (corner, *readings), *measured = zip(*table, strict=True)  # a row a metric: no terminal is too narrow
+    if table and (summary.is_evaluation or len(table[0]) > 3):  # pass@k and others, that the lines above do not show
+        (corner, *readings), *measured = zip(*table, strict=True)  # one row a metric fits narrow terminals
         shown = Table(f"held out{corner}", *readings, box=SIMPLE_HEAD)
         for row in measured:
             shown.add_row(*row)

@@ -111,11 +111,11 @@ class RunSummary:
     @property
     def bad(self) -> str:
         """What is to be said before anything else: how the run went wrong. Empty where it did not."""
-        if self.outcome is None or self.outcome.outcome == "finished":
+        if self.outcome is None or self.outcome.status == "finished":
             return ""
-        if self.outcome.outcome == "interrupted":
-            return f"The run was interrupted: {self.outcome.sentence or f'step {self.outcome.step} was its last.'}"
-        why = f": {self.outcome.sentence}" if self.outcome.sentence else "."
+        if self.outcome.status == "interrupted":
+            return f"The run was interrupted: {self.outcome.message or f'step {self.outcome.step} was its last.'}"
+        why = f": {self.outcome.message}" if self.outcome.message else "."
         return f"The run failed after step {self.outcome.step}{why}"
 
 

@@ -54,7 +54,7 @@ def _where(run: RunData) -> str:
 
 
 def _state(summary: RunSummary) -> str:
-    outcome = summary.outcome.outcome if summary.outcome else "no end recorded"
+    outcome = summary.outcome.status if summary.outcome else "no end recorded"
     kind = "fine" if outcome == "finished" else "poor" if summary.bad else "open"
     return f'<span class="tag {kind}">{escape(outcome)}</span> '
 

@@ -1,54 +1,54 @@
-"""How a run ended, in its directory: `outcome.json`. A run that goes on has none, nor has one that was killed."""
+"""How a run ended, in its directory: `ending.json`. A run that is under way or was killed has none."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from postlude.recipes.run.durable_files import write_atomic
 
-OUTCOME_FILE = "outcome.json"
+OUTCOME_FILE = "ending.json"
+KEYS = {"outcome": "status", "step": "step", "sentence": "message", "code": "exit_code"}  # in the file: of RunOutcome
 OutcomeStatus = Literal["finished", "interrupted", "failed"]
 
-
 DONE, FAILED, MISTAKE = 0, 1, 2
-"""Exit codes: all is done; a run ended because of something in it; nothing was begun, for a mistake of the user's. One
-that a signal ended has 128 and the signal's number."""
+"""Exit codes: finished; the run failed; nothing was started because of a user's mistake. A run that a signal ended
+exits with 128 plus the signal's number."""
 
 
 class RunFailed(Exception):
-    """A run that had made steps came upon something that was no mistake in its command."""
+    """A run failed after some steps, for a reason that is no mistake in its command."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What became of a run, the last step it logged, and the sentence it ended with where it ended badly."""
+    """How a run ended, its last logged step, and why it ended if it did not finish."""
 
-    outcome: OutcomeStatus
+    status: OutcomeStatus
     step: int
-    sentence: str = ""
-    code: int = DONE
-    """The command's exit code."""
+    message: str = ""
+    exit_code: int = DONE
 
 
 def write_outcome(run: Path, outcome: RunOutcome) -> None:
-    """Say how a run ended."""
-    write_atomic(run / OUTCOME_FILE, json.dumps(asdict(outcome), ensure_ascii=False).encode(errors="backslashreplace"))
+    """Writes how a run ended."""
+    values = {key: getattr(outcome, field) for key, field in KEYS.items()}
+    write_atomic(run / OUTCOME_FILE, json.dumps(values, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
 def read_outcome(run: Path) -> RunOutcome | None:
-    """How a run ended; None while it goes on, or if nothing could be said of it any more."""
+    """Returns how a run ended, or None."""
     path = run / OUTCOME_FILE
     try:
-        return RunOutcome(**json.loads(path.read_text()))
+        return RunOutcome(**{KEYS[key]: value for key, value in json.loads(path.read_text()).items()})
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} does not say how a run ended ({error}); take it away.") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} does not say how a run ended ({error}); delete it.") from error
 
 
 def clear_outcome(run: Path) -> None:
-    """A run that goes on has not ended."""
+    """Deletes the outcome of a run that is resumed."""
     (run / OUTCOME_FILE).unlink(missing_ok=True)

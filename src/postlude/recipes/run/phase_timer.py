@@ -1,4 +1,4 @@
-"""PhaseTimer: seconds by the name of what was done in them."""
+"""PhaseTimer: seconds by phase of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from postlude.recipes.report.metrics import TIME
 
 
 class PhaseTimer:
-    """Counts the seconds of a step's phases. What is done within another phase counts to that one alone."""
+    """Counts the seconds of a step's phases. A phase inside another one counts to the outer one only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -18,19 +18,18 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count what is done within."""
+        """Counts the time of the body."""
         if self._running:
             yield
             return
-        began, self._running = time.perf_counter(), True
+        started, self._running = time.perf_counter(), True
         try:
             yield
         finally:
             self._running = False
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
-        """The seconds so far, named as metrics; and start over."""
-        found = {f"{TIME}{phase}": seconds for phase, seconds in self.seconds.items()}
-        self.seconds = {}
-        return found
+        """Returns the seconds so far as metrics, and starts again from zero."""
+        seconds, self.seconds = self.seconds, {}
+        return {f"{TIME}{phase}": value for phase, value in seconds.items()}

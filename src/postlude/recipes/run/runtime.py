@@ -1,4 +1,4 @@
-"""Where what a run needs besides its ranks is, and who is shown its steps: this machine and its terminal, or others."""
+"""Runtime: where a run's reward workers and servers are, and what shows its steps. Ray provides another one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from postlude.serving.launch.launcher import ServerLauncher
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a recipe is given besides its config, by whoever starts it. It says nothing about what the run is."""
+    """What a recipe is given besides its config. It does not change what the run computes."""
 
     view: ViewFactory = LiveView
     """Shows the run's steps."""
     pool_factory: PoolFactory | None = None
-    """Finds those who judge; none takes processes of the rank's own machine."""
+    """Makes the pool of reward workers; None makes processes on rank 0's machine."""
     launcher: ServerLauncher | None = None
-    """Starts servers; none is the first rank's own machine."""
+    """Starts servers; None starts them on rank 0's machine."""
 
 
 LOCAL_RUNTIME = Runtime()

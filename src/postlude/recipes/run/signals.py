@@ -1,6 +1,6 @@
-"""SIGINT, SIGTERM and SIGHUP ask a run to end after its step; a second one ends the process at once.
+"""SIGINT, SIGTERM and SIGHUP end a run after its step. A second signal ends the process at once.
 
-Who waits for others' answers does not know how long a step will take: there it ends in the middle, by `StopRequested`.
+While a rank waits for servers, the step may take long: there `StopRequested` ends it in the middle.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from postlude.world.launcher import ending_signals
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAME = 1.0  # seconds in which a second signal is the first one, come another way: a terminal's and a launcher's
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DUPLICATE_SECONDS = 1.0  # a terminal and a launcher both deliver one Ctrl-C: the second is ignored this long
 
 
 class StopRequested(Exception):
@@ -27,27 +27,27 @@ class StopRequested(Exception):
         self.number = number
 
 
-def asked(number: int) -> bytes:
-    """What is said when a signal asks a run to end."""
+def stop_message(number: int) -> bytes:
+    """Returns what is printed when a signal asks a run to end."""
     return f"\n{signal.Signals(number).name}: the run ends after this step; another ends it at once.\n".encode()
 
 
 class StopSignals:
-    """While it is entered, `heard` is the first signal that asked this process to end, or 0.
+    """A context in which `received` is the first stop signal of this process, or 0.
 
-    Where it is entered in another thread than the first, Python hears no signals, and they do what they always did. So
-    does one that comes because the launcher of this rank is gone: the system sends it, and there is no one to end for.
+    Outside the main thread Python delivers no signals, so their handlers stay as they are. A signal that the system
+    sends because this rank's launcher has died ends the process.
     """
 
     def __init__(self, *, speaks: bool) -> None:
-        self.heard = 0
-        self._speaks, self._at = speaks, 0.0
+        self.received = 0
+        self._speaks, self._received_at = speaks, 0.0
         self._handlers: dict[int, Any] = {}
         self._launcher = os.getppid() if "RANK" in os.environ else None
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._hear) for number in ending_signals(ASKING)}
+            self._handlers = {number: signal.signal(number, self._receive) for number in ending_signals(STOP_SIGNALS)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,20 +56,20 @@ class StopSignals:
         self._handlers = {}
 
     def check(self) -> None:
-        """Raise `StopRequested` if one was heard."""
-        if self.heard:
-            raise StopRequested(self.heard)
+        """Raises `StopRequested` if a signal was received."""
+        if self.received:
+            raise StopRequested(self.received)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._launcher not in (None, os.getppid()):
             self.__exit__()
             signal.raise_signal(number)
-        elif not self.heard:
-            self.heard, self._at = number, now
+        elif not self.received:
+            self.received, self._received_at = number, now
             if self._speaks:
-                with suppress(OSError):  # a terminal that has hung up takes no words
-                    os.write(2, asked(number))  # what is interrupted may be in the middle of a print
-        elif now - self._at > SAME:
+                with suppress(OSError):  # the terminal may be closed
+                    os.write(2, stop_message(number))  # the signal may interrupt a print
+        elif now - self._received_at > DUPLICATE_SECONDS:
             self.__exit__()
             signal.raise_signal(number)

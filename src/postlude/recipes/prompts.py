@@ -1,0 +1,72 @@
+"""The environment of a config, and its prompts as tokens that leave room for a completion."""
+
+from __future__ import annotations
+
+from postlude.data.chat import Encoder, TooLongError
+from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.pool.worker_pool import NullPool, PoolFactory
+from postlude.recipes.config.settings import EnvironmentSettings, PromptSettings, SamplingSettings
+from postlude.recipes.run.directory import is_rank0
+from postlude.rollout.environments import Environment
+from postlude.rollout.tasks import Task, Tasks, TaskSubset
+
+
+def prompt_encoder(
+    environment: Environment, tokenizer: ChatTokenizer, sampling: SamplingSettings, budget: int
+) -> Encoder:
+    """Returns the encoder of an environment's prompts, which leaves room for a completion."""
+    options = dict(environment.template_options)
+    return Encoder(tokenizer=tokenizer, max_length=budget - sampling.max_new_tokens, options=options)
+
+
+def encode_prompt(encoder: Encoder, task: Task, budget: int, sampling: SamplingSettings) -> list[int]:
+    """Returns the tokens of a task's prompt. Raises if a completion of full length would not fit after it."""
+    try:
+        return encoder.prompt(task.prompt, task.name)
+    except TooLongError as error:
+        raise ValueError(
+            f"the prompt of {error.row} has {error.length} tokens, but budget={budget} with completions of up to "
+            f"{sampling.max_new_tokens} leaves {encoder.max_length}. Raise budget, or set the environment's "
+            "overlong to drop."
+        ) from error
+
+
+def build_environment(
+    settings: EnvironmentSettings,
+    seed: int,
+    tokenizer: ChatTokenizer,
+    sampling: SamplingSettings,
+    budget: int,
+    pool_factory: PoolFactory | None = None,
+) -> Environment:
+    """Returns the environment, without the prompts that `overlong: drop` drops. Only rank 0 starts reward workers."""
+    environment = settings.build(seed, pool_factory if is_rank0() else NullPool)
+    if isinstance(settings, PromptSettings) and settings.overlong == "drop":
+        try:
+            encoder = prompt_encoder(environment, tokenizer, sampling, budget)
+            environment.tasks = _fitting_tasks(environment, settings, encoder, sampling, budget)
+        except BaseException:
+            environment.close()
+            raise
+    return environment
+
+
+def _fitting_tasks(
+    environment: Environment, settings: PromptSettings, encoder: Encoder, sampling: SamplingSettings, budget: int
+) -> Tasks:
+    tasks = environment.tasks
+    fitting = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]
+    if not fitting:
+        raise ValueError(
+            f"every prompt of {settings.path} has more than the {encoder.max_length} tokens that budget={budget} "
+            f"with completions of up to {sampling.max_new_tokens} leaves. Raise budget."
+        )
+    return TaskSubset(tasks, fitting) if len(fitting) < len(tasks) else tasks
+
+
+def _fits(encoder: Encoder, task: Task) -> bool:
+    try:
+        encoder.prompt(task.prompt, task.name)
+    except TooLongError:
+        return False
+    return True
