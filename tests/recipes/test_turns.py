@@ -90,7 +90,7 @@ def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2
         found = RolloutSampler(
             engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timer=PhaseTimer()
         )
-        return found.led(lambda: found.answer(tasks, SAMPLES, step=0))
+        return found.on_rank0(lambda: found.sample(tasks, SAMPLES, step=0))
     finally:
         environment.close()
 
