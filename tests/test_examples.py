@@ -1,31 +1,115 @@
-"""Every example runs by itself, in a process without ranks, as a user starts it. Each ends in assertions of its own."""
+"""The examples work. Those that extend Postlude, one file of at most 60 lines each, run on two ranks.
+
+examples/block.py is tested in engine/test_own_block.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from examples.family import largest_difference
+from examples.objective import soft_clip
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = ("selected_logprobs", "custom_loss", "value_head")
+from postlude import Batch, Engine, Layout
+from postlude.recipes.config.load import load
+from postlude.recipes.registry import RECIPES
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+USES_OF_THE_SEAM = ("selected_logprobs", "custom_loss", "value_head")
+EXTENSIONS = ("block", "family", "objective", "environment")
 
 
-def run(name: str, told: Path) -> None:
-    with told.open("w") as file, contextlib.redirect_stdout(file):
+def run(name: str, output: Path) -> None:
+    with output.open("w") as file, contextlib.redirect_stdout(file):
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", USES_OF_THE_SEAM)
 @pytest.mark.slow
 def test_example_runs_and_is_short(tmp_path: Path, name: str) -> None:
+    """In a process without ranks, as a user starts it. Each example ends with its own assertions."""
     source = (EXAMPLES / f"{name}.py").read_text()
     code = [line for line in source.splitlines() if line.strip() and not line.startswith(("import", "from", '"""'))]
     assert len(code) <= 25
-    process = multiprocessing.get_context("forkserver").Process(target=run, args=(name, tmp_path / "told"))
+    process = multiprocessing.get_context("forkserver").Process(target=run, args=(name, tmp_path / "output"))
     process.start()
     process.join()
     assert process.exitcode == 0
-    assert (tmp_path / "told").read_text().strip()
+    assert (tmp_path / "output").read_text().strip()
+
+
+def test_every_extension_is_one_short_file_that_contributing_lists() -> None:
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in EXTENSIONS:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
+        assert f"[examples/{name}.py](examples/{name}.py)" in contributing
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*USES_OF_THE_SEAM, *EXTENSIONS}
+
+
+def family_in(group: Any, layout: str) -> float:
+    return largest_difference(Layout.parse(layout))
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
+def test_a_family_of_ones_own_equals_transformers_on_two_ranks(ranks: Any, layout: str) -> None:
+    assert max(ranks(2, family_in, layout)) < 1e-5
+
+
+def objective_in(group: Any, layout: str) -> dict[str, float]:
+    engine = Engine("tiny-dense", layout=Layout.parse(layout))
+    sequences = [list(b"a completion"), list(b"another"), list(b"and a third one")]
+    generator = torch.Generator().manual_seed(0)
+    columns = {
+        name: [torch.randn(len(sequence), generator=generator) for sequence in sequences]
+        for name in ("advantages", "old_logprobs")
+    }
+    masks = {"response_mask": [[0.0] * 3 + [1.0] * (len(sequence) - 3) for sequence in sequences]}
+    result = engine.forward_backward(Batch(sequences, columns | masks), lambda inputs: soft_clip(inputs, bonus=0.1))
+    return {"loss": result.loss, "grad_norm": engine.grad_norm(), **result.metrics}
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "cp=2", "dp_shard=2"])
+def test_an_objective_of_ones_own_on_two_ranks_equals_one(ranks: Any, layout: str) -> None:
+    (expected,) = ranks(1, objective_in, "")
+    for result in ranks(2, objective_in, layout):
+        assert result == pytest.approx(expected, rel=1e-5)
+
+
+def metrics_of(group: Any, recipe: str, config_file: str, *overrides: str) -> list[dict[str, float]]:
+    """Returns the metrics of each step of a run that are the same on every machine."""
+    config = load(RECIPES[recipe].config, ROOT / config_file, overrides)
+    RECIPES[recipe].run(config, "cpu")
+    rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    names = ("loss", "grad_norm", "reward", "reward/asked", "tokens")
+    return [{name: row[name] for name in names if name in row} for row in rows]
+
+
+ENVIRONMENT_RUN = (
+    "--warm_start.steps=2",
+    "--steps=2",
+    "--prompts_per_step=2",
+    "--samples_per_prompt=2",
+    "--minibatches=1",
+    "--evaluation.every=0",
+    "--export=false",
+)
+
+
+@pytest.mark.slow
+def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path) -> None:
+    runs = [
+        ranks(size, metrics_of, "grpo", "recipes/calculator.yaml", f"--run={tmp_path / str(size)}", *words)[0]
+        for size, words in ((1, ENVIRONMENT_RUN), (2, (*ENVIRONMENT_RUN, "--layout=tp=2")))
+    ]
+    assert len(runs[0]) == len(runs[1]) == 4
+    assert "reward" in runs[0][-1]
+    for one, two in zip(*runs, strict=True):
+        assert two == pytest.approx(one, rel=1e-3)

@@ -252,7 +252,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_example_of_a_tool_answers_and_judges() -> None:
-    reply = load_callable(str(ROOT / "examples" / "calculator.py:reply"))
+    reply = load_callable(str(ROOT / "examples" / "environment.py:reply"))
     for said, heard in {
         "?12+3": "=15;",
         "?12*(3-1)": "=24;",

@@ -1,10 +1,10 @@
-"""An environment with a tool: a model learns from rewards to ask a calculator.
+"""An environment with a tool: a model learns from rewards to use a calculator.
 
     postlude grpo recipes/calculator.yaml
 
-A turn that begins with "?" is a call: the rest is calculated, and the model reads the result. Any other turn is the
-answer. Half of the examples of the warm start ask, the other half give up with "-"; that asking earns something, only
-rewards tell. `reply` keeps nothing between turns and runs in processes of its own, where it may also fail.
+A turn that begins with "?" is a tool call: the rest is calculated, and the model reads the result. Any other turn is
+the final answer. Half of the warm-start examples call the tool; the other half give up with "-". Only rewards tell the
+model which is better. `reply` is stateless and runs in worker processes, where it may also fail.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ OPERATIONS: dict[type, Callable[[int, int], int]] = {
 
 
 def reply(prompt: str, completions: list[str], example: Mapping[str, Any]) -> str | dict[str, float]:
-    """The result of a call as text to read, or what an answer earns."""
-    said = completions[-1]
-    if said.startswith("?"):
-        return f"={calculate(said[1:])};"
-    right = said == str(example["sum"])
-    return {"reward": float(right), "asked": float(len(completions) > 1)}
+    """Returns the result of a tool call as text, or the reward of a final answer."""
+    turn = completions[-1]
+    if turn.startswith("?"):
+        return f"={calculate(turn[1:])};"
+    correct = turn == str(example["sum"])
+    return {"reward": float(correct), "asked": float(len(completions) > 1)}
 
 
 def calculate(expression: str) -> str:
-    """An expression of whole numbers; what it cannot be is an error, for the model to read."""
+    """Returns the value of an expression of integers, or "error" for the model to read."""
     try:
         return str(_value(ast.parse(expression[:32], mode="eval").body))
     except (SyntaxError, ValueError):
@@ -43,4 +43,4 @@ def _value(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    raise ValueError(f"{ast.dump(node)} is nothing to calculate")
+    raise ValueError(f"cannot calculate {ast.dump(node)}")
