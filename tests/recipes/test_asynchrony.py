@@ -227,7 +227,7 @@ def test_who_leaves_in_the_middle_closes_what_episodes_hold(background: bool) ->
     )
     with closing(environment), closing(rollouts.conversations):
         group = rollouts.make_group(tasks[0], 0, SAMPLES, step=0)
-        rollouts.conversations.begin(group)
+        rollouts.conversations.start(group)
         rollouts.wait(lambda: engine.asked == 1 + SAMPLES)
         assert Held.open == SAMPLES
     assert Held.open == 0

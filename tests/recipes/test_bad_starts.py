@@ -261,7 +261,7 @@ BAD = [
     ),
     grpo(
         "a reward that raises",
-        says=("ZeroDivisionError", r"reward\.py, line 2", r"trial on line 1 of tasks\.jsonl", "Mend it"),
+        says=("ZeroDivisionError", r"reward\.py, line 2", r"trial on line 1 of tasks\.jsonl", "Fix it"),
         arrange=lambda: reward("def score(prompt, completion, example):\n    return 1 / 0\n"),
         mend=lambda: reward("def score(prompt, completion, example):\n    return 1.0\n"),
         mended=GRPO,

@@ -105,7 +105,7 @@ def test_an_episode_that_fails_costs_itself() -> None:
         assert turn.score is not None
         assert turn.score.reward == 0.0
         assert kinds[kind][1] in str(turn.score.error)
-    assert dict(environment.tally.failures) == {"raised": 1, "timed_out": 1, "invalid": 2, "died": 0}
+    assert dict(environment.failures.failures) == {"raised": 1, "timed_out": 1, "invalid": 2, "died": 0}
     environment.close()
 
 
@@ -159,7 +159,7 @@ def test_an_episode_is_tried_before_a_run_begins() -> None:
     with pytest.raises(ValueError, match="Counting failed on trial on row 3: RuntimeError: no such thing"):
         environment.trial_call(environment.tasks[3], "raise")
     environment.make = lambda example: object()
-    with pytest.raises(ValueError, match=r"TypeError: Counting has no `async def step\(self, said\)`"):
+    with pytest.raises(ValueError, match=r"TypeError: Counting has no `async def step\(self, turn\)`"):
         environment.trial_call(environment.tasks[3], "go")
     environment.close()
     assert read_turn((None, 1)) == TurnResult(Score(1.0))
@@ -242,7 +242,7 @@ def test_openenv_plays_its_episodes(server: str) -> None:
     other = Task("x", {"seed": 3, "shown": "Guess my number, game 4."})
     (turn,) = environment.step([environment.reset(other)], ["3"])
     assert "seed 3 began with 'Guess my number, game 3.', and before" in str(turn.score and turn.score.error)
-    assert environment.tally.failures["raised"] == 2
+    assert environment.failures.failures["raised"] == 2
     environment.close()
     everything = OpenEnvTasks(OpenEnvServer(server), first=0, size=1, chat=False, system=None)
     assert everything[0].prompt == '{"hint": "Guess my number, game 0."}'

@@ -30,6 +30,7 @@ from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import Task
 from postlude.world.mesh import Mesh
 
+POLL_SECONDS = 0.5  # between checks of the engine's health and of signals
 SHOWN = 8  # completions of a step that are written to samples.jsonl
 TRAINED, HELD_OUT = 0, 1  # purposes of a completion: each gives the same task other seeds
 Result = TypeVar("Result")
@@ -73,7 +74,6 @@ class RolloutSampler:
             budget=budget,
             max_new_tokens=settings.max_new_tokens,
             background=background and engine.controller.is_rank0,
-            meanwhile=self._while_waiting,
             timed=(lambda _: nullcontext()) if background else timer,
         )
 
@@ -143,12 +143,14 @@ class RolloutSampler:
 
     def start(self, group: TrajectoryGroup) -> None:
         """Starts all completions of a group."""
-        self.conversations.begin(group)
+        self.conversations.start(group)
 
     def wait(self, done: Callable[[], bool]) -> None:
         """Waits until `done` holds of groups that were started."""
         with self.timer("rollout") if self.background else nullcontext():
-            self.conversations.wait(done)
+            while not done():
+                self._while_waiting()
+                self.conversations.poll(POLL_SECONDS)
 
     def sample_groups(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
         """Starts groups, waits for them and returns their completions, group by group."""

@@ -1,4 +1,1 @@
-"""Answers sampled from a model: a native generator on the model's own weights, and engines outside the process.
-
-Start at `protocol.py`: what every engine takes and gives.
-"""
+"""Rollouts: tasks, environments, rewards, and conversations that sample trajectories. Start at `conversations.py`."""

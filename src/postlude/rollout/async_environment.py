@@ -1,14 +1,14 @@
-"""Episodes that are objects of their own: coroutines that hold a state, a connection, a game.
+"""AsyncEnvironment: episodes that are objects of the user, with coroutines that hold a state, a connection, a game.
 
     class Guess:
         def __init__(self, example, **settings): ...
-        async def begin(self): ...                # optional: before the first turn
-        async def step(self, said: AssistantTurn): ...     # what comes of a completion
-        async def close(self): ...                # optional
+        async def begin(self): ...                        # optional: before the first turn
+        async def step(self, turn: AssistantTurn): ...    # the result of a completion
+        async def close(self): ...                        # optional
 
-What `step` returns is text or messages to read; a number or a dict of numbers, which is the reward and the end; or
-both: (observation, reward) goes on with a reward for the turn, (None, reward) ends. Hundreds wait at once in one
-thread, so what takes long must be awaited. Work for a processor belongs in `MultiTurn`, whose functions have processes.
+`step` returns text or messages to read next; a number or a dict of numbers, which is the reward and ends the episode;
+or both: (observation, reward) continues with a reward for the turn, (None, reward) ends. Hundreds of episodes share one
+thread, so whatever takes long must be awaited. Heavy work belongs in `MultiTurn`, whose functions have processes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from postlude.rollout.tasks import Task, Tasks
 
 
 class AsyncEnvironment(Environment):
-    """Every episode is one of `make(example)`, with an `async def step(said)`. See above.
+    """Every episode is an object that `make(example)` returns, with an `async def step(turn)`. See above.
 
-    An episode whose call raises, takes more than `timeout` seconds or returns nonsense ends, is counted in `tally`, and
-    is excluded from training, or earns `failed_reward` where that is a number. One without an end after `max_turns`
-    completions ends with `unfinished_reward` besides what it earned.
+    An episode whose call raises, takes more than `timeout` seconds or returns an invalid value ends. It is counted in
+    `failures`, and is excluded from training or earns `failed_reward` if that is a number. An episode that is not over
+    after `max_turns` completions earns `unfinished_reward` besides its score so far.
     """
 
     def __init__(
@@ -54,39 +54,39 @@ class AsyncEnvironment(Environment):
         check_max_turns(max_turns)
         self.tasks, self.make, self.name = tasks, make, name
         self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
-        self.tally, self.failed_reward = FailureCounter(name, failed_reward), failed_reward
+        self.failures, self.failed_reward = FailureCounter(name, failed_reward), failed_reward
         self._coroutines = CoroutinePool(name, timeout)
         self._tickets = itertools.count()
         self._waiting: dict[int, Episode] = {}
 
     def release(self, episode: Episode) -> None:
-        """Let go of an episode, and have it close what it holds."""
+        """Ends an episode and starts its `close`."""
         super().release(episode)
-        held, episode.state = episode.state, None
-        if hasattr(held, "close"):
-            self._coroutines.submit(next(self._tickets), _closed(held))  # nobody waits to hear how it went
+        state, episode.state = episode.state, None
+        if hasattr(state, "close"):
+            self._coroutines.submit(next(self._tickets), _close(state))  # nobody polls its result
 
     def trial_call(self, task: Task, completion: str) -> None:
-        """Hear one completion on trial."""
+        """Takes one step before a run starts."""
         episode = Episode(task, [AssistantTurn(completion)])
         self._coroutines.submit(ticket := next(self._tickets), self._step(episode))
-        found: dict[int, CallResult] = {}
-        while ticket not in found:
-            found = self._coroutines.poll(None)
-        outcome = found[ticket]
+        results: dict[int, CallResult] = {}
+        while ticket not in results:
+            results = self._coroutines.poll(None)
+        result = results[ticket]
         self.release(episode)
         try:
-            if outcome.failure is not None:
-                raise ValueError(outcome.error)
-            read_turn(outcome.value)
+            if result.failure is not None:
+                raise ValueError(result.error)
+            read_turn(result.value)
         except ValueError as error:
             raise ValueError(
                 f"{self.name} failed on trial on {task.name}: {str(error).rstrip('.')}. It would fail all through the "
-                "run. Mend it."
+                "run. Fix it."
             ) from error
 
     def close(self) -> None:
-        """End all episodes."""
+        """Ends all episodes."""
         for episode in self._waiting.values():
             self.release(episode)
         self._coroutines.close()
@@ -100,35 +100,35 @@ class AsyncEnvironment(Environment):
         if episode.state is None:
             episode.state = self.make(episode.task.example)
             if not inspect.iscoroutinefunction(getattr(episode.state, "step", None)):
-                raise TypeError(f"{self.name} has no `async def step(self, said)`")
+                raise TypeError(f"{self.name} has no `async def step(self, turn)`")
             if hasattr(episode.state, "begin"):
                 await episode.state.begin()
-        return await episode.state.step(episode.said[-1])
+        return await episode.state.step(episode.turns[-1])
 
     def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
-        found = []
-        for ticket, outcome in self._coroutines.poll(timeout).items():
+        results = []
+        for ticket, result in self._coroutines.poll(timeout).items():
             if ticket in self._waiting:
                 episode = self._waiting.pop(ticket)
-                found.append((episode, self._turn(episode, outcome)))
-        return found
+                results.append((episode, self._turn_result(episode, result)))
+        return results
 
-    def _turn(self, episode: Episode, outcome: CallResult) -> TurnResult:
-        if outcome.failure is not None:
-            return TurnResult(self.tally.failed(outcome))
+    def _turn_result(self, episode: Episode, result: CallResult) -> TurnResult:
+        if result.failure is not None:
+            return TurnResult(self.failures.failed(result))
         try:
-            turn = read_turn(outcome.value)
-        except ValueError as fault:
-            return TurnResult(self.tally.invalid(fault))
-        self.tally.scored += turn.done
-        if not turn.done and len(episode.said) >= self.max_turns:
-            late = unfinished_score(self.unfinished_reward)
-            return TurnResult(late if turn.score is None else turn.score.plus(late))
+            turn = read_turn(result.value)
+        except ValueError as error:
+            return TurnResult(self.failures.invalid(error))
+        self.failures.scored += turn.done
+        if not turn.done and len(episode.turns) >= self.max_turns:
+            unfinished = unfinished_score(self.unfinished_reward)
+            return TurnResult(unfinished if turn.score is None else turn.score.plus(unfinished))
         return turn
 
 
 def read_turn(value: Any) -> TurnResult:
-    """The turn that an episode meant by what it returned. What it cannot have meant is a ValueError."""
+    """Returns the result that an episode meant by its value, or raises ValueError."""
     if not isinstance(value, tuple):
         return TurnResult(observation=value) if is_reply(value) else TurnResult(read_score(value))
     if len(value) != 2 or not (value[0] is None or is_reply(value[0])):
@@ -137,5 +137,5 @@ def read_turn(value: Any) -> TurnResult:
     return TurnResult(None if reward is None and observation is not None else read_score(reward), observation)
 
 
-async def _closed(held: Any) -> None:
-    await held.close()
+async def _close(state: Any) -> None:
+    await state.close()

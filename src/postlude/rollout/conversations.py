@@ -1,4 +1,4 @@
-"""Conversations: attempts at tasks, each going back and forth between an engine and an environment by itself."""
+"""Conversations: samples trajectories, each going back and forth between a rollout engine and an environment."""
 
 from __future__ import annotations
 
@@ -15,56 +15,55 @@ from postlude.rollout.environments import AssistantTurn, Environment, Episode, T
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 
-LINGER = 0.5  # seconds in which turns are waited for, to go on together; those that take longer go on later
-GLANCE = 0.02  # seconds between looks at two things that are both waited for
-MEANWHILE = 0.5  # seconds until who waits for a thread does something else for a moment
-NO_ROOM = Score(0.0, {"over_budget": 1.0})  # what a conversation earns that outgrows the budget
-FAILED = "failed"  # the part of a reward that could not be given
+COLLECT_SECONDS = 0.5  # how long to wait for turns of an environment, so that they are submitted together
+POLL_SECONDS = 0.02  # between polls of engine and environment while both are waited for
+OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # the score of a trajectory that outgrows the budget
+FAILED = "failed"  # the part of a reward that says that the call for it failed
 
 
 @dataclass(eq=False)
 class Trajectory:
-    """One answer to a task, all its turns, and what it earned."""
+    """One attempt at a task: the completions of all its turns, and its score."""
 
     task: Task
     group: int
     transcript: Transcript
     completions: list[Completion] = field(default_factory=list)
     score: Score | None = None
-    """What it has earned so far, if anything, and at the end in all."""
+    """The score so far, or None before there is one. Final once `done`."""
     done: bool = False
 
     @property
     def reward(self) -> float:
-        """What it earned in all."""
-        assert self.score is not None  # it is over
+        """The reward of a trajectory that is done."""
+        assert self.score is not None
         return self.score.reward
 
     @property
     def parts(self) -> dict[str, float]:
-        """What the reward is made of, and whether it could not be given."""
-        assert self.score is not None  # it is over
+        """The parts of the reward, and "failed" if the call for it failed."""
+        assert self.score is not None
         return dict(self.score.parts) | ({FAILED: 1.0} if self.score.error else {})
 
     @property
     def excluded(self) -> bool:
-        """Whether there is no reward to learn from, since the call that gives it failed."""
+        """Whether it is left out of training, since the call for its reward failed."""
         return self.score is not None and self.score.excluded
 
     @property
     def truncated(self) -> bool:
         """Whether one of its turns reached max_new_tokens."""
-        return any(each.finish_reason == "length" for each in self.completions)
+        return any(completion.finish_reason == "length" for completion in self.completions)
 
     @property
     def length(self) -> int:
-        """The number of tokens that were sampled."""
-        return sum(len(each.tokens) for each in self.completions)
+        """The number of sampled tokens."""
+        return sum(len(completion.tokens) for completion in self.completions)
 
 
 @dataclass(eq=False)
 class TrajectoryGroup:
-    """The attempts at one task: `number` is what they are known by, and the seed of `sampling` decides them."""
+    """The trajectories of one task. `number` identifies the group; the seed of `sampling` decides what it samples."""
 
     task: Task
     number: int
@@ -75,31 +74,31 @@ class TrajectoryGroup:
     def of(
         cls, task: Task, number: int, prompt: Sequence[int], sampling: SamplingParams, samples: int
     ) -> TrajectoryGroup:
-        """`samples` attempts, none begun."""
+        """Returns a group of `samples` trajectories that are not started."""
         return cls(task, number, sampling, [Trajectory(task, number, Transcript(prompt)) for _ in range(samples)])
 
     @property
     def done(self) -> bool:
-        """Whether all have come to an end."""
-        return all(each.done for each in self.trajectories)
+        """Whether all trajectories are done."""
+        return all(trajectory.done for trajectory in self.trajectories)
 
 
 @dataclass(eq=False)
-class _Talk:
-    """One attempt under way."""
+class _Conversation:
+    """A trajectory in progress."""
 
-    attempt: Trajectory
-    number: int
-    """Which of its group it is."""
+    trajectory: Trajectory
+    index: int
+    """Its place in the group."""
     group: TrajectoryGroup
     episode: Episode
 
 
 class Conversations:
-    """Many groups of attempts under way at once. A slow answer, tool or judge holds up nobody else.
+    """Runs many groups at once. A slow completion, tool or reward delays no other trajectory.
 
-    Without `background` they go on while somebody waits for them, and with it all the time, in a thread; either way
-    `begin` and `wait` are for one caller, who does `meanwhile` now and then while it waits.
+    Without `background` they advance inside `poll`; with it a thread advances them all the time. One caller uses
+    `start` and `poll`. `timed` times the phases "rollout" and "reward" without `background`.
     """
 
     def __init__(
@@ -111,158 +110,161 @@ class Conversations:
         budget: int,
         max_new_tokens: int,
         background: bool = False,
-        meanwhile: Callable[[], None] = lambda: None,
         timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.engine, self.environment, self.encoder = engine, environment, encoder
-        self.budget, self.max_new_tokens, self.timed, self.meanwhile = budget, max_new_tokens, timed, meanwhile
-        self._new: deque[TrajectoryGroup] = deque()
-        self._asked: dict[int, dict[int, _Talk]] = {}  # by the tickets of their requests and their numbers there
-        self._judged: dict[int, _Talk] = {}  # by their episodes, whose turn is not known yet
+        self.budget, self.max_new_tokens, self.timed = budget, max_new_tokens, timed
+        self._started: deque[TrajectoryGroup] = deque()
+        self._finished: list[TrajectoryGroup] = []
+        self._sampling: dict[int, dict[int, _Conversation]] = {}  # by ticket and number of the engine's request
+        self._scoring: dict[int, _Conversation] = {}  # by id of the episode, while the environment works on its turn
         self._error: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         if background:
-            self._thread = threading.Thread(target=self._go_on, name="postlude conversations", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="postlude conversations", daemon=True)
             self._thread.start()
 
-    def begin(self, group: TrajectoryGroup) -> None:
-        """Begin all attempts of a group."""
+    def start(self, group: TrajectoryGroup) -> None:
+        """Starts all trajectories of a group."""
         with self._changed:
-            self._new.append(group)
+            self._started.append(group)
             self._changed.notify_all()
 
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Wait until something is so of groups that were begun. Raises what ended all conversations, if that comes."""
+    def poll(self, timeout: float) -> list[TrajectoryGroup]:
+        """Returns the groups that are done since the last call.
+
+        With `background` it waits up to `timeout` seconds for the first one, and raises an error that ended the thread.
+        Without, it advances the conversations once, which may finish none.
+        """
         if self._thread is None:
-            while not done():
-                self.meanwhile()
-                self._advance()
-            return
-        while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: self._error is not None or done(), timeout=MEANWHILE):
-                    break
-            self.meanwhile()
-        if self._error is not None:
-            raise self._error
+            self._advance()
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._finished, timeout if self._thread else 0.0)
+            if self._error is not None:
+                raise self._error
+            finished, self._finished = self._finished, []
+        return finished
 
     def close(self) -> None:
-        """Let go of all that is under way."""
+        """Stops the thread and releases the episodes in progress."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        for talks in self._asked.values():  # those that wait for the environment are its own to end
-            for talk in talks.values():
-                self.environment.release(talk.episode)
-        self._asked.clear()
+        for conversations in self._sampling.values():  # the environment closes those that it works on
+            for conversation in conversations.values():
+                self.environment.release(conversation.episode)
+        self._sampling.clear()
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._new or self._under_way())
+                    self._changed.wait_for(lambda: self._closed or self._started or self._sampling or self._scoring)
                 if self._closed:
                     return
                 self._advance()
-        except BaseException as error:  # whatever it is, nobody is to wait for ever
+        except BaseException as error:  # `poll` raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _under_way(self) -> bool:
-        return bool(self._asked or self._judged)
-
     def _advance(self) -> None:
-        """Wait for something to happen, but not for long, and do what follows from it."""
+        """Waits shortly for completions and turn results, and continues the conversations that got one."""
         with self.timed("rollout"):
             with self._changed:
-                new, self._new = self._new, deque()
-            for group in new:
-                self._open(group)
-            for finished in self.engine.poll(0.0 if self._judged else 5 * GLANCE):
-                self._hear(finished)
-        if not self._judged:
+                started, self._started = self._started, deque()
+            for group in started:
+                self._start(group)
+            for finished in self.engine.poll(0.0 if self._scoring else 5 * POLL_SECONDS):
+                self._add_completion(finished)
+        if not self._scoring:
             return
         with self.timed("reward"):
             if self.engine.batched_polls:
-                found = list(self.environment.collect(len(self._judged), LINGER).values())
+                results = list(self.environment.collect(len(self._scoring), COLLECT_SECONDS).values())
             else:
-                found = self.environment.poll(GLANCE)
+                results = self.environment.poll(POLL_SECONDS)
         with self.timed("rollout"):
-            turns = [(self._judged.pop(id(episode)), turn) for episode, turn in found if id(episode) in self._judged]
-            for talk, turn in sorted(turns, key=lambda each: (each[0].group.number, each[0].number)):
-                self._follow(talk, turn)
+            turns = [
+                (self._scoring.pop(id(episode)), result) for episode, result in results if id(episode) in self._scoring
+            ]
+            # Sorted, so that seeds and batches do not depend on which turn came first.
+            for conversation, result in sorted(turns, key=lambda turn: (turn[0].group.number, turn[0].index)):
+                self._add_turn_result(conversation, result)
 
-    def _open(self, group: TrajectoryGroup) -> None:
-        talks = [
-            _Talk(attempt, number, group, self.environment.reset(attempt.task))
-            for number, attempt in enumerate(group.trajectories)
+    def _start(self, group: TrajectoryGroup) -> None:
+        conversations = [
+            _Conversation(trajectory, index, group, self.environment.reset(trajectory.task))
+            for index, trajectory in enumerate(group.trajectories)
         ]
-        self._ask(talks, group.sampling)
+        self._request(conversations, group.sampling)
 
-    def _ask(self, talks: list[_Talk], sampling: SamplingParams) -> None:
-        prompt = tuple(talks[0].attempt.transcript.tokens)
-        self._asked[self.engine.submit(Request(prompt, sampling, len(talks)))] = dict(enumerate(talks))
+    def _request(self, conversations: list[_Conversation], sampling: SamplingParams) -> None:
+        """Requests the next completion of conversations with equal tokens."""
+        prompt = tuple(conversations[0].trajectory.transcript.tokens)
+        ticket = self.engine.submit(Request(prompt, sampling, len(conversations)))
+        self._sampling[ticket] = dict(enumerate(conversations))
 
-    def _hear(self, finished: FinishedCompletion) -> None:
-        """An answer has come: what comes of it is the environment's to say."""
-        others = self._asked[finished.ticket]
-        talk = others.pop(finished.number)
-        if not others:
-            del self._asked[finished.ticket]
-        if finished.answer is None:
+    def _add_completion(self, finished: FinishedCompletion) -> None:
+        """Adds a completion to its trajectory and submits it to the environment."""
+        conversations = self._sampling[finished.ticket]
+        conversation = conversations.pop(finished.number)
+        if not conversations:
+            del self._sampling[finished.ticket]
+        completion = finished.answer
+        if completion is None:
             assert finished.error is not None
             raise finished.error
-        attempt, said = talk.attempt, finished.answer
-        attempt.completions.append(said)
-        attempt.transcript.add_completion(said.tokens, said.logprobs, said.routing)
-        self._judged[id(talk.episode)] = talk
-        self.environment.submit(
-            talk.episode, AssistantTurn(said.text or "", said.tokens, said.finish_reason == "length")
-        )
+        conversation.trajectory.completions.append(completion)
+        conversation.trajectory.transcript.add_completion(completion.tokens, completion.logprobs, completion.routing)
+        self._scoring[id(conversation.episode)] = conversation
+        turn = AssistantTurn(completion.text or "", completion.tokens, completion.finish_reason == "length")
+        self.environment.submit(conversation.episode, turn)
 
-    def _follow(self, talk: _Talk, turn: TurnResult) -> None:
-        """What came of an attempt's last completion: its end, or another."""
-        attempt = talk.attempt
-        if self._ends(attempt, turn):
-            self.environment.release(talk.episode)
-            with self._changed:
-                attempt.done = True
-                self._changed.notify_all()
+    def _add_turn_result(self, conversation: _Conversation, result: TurnResult) -> None:
+        """Ends a trajectory, or requests its next completion."""
+        trajectory, group = conversation.trajectory, conversation.group
+        if not self._ends(trajectory, result):
+            seed = combine_seeds(group.sampling.seed, conversation.index, len(trajectory.completions))
+            self._request([conversation], replace(group.sampling, seed=seed))
             return
-        seed = combine_seeds(talk.group.sampling.seed, talk.number, len(attempt.completions))
-        self._ask([talk], replace(talk.group.sampling, seed=seed))
+        self.environment.release(conversation.episode)
+        with self._changed:
+            trajectory.done = True
+            if group.done:
+                self._finished.append(group)
+                self._changed.notify_all()
 
-    def _ends(self, attempt: Trajectory, turn: TurnResult) -> bool:
-        """Hear a turn; whether it is the attempt's last."""
-        attempt.score = turn.score
-        if turn.observation is None:
+    def _ends(self, trajectory: Trajectory, result: TurnResult) -> bool:
+        """Adds a turn's score and observation to a trajectory. Returns whether it is over."""
+        trajectory.score = result.score
+        if result.observation is None:
             return True
-        chat, earned = is_chat(attempt.task.prompt), turn.score or Score(0.0)
+        score = result.score or Score(0.0)
         try:
-            heard = self.encoder.observation(
-                turn.observation,
-                attempt.completions[-1].tokens,
-                chat=chat,
+            observed = self.encoder.observation(
+                result.observation,
+                trajectory.completions[-1].tokens,
+                chat=is_chat(trajectory.task.prompt),
                 keep_reasoning=self.environment.keep_reasoning,
             )
-        except ValueError as error:  # the environment's mistake, at the cost of this attempt
-            failed, sentence = self.environment.failed_reward, f"the environment's answer cannot be read: {error}"
-            attempt.score = earned.plus(Score(failed or 0.0, {}, sentence, excluded=failed is None))
+        except ValueError as error:  # the environment's mistake fails this trajectory alone
+            failed, message = self.environment.failed_reward, f"the environment's answer cannot be read: {error}"
+            trajectory.score = score.plus(Score(failed or 0.0, {}, message, excluded=failed is None))
             return True
-        if len(attempt.transcript.tokens) + len(heard) + self.max_new_tokens > self.budget:
-            attempt.score = earned.plus(NO_ROOM)
+        if len(trajectory.transcript.tokens) + len(observed) + self.max_new_tokens > self.budget:
+            trajectory.score = score.plus(OVER_BUDGET)
             return True
-        attempt.transcript.add_observation(heard)
+        trajectory.transcript.add_observation(observed)
         return False
 
 
 def combine_seeds(*numbers: int) -> int:
-    """One seed of several numbers."""
+    """Returns one seed that depends on all numbers and their order."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % (1 << 62)

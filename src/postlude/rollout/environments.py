@@ -1,21 +1,22 @@
-"""Environments: what comes of a completion, a score or the next thing to read, whenever that is known.
+"""Environments: they take a completion and return a score, or an observation for the model to read next.
 
-A rollout loop needs no more than this, `Encoder` and a rollout engine:
+A rollout loop needs this, `Encoder` and a rollout engine (see `conversations.py`):
 
     episodes = [environment.reset(task) for task in tasks]
-    transcripts = [Transcript(encoder.prompt(episode.task.prompt)) for episode in episodes]
-    those = all of them
-    while some are not done:
-        completions = engine.generate([transcript.tokens for transcript in those], sampling)
-        for each: transcript.add_completion(completion.tokens, completion.logprobs, completion.routing)
+    transcripts = {id(episode): Transcript(encoder.prompt(episode.task.prompt)) for episode in episodes}
+    while episodes:
+        completions = engine.generate([transcripts[id(episode)].tokens for episode in episodes], sampling)
+        for episode, (completion,) in zip(episodes, completions):
+            transcripts[id(episode)].add_completion(completion.tokens, completion.logprobs, completion.routing)
             environment.submit(episode, AssistantTurn(completion.text, completion.tokens))
-        those = []
-        for episode, turn in environment.poll(...):     # others may still wait for a tool, and hold up nobody
-            if not turn.done: transcript.add_observation(encoder.observation(turn.observation, its last tokens,
-            chat=...))
-                those += [its transcript]
+        results = environment.poll(None)  # others may still wait for a tool
+        for episode, result in results:
+            if not result.done:
+                tokens = encoder.observation(result.observation, last_tokens, chat=True)
+                transcripts[id(episode)].add_observation(tokens)
+        episodes = [episode for episode, result in results if not result.done]
 
-Tokens that were sampled are never decoded and encoded again, and observations are never learned.
+Sampled tokens are never decoded and encoded again, and observations are never trained on.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """What the model said in a turn."""
+    """One completion, as an environment sees it."""
 
     text: str
     tokens: Sequence[int] = ()
     """As they were sampled."""
     truncated: bool = False
-    """Whether it reached max_new_tokens before it had ended."""
+    """Whether it reached max_new_tokens before it ended."""
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """What comes of a completion: what the model reads next, or the end, and what it earned."""
+    """An environment's result for a completion: an observation to read next, or the end, and the score."""
 
     score: Score | None = None
-    """At the end, what the whole episode earned; before, what it has earned so far, if anything."""
+    """At the end, the score of the whole episode; before, the score so far, if any."""
     observation: str | list[Message] | None = None
 
     def __post_init__(self) -> None:
@@ -68,13 +69,13 @@ class TurnResult:
 
 @dataclass(eq=False)
 class Episode:
-    """One attempt at a task: what the model said and was told so far."""
+    """One attempt at a task: the turns of the model and the observations so far."""
 
     task: Task
-    said: list[AssistantTurn] = field(default_factory=list)
+    turns: list[AssistantTurn] = field(default_factory=list)
     observations: list[str | list[Message]] = field(default_factory=list)
-    earned: Score | None = None
-    """What its turns have earned so far, if they did."""
+    score_so_far: Score | None = None
+    """The sum of its turns' scores, if they have any."""
     score: Score | None = None
     """Set when it is over."""
     state: Any = None
@@ -82,88 +83,88 @@ class Episode:
 
     @property
     def completions(self) -> list[str]:
-        """What the model said, as text."""
-        return [each.text for each in self.said]
+        """The texts of the model's turns."""
+        return [turn.text for turn in self.turns]
 
 
 class Environment(ABC):
-    """Tasks, and what comes of answers to them. Many episodes are under way at once, and each waits for its own."""
+    """Tasks, and results for completions of them. Many episodes are in progress at once; none waits for another."""
 
     tasks: Tasks
     failed_reward: float | None = None
-    """What an attempt earns that failed; None excludes it from training."""
+    """The reward of an attempt that failed; None excludes it from training."""
     keep_reasoning: bool = False
-    """Whether reasoning of earlier turns stays before the model, though its chat template would leave it out."""
+    """Whether reasoning of earlier turns stays in the context, although the chat template would remove it."""
 
     template_options: Mapping[str, Any] = MappingProxyType({})
-    """What the chat template is told besides the messages, such as the tools there are."""
+    """Options of the chat template, such as the tools there are."""
 
     def reset(self, task: Task) -> Episode:
-        """Begin an attempt at a task."""
+        """Starts an attempt at a task."""
         return Episode(task)
 
-    def submit(self, episode: Episode, said: AssistantTurn) -> None:
-        """Give an episode its newest completion, and go on."""
+    def submit(self, episode: Episode, turn: AssistantTurn) -> None:
+        """Gives an episode its next completion. `poll` returns the result."""
         if episode.score is not None:
             raise ValueError(f"the episode of task {episode.task.name!r} is over. Reset the task for another attempt.")
-        episode.said.append(said)
+        episode.turns.append(turn)
         self._submit(episode)
 
     def poll(self, timeout: float | None = 0.0) -> list[tuple[Episode, TurnResult]]:
-        """What has come of completions: waits up to `timeout` seconds for the first, for ever if None."""
-        return [(episode, _taken(episode, turn)) for episode, turn in self._poll(timeout)]
+        """Returns the results that are there. Waits up to `timeout` seconds for the first, or without limit if None."""
+        return [(episode, _add_result(episode, result)) for episode, result in self._poll(timeout)]
 
-    def step(self, episodes: Sequence[Episode], said: Sequence[AssistantTurn | str]) -> list[TurnResult]:
-        """Give each episode its newest completion, and wait until it is known what comes of every one."""
-        if len(episodes) != len(said):
-            raise ValueError(f"{len(episodes)} episodes got {len(said)} completions. Give one of each.")
-        for episode, each in zip(episodes, said, strict=True):
-            self.submit(episode, AssistantTurn(each) if isinstance(each, str) else each)
-        turns = self.collect(len(episodes), None)
-        return [turns[id(episode)][1] for episode in episodes]
+    def step(self, episodes: Sequence[Episode], turns: Sequence[AssistantTurn | str]) -> list[TurnResult]:
+        """Gives each episode its next completion and waits for all results."""
+        if len(episodes) != len(turns):
+            raise ValueError(f"{len(episodes)} episodes got {len(turns)} completions. Give one of each.")
+        for episode, turn in zip(episodes, turns, strict=True):
+            self.submit(episode, AssistantTurn(turn) if isinstance(turn, str) else turn)
+        results = self.collect(len(episodes), None)
+        return [results[id(episode)][1] for episode in episodes]
 
-    def collect(self, count: int, limit: float | None) -> dict[int, tuple[Episode, TurnResult]]:
-        """`count` turns, by the ids of their episodes, or as many as come within `limit` seconds."""
-        found: dict[int, tuple[Episode, TurnResult]] = {}
-        until = None if limit is None else time.monotonic() + limit
-        while len(found) < count:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            found |= {id(episode): (episode, turn) for episode, turn in self.poll(left)}
+    def collect(self, count: int, timeout: float | None) -> dict[int, tuple[Episode, TurnResult]]:
+        """Returns `count` results by the id of their episode, or as many as come within `timeout` seconds."""
+        results: dict[int, tuple[Episode, TurnResult]] = {}
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while len(results) < count:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            results |= {id(episode): (episode, result) for episode, result in self.poll(left)}
             if left == 0.0:
                 break
-        return found
+        return results
 
     @property
     def lost_workers(self) -> int | None:
-        """How many that judge went with no fault of a judgement's, so that others did it. None where none can."""
+        """Reward workers lost through no fault of a call, and retried. None where that cannot happen."""
         return None
 
     def release(self, episode: Episode) -> None:
-        """Let go of an episode: it is over, or its caller ends it before."""
-        episode.score = episode.score or episode.earned or Score(0.0)
+        """Ends an episode, whether it is over or not."""
+        episode.score = episode.score or episode.score_so_far or Score(0.0)
 
     @abstractmethod
     def trial_call(self, task: Task, completion: str) -> None:
-        """Judge one completion on trial, before a run begins. A judge that cannot is a ValueError."""
+        """Scores one completion before a run starts. Raises ValueError if that fails."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds."""
+        """Releases what it holds."""
 
     @abstractmethod
     def _submit(self, episode: Episode) -> None:
-        """Begin to find out what comes of the last thing said."""
+        """Starts work on the last turn of an episode."""
 
     @abstractmethod
     def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
-        """What was found out, each turn with what it alone has earned."""
+        """Returns finished results, each with the score of its turn alone."""
 
 
 class FunctionEnvironment(Environment):
-    """One whose turns are calls of a function in a pool of processes."""
+    """An environment whose results are the values of a function, called in a pool of workers."""
 
     replies: bool
-    """Whether it may say something for the model to read."""
+    """Whether the function may return an observation."""
 
     def __init__(self, tasks: Tasks, pool: RewardPool) -> None:
         self.tasks, self.pool, self.failed_reward = tasks, pool, pool.failed_reward
@@ -175,57 +176,56 @@ class FunctionEnvironment(Environment):
         return self.pool.lost
 
     def close(self) -> None:
-        """End the workers of the pool."""
+        """Ends the workers of the pool."""
         self.pool.close()
 
     @abstractmethod
-    def _call(self, episode: Episode) -> tuple[Any, ...]:
-        """What the function is called with."""
+    def _arguments(self, episode: Episode) -> tuple[Any, ...]:
+        """Returns the function's arguments."""
 
     @abstractmethod
-    def _turn(self, episode: Episode, reply: Reply) -> TurnResult:
-        """What its reply means."""
+    def _result(self, episode: Episode, reply: Reply) -> TurnResult:
+        """Returns the result that a value of the function means."""
 
     def _submit(self, episode: Episode) -> None:
-        self._waiting[self.pool.submit(self._call(episode))] = episode
+        self._waiting[self.pool.submit(self._arguments(episode))] = episode
 
     def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
-        found = []
+        results = []
         for ticket, reply in self.pool.poll(timeout, replies=self.replies).items():
             episode = self._waiting.pop(ticket)
-            found.append((episode, self._turn(episode, reply)))
-        return found
+            results.append((episode, self._result(episode, reply)))
+        return results
 
 
 class SingleTurn(FunctionEnvironment):
-    """The first completion is the answer, and `pool` scores it: reward(prompt, completion, example)."""
+    """One completion per episode, scored by the pool's reward(prompt, completion, example)."""
 
     replies = False
 
     def trial_call(self, task: Task, completion: str) -> None:
-        """Score one completion on trial."""
-        found = _tried(self.pool, task, (task.prompt, completion, task.example), completion)
-        if not isinstance(found, Score):
+        """Scores one completion before a run starts."""
+        value = _trial_call(self.pool, task, (task.prompt, completion, task.example), completion)
+        if not isinstance(value, Score):
             raise ValueError(
-                f"the reward returned {shorten(found)} for {task.name} on trial, but a reward is a number or a dict of "
+                f"the reward returned {shorten(value)} for {task.name} on trial, but a reward is a number or a dict of "
                 "numbers."
             )
 
-    def _call(self, episode: Episode) -> tuple[Any, ...]:
-        return episode.task.prompt, episode.said[-1].text, episode.task.example
+    def _arguments(self, episode: Episode) -> tuple[Any, ...]:
+        return episode.task.prompt, episode.turns[-1].text, episode.task.example
 
-    def _turn(self, episode: Episode, reply: Reply) -> TurnResult:
+    def _result(self, episode: Episode, reply: Reply) -> TurnResult:
         assert isinstance(reply, Score)
         return TurnResult(reply)
 
 
 class MultiTurn(FunctionEnvironment):
-    """A conversation: `reply` hears the completions so far, and answers or judges.
+    """A conversation with `reply`, which gets all completions so far and returns an observation or a score.
 
     reply(prompt, completions, example) is called in the pool's processes, by the rules of a reward function. Text or
-    messages that it returns are what the model reads next; a number, or a dict of numbers, ends the episode. It keeps
-    nothing between calls: `completions` holds all that was said. An episode without a score after `max_turns`
-    completions ends with `unfinished_reward`.
+    messages that it returns are what the model reads next. A number, or a dict of numbers, ends the episode. It keeps
+    no state between calls. An episode without a score after `max_turns` completions ends with `unfinished_reward`.
     """
 
     replies = True
@@ -250,44 +250,44 @@ class MultiTurn(FunctionEnvironment):
         super().__init__(tasks, pool)
 
     def trial_call(self, task: Task, completion: str) -> None:
-        """Hear one completion on trial."""
-        _tried(self.pool, task, (task.prompt, [completion], task.example), completion)
+        """Calls `reply` with one completion before a run starts."""
+        _trial_call(self.pool, task, (task.prompt, [completion], task.example), completion)
 
-    def _call(self, episode: Episode) -> tuple[Any, ...]:
+    def _arguments(self, episode: Episode) -> tuple[Any, ...]:
         return episode.task.prompt, episode.completions, episode.task.example
 
-    def _turn(self, episode: Episode, reply: Reply) -> TurnResult:
+    def _result(self, episode: Episode, reply: Reply) -> TurnResult:
         if isinstance(reply, Score):
             return TurnResult(reply)
-        if len(episode.said) >= self.max_turns:
+        if len(episode.turns) >= self.max_turns:
             return TurnResult(unfinished_score(self.unfinished_reward))
         return TurnResult(observation=reply)
 
 
 def check_max_turns(max_turns: int) -> None:
-    """Refuse a limit that leaves the model no turn."""
+    """Refuses a limit that leaves the model no turn."""
     if max_turns < 1:
         raise ValueError(f"max_turns is {max_turns}, but the model must have at least one turn.")
 
 
 def unfinished_score(reward: float) -> Score:
-    """What an episode earns that has no end after all its turns."""
+    """Returns the score of an episode that is not over after all its turns."""
     return Score(reward, {"unfinished": 1.0})
 
 
 @dataclass
 class Transcript:
-    """The tokens of one episode: prompt, then what was sampled and what was observed in turn."""
+    """The tokens of one trajectory: the prompt, then completions and observations in turn."""
 
     prompt: Sequence[int]
     tokens: list[int] = field(init=False)
     mask: list[int] = field(init=False)
-    """1 for each token that was sampled, for the column "response_mask"."""
+    """1 for each sampled token, for the column "response_mask"."""
     logprobs: list[float] = field(init=False)
-    """Of each sampled token as its sampler said, 0 for the others; for the column "rollout_logprobs"."""
+    """The sampler's log-prob of each sampled token, 0 for the others, for the column "rollout_logprobs"."""
     routing: Tensor | None = field(init=False, default=None)
-    """Which experts each token up to the last sampled one was sent to, [length, routers, top_k] int16, for the column
-    "routing"; None where the sampler does not tell."""
+    """The experts of each token up to the last sampled one, [length, routers, top_k] int16, for the column "routing";
+    None where the sampler does not return them."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -295,10 +295,10 @@ class Transcript:
         self.logprobs = [0.0] * len(self.tokens)
 
     def add_completion(self, tokens: Sequence[int], logprobs: Sequence[float], routing: Tensor | None = None) -> None:
-        """Add what the model sampled, as it sampled it.
+        """Adds a completion as it was sampled.
 
-        `routing` is a completion's, of all tokens so far. Tokens of earlier turns have passed the model again for it;
-        they keep the experts that they were sampled with.
+        `routing` covers all tokens so far. Tokens of earlier turns went through the model again for it; they keep the
+        experts that they were sampled with.
         """
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens come with {len(logprobs)} log-probs. Give one of each token.")
@@ -308,40 +308,40 @@ class Transcript:
         if routing is not None and len(routing) != len(self.tokens):
             raise ValueError(f"routing is of {len(routing)} tokens, but there are {len(self.tokens)}. Give it of all.")
         if routing is not None and self.routing is not None:
-            routing, known = routing.clone(), len(self.routing) - 1  # its last token had not been sent anywhere
+            routing, known = routing.clone(), len(self.routing) - 1  # the last token was not routed yet
             routing[:known] = self.routing[:known]
         self.routing = routing
 
     def add_observation(self, tokens: Sequence[int]) -> None:
-        """Add what the model was given to read, which is not learned."""
+        """Adds an observation, which is not trained on."""
         self.tokens += tokens
         self.mask += [0] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
 
 
 def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is messages, so that a chat template stands around all that follows it."""
+    """Whether a prompt is messages, so that the chat template formats all that follows it."""
     return not isinstance(prompt, str)
 
 
-def _tried(pool: RewardPool, task: Task, call: tuple[Any, ...], completion: str) -> Reply:
+def _trial_call(pool: RewardPool, task: Task, arguments: tuple[Any, ...], completion: str) -> Reply:
     try:
-        return pool.trial_call(call)
+        return pool.trial_call(arguments)
     except ValueError as error:
         raise ValueError(
             f"{str(error).rstrip('.')}. That was a trial on {task.name} with the completion "
-            f"{shorten(completion)}: a judge that fails there would fail all through the run. Mend it."
+            f"{shorten(completion)}: a reward function that fails there would fail all through the run. Fix it."
         ) from error
 
 
-def _taken(episode: Episode, turn: TurnResult) -> TurnResult:
-    """A turn as the episode remembers it: with what all turns so far have earned."""
-    earned = episode.earned
-    if turn.score is not None:
-        earned = turn.score if earned is None else earned.plus(turn.score)
-    episode.earned = earned
-    if turn.observation is None:
-        episode.score = earned
+def _add_result(episode: Episode, result: TurnResult) -> TurnResult:
+    """Adds a turn's result to its episode. Returns it with the sum of all scores so far."""
+    total = episode.score_so_far
+    if result.score is not None:
+        total = result.score if total is None else total.plus(result.score)
+    episode.score_so_far = total
+    if result.observation is None:
+        episode.score = total
     else:
-        episode.observations.append(turn.observation)
-    return TurnResult(earned, turn.observation)
+        episode.observations.append(result.observation)
+    return TurnResult(total, result.observation)

@@ -1,7 +1,7 @@
-"""Episodes that an OpenEnv server plays: tasks are its seeds, and what it shows at first is the prompt.
+"""Episodes on an OpenEnv server: tasks are its seeds, and its first observation is the prompt.
 
-Needs the package openenv. A server holds one session an episode, so give it as many as are under way at once
-(MAX_CONCURRENT_ENVS there); one more is refused by it, and counts as a failure.
+Needs the package openenv. A server holds one session per episode, so allow it as many as there are at once
+(its MAX_CONCURRENT_ENVS). It refuses one more, which counts as a failure.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from postlude.rollout.environments import AssistantTurn
 from postlude.rollout.tasks import Task, chat_prompt, check_index
 
 SEED, SHOWN = "seed", "shown"
-HIDDEN = ("reward", "done", "metadata")  # of an observation: they are no part of what is seen
+HIDDEN = ("reward", "done", "metadata")  # fields of an observation that the model does not see
 
 
 @dataclass(frozen=True)
 class OpenEnvServer:
-    """A server, and how to speak to it: which field of an action says something, which of an observation is read."""
+    """A server, the field of an action that holds the text, and the field of an observation that is read."""
 
     address: str
     action: str = "message"
@@ -37,11 +37,11 @@ class OpenEnvServer:
             )
 
     def episode(self, example: Mapping[str, Any]) -> OpenEnvEpisode:
-        """The episode of a task."""
+        """Returns an episode of a task."""
         return OpenEnvEpisode(self, example)
 
     def read(self, observation: Any) -> str:
-        """An observation as text."""
+        """Returns an observation as text."""
         if self.observation is None:
             shown = {key: value for key, value in dict(observation).items() if key not in HIDDEN}
             return json.dumps(shown, ensure_ascii=False)
@@ -63,13 +63,13 @@ class OpenEnvEpisode:
         self._client = library.GenericEnvClient(base_url=server.address, message_timeout_s=server.timeout)
 
     async def reset(self) -> str:
-        """Connect, and begin with the seed: what is shown at first."""
+        """Connects and starts the seed. Returns the first observation."""
         await self._client.connect()
         result = await self._client.reset(seed=self.example[SEED])
         return self.server.read(result.observation)
 
     async def begin(self) -> None:
-        """The same as the task did. A server that then shows something else is not playing what the model was shown."""
+        """Starts the seed again, and refuses a first observation that is not the prompt."""
         shown = await self.reset()
         if shown != self.example[SHOWN]:
             raise ValueError(
@@ -77,18 +77,18 @@ class OpenEnvEpisode:
                 "the environment must begin alike for one seed"
             )
 
-    async def step(self, said: AssistantTurn) -> tuple[str | None, float]:
-        """Act, and tell what is seen and what it earned."""
-        result = await self._client.step({self.server.action: said.text})
+    async def step(self, turn: AssistantTurn) -> tuple[str | None, float]:
+        """Sends a completion. Returns the observation, or None at the end, and the reward."""
+        result = await self._client.step({self.server.action: turn.text})
         return None if result.done else self.server.read(result.observation), result.reward or 0.0
 
     async def close(self) -> None:
-        """End the session."""
+        """Ends the session."""
         await self._client.close()
 
 
 class OpenEnvTasks:
-    """Tasks by their seeds: each is begun once to see its prompt, and again by every attempt at it."""
+    """One task per seed. Each is started once for its prompt, and again by every attempt."""
 
     def __init__(self, server: OpenEnvServer, *, first: int, size: int, chat: bool, system: str | None) -> None:
         self.server, self.first, self.size, self.chat, self.system = server, first, size, chat, system
@@ -101,19 +101,19 @@ class OpenEnvTasks:
     def __getitem__(self, index: int) -> Task:
         seed = self.first + check_index(index, self.size)
         if seed not in self._shown:
-            self._coroutines.submit(seed, self._look(seed))
-            outcome = self._coroutines.poll(None)[seed]
-            if outcome.failure is not None:
+            self._coroutines.submit(seed, self._first_observation(seed))
+            result = self._coroutines.poll(None)[seed]
+            if result.failure is not None:
                 raise ValueError(
                     f"the OpenEnv server at {self.server.address} did not begin seed {seed}: "
-                    f"{str(outcome.error).rstrip('.')}. Is it running, and has it room for another session?"
+                    f"{str(result.error).rstrip('.')}. Is it running, and has it room for another session?"
                 )
-            self._shown[seed] = outcome.value
+            self._shown[seed] = result.value
         shown = self._shown[seed]
         prompt = chat_prompt(shown, self.system) if self.chat else shown
         return Task(prompt, {SEED: seed, SHOWN: shown}, f"seed {seed} of {self.server.address}")
 
-    async def _look(self, seed: int) -> str:
+    async def _first_observation(self, seed: int) -> str:
         episode = OpenEnvEpisode(self.server, {SEED: seed})
         try:
             return await episode.reset()

@@ -1,6 +1,6 @@
-"""Tasks and scores of other people's libraries, as functions that worker processes run.
+"""Tasks and rewards of other libraries, as functions that worker processes run.
 
-Nothing is imported here that a worker does not need; the libraries are, when a function is prepared.
+The libraries are imported when a function is prepared, so that workers import nothing else.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 
 
 def extract(completion: str, tag: str | None) -> str | None:
-    """The text in the last <tag>...</tag>, or without a tag all of it; None if it is not there."""
+    """Returns the text in the last <tag>...</tag>, or None if there is none; without a tag, the whole completion."""
     if tag is None:
         return completion.strip()
-    found: list[str] = re.findall(f"<{tag}>(.*?)</{tag}>", completion, flags=re.DOTALL)
-    return found[-1].strip() if found else None
+    texts: list[str] = re.findall(f"<{tag}>(.*?)</{tag}>", completion, flags=re.DOTALL)
+    return texts[-1].strip() if texts else None
 
 
 @dataclass
 class MathReward:
-    """1 if the answer equals that in the example's column, as mathematics and not as text; judged by math-verify.
+    """1 if the answer equals the example's column as mathematics, by math-verify, else 0.
 
-    The answer is looked for in the last <`tag`> if one is named, else in the whole completion: in \\boxed{}, in
-    LaTeX, then as a plain expression. The column holds an expression in LaTeX or plain, or a solution that ends in one
-    after "####". A column that holds none costs its samples, as any failure does.
+    The answer is searched in the last <`tag`> if one is named, else in the whole completion: in \\boxed{}, in LaTeX,
+    then as a plain expression. The column holds an expression, in LaTeX or plain, or a solution that ends in one after
+    "####". A column without an expression is a failure.
     """
 
     column: str = "answer"
@@ -38,13 +38,13 @@ class MathReward:
     _library: Any = field(default=None, repr=False, compare=False)
 
     def prepare(self) -> None:
-        """Import the library."""
-        self._library = _imported("math_verify", "math-verify", "judging mathematical answers")
-        for module in ("parser", "grader"):  # they warn that they have no time limit: the worker has
+        """Imports the library."""
+        self._library = _import("math_verify", "math-verify", "scoring mathematical answers")
+        for module in ("parser", "grader"):  # they warn that they have no time limit, but the worker has one
             logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
     def __call__(self, prompt: Any, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
-        """Its parts are "parsed", whether the completion holds an answer at all, and "correct"."""
+        """Returns the reward and its parts: "parsed", whether the completion has an answer, and "correct"."""
         if self._library is None:
             self.prepare()
         if self.column not in example:
@@ -53,13 +53,13 @@ class MathReward:
         if not expected:
             raise ValueError(f"{example[self.column]!r} holds no mathematical answer")
         answer = extract(completion, self.tag)
-        found = self._parse(answer if self.tag is None else f"\\boxed{{{_bare(answer)}}}") if answer else []
-        correct = bool(found) and self._library.verify(expected, found, timeout_seconds=None)
-        return {"reward": float(correct), "correct": float(correct), "parsed": float(bool(found))}
+        parsed = self._parse(answer if self.tag is None else f"\\boxed{{{_bare(answer)}}}") if answer else []
+        correct = bool(parsed) and self._library.verify(expected, parsed, timeout_seconds=None)
+        return {"reward": float(correct), "correct": float(correct), "parsed": float(bool(parsed))}
 
     def _parse(self, text: str) -> list[Any]:
-        found: list[Any] = self._library.parse(text, parsing_timeout=None)
-        return found
+        parsed: list[Any] = self._library.parse(text, parsing_timeout=None)
+        return parsed
 
     def __getstate__(self) -> dict[str, Any]:
         return {"column": self.column, "tag": self.tag, "_library": None}
@@ -67,7 +67,7 @@ class MathReward:
 
 @dataclass
 class GymReward:
-    """reasoning-gym's own score, from 0 to 1, of what stands in the last <`tag`>, or of all if there is no tag to."""
+    """The score of reasoning-gym, 0 to 1, of the text in the last <`tag`>, or of the whole completion without one."""
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -75,11 +75,11 @@ class GymReward:
     _dataset: Any = field(default=None, repr=False, compare=False)
 
     def prepare(self) -> None:
-        """Build the task's dataset, which knows how to score."""
+        """Builds the task's dataset, which has the scoring function."""
         self._dataset = gym_dataset(self.name, {**self.config, "seed": 0, "size": 1})
 
     def __call__(self, prompt: Any, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
-        """Its part "answered" says whether there was an answer to score."""
+        """Returns the reward and its part "answered", whether there was an answer to score."""
         if self._dataset is None:
             self.prepare()
         answer = extract(completion, self.tag)
@@ -93,10 +93,10 @@ class GymReward:
 
 @dataclass
 class GymEntries:
-    """Entries of a reasoning-gym dataset by index: pages(start, stop) gives them pickled, in base64.
+    """Entries of a reasoning-gym dataset: entries(start, stop) returns them pickled, in base64.
 
-    A page is asked of a worker because some tasks walk through sets, so that what they make depends on the hashes of
-    the process: ranks, and a run resumed, would get different tasks under one seed. Workers all have the same hashes.
+    A worker generates them, because some tasks iterate over sets and so depend on the hash seed of the process. Ranks
+    and resumed runs would get different tasks; workers all have the same hash seed.
     """
 
     name: str
@@ -106,24 +106,26 @@ class GymEntries:
     _dataset: Any = field(default=None, repr=False, compare=False)
 
     def prepare(self) -> None:
-        """Build the dataset."""
+        """Builds the dataset."""
         self._dataset = gym_dataset(self.name, {**self.config, "seed": self.seed, "size": self.size})
 
     def __call__(self, start: int, stop: int) -> str:
-        """Entries from `start` to before `stop`, to be read by `decode_entries`."""
+        """Returns the entries from `start` to before `stop`, for `decode_entries`."""
         entries = [self._dataset[index] for index in range(start, stop)]
-        return base64.b64encode(pickle.dumps(entries)).decode()  # JSON would make lists of tuples, which scoring minds
+        return base64.b64encode(
+            pickle.dumps(entries)
+        ).decode()  # JSON would turn tuples into lists, which scoring does not accept
 
 
 def decode_entries(page: str) -> list[dict[str, Any]]:
-    """The entries of a page that `GymEntries` made."""
+    """Returns the entries that `GymEntries` encoded."""
     entries: list[dict[str, Any]] = pickle.loads(base64.b64decode(page))
     return entries
 
 
 def gym_dataset(name: str, settings: Mapping[str, Any]) -> Any:
-    """Build a reasoning-gym dataset; an unknown name or setting is a sentence with the nearest known one."""
-    library = _imported("reasoning_gym", "reasoning-gym", f'the task "{name}"')
+    """Builds a reasoning-gym dataset. The error about an unknown name or setting names the nearest known one."""
+    library = _import("reasoning_gym", "reasoning-gym", f'the task "{name}"')
     known: dict[str, tuple[Any, Any]] = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:
         near = difflib.get_close_matches(name, known, 3)
@@ -141,7 +143,7 @@ def gym_dataset(name: str, settings: Mapping[str, Any]) -> Any:
         raise ValueError(f'reasoning-gym refuses these settings of "{name}": {error}') from error
 
 
-def _imported(module: str, package: str, purpose: str) -> Any:
+def _import(module: str, package: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -149,7 +151,7 @@ def _imported(module: str, package: str, purpose: str) -> Any:
 
 
 def _final(solution: str) -> str:
-    """The answer of a solution: what follows its last "####", without the signs around mathematics."""
+    """Returns the answer of a solution, after its last "####", without delimiters of mathematics."""
     return _bare(solution.rpartition("####")[2])
 
 
