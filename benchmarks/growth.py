@@ -26,10 +26,10 @@ from transformers import PretrainedConfig
 from workloads import GIB, SHAPES, Clock, Results, Sample, attempt, forget
 
 from postlude import AdamW, Batch, Engine, ranks
-from postlude.model.recompute import Recompute
 from postlude.objectives import PolicyGradient
 from postlude.ops.attention import Scores, attend
 from postlude.ops.packing import Packing
+from postlude.options import Recompute
 
 Pass = Literal["update", "logprobs"]
 LONG = 2.0  # seconds from which on one step is enough

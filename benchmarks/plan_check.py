@@ -183,11 +183,12 @@ class Bench:
     def alone(self) -> None:
         """Each of this rank's stages forward and backward, first and last of a step and in between; and the rest."""
         engine = self.engine
-        tally = MetricAccumulator(Scale(self.dealt.own, self.dealt.counts, sharers=engine.mesh.cp.size), MetricIndex())
+        scale = Scale(self.dealt.microbatches, self.dealt.counts, cp_size=engine.mesh.cp.size)
+        tally = MetricAccumulator(scale, MetricIndex())
         for index, stage in engine.stages.items():
             stage.train()
-            engine.gathering[index].begin(train=True)
-            microbatch = self.dealt.own[0]
+            engine.local_stages.sharding[index].begin_pass(train=True)
+            microbatch = self.dealt.microbatches[0]
             for turn, last in enumerate((False, False, True)):
                 shape = (len(microbatch) // self.layout.tp, engine.config.hidden_size)
                 entered = None
@@ -201,13 +202,13 @@ class Bench:
                     taken, left = self.timed(lambda s=stage, m=microbatch, e=entered, h=how: s(m, e, **h))
                     self.times["F", index, turn == 0].append(taken)
                     if last:
-                        engine.gathering[index].before_last_backward()
+                        engine.local_stages.sharding[index].before_last_backward()
                     gradient = None if left.ndim == 0 else torch.randn_like(left)
                     dist.barrier()
                     taken, _ = self.timed(lambda s=stage, out=left, g=gradient: self.backward(s, out, g))
                     self.times["B", index, last].append(taken)
-            engine.gathering[index].settle()
-            engine.gathering[index].end()
+            engine.local_stages.sharding[index].finish_grads()
+            engine.local_stages.sharding[index].end_pass()
         dist.barrier()
         self.rest["optimizer"].append(self.timed(engine.optimizer_step)[0])
         dist.barrier()
@@ -219,7 +220,7 @@ class Bench:
         """With what comes after it: with overlap, gradients are summed when a layer has all of them."""
         left.backward(gradient)
         for module in (*reversed(stage.logical_layers), stage):
-            self.engine.gathering[stage.stage.index].complete(module)
+            self.engine.local_stages.sharding[stage.stage.index].grads_ready(module)
 
     def transfer(self) -> float:
         """Half of a way there and back, of what stages hand on."""

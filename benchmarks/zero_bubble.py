@@ -25,7 +25,7 @@ from postlude.model.blocks import BLOCKS, MLP, MLPConfig
 from postlude.model.context import ForwardContext
 from postlude.objectives import SFT
 from postlude.ops.linear import DeferredWgrads, wgrad_queue
-from postlude.pipeline.schedule import ZERO_BUBBLE, Overlap
+from postlude.options import ZERO_BUBBLE, Overlap
 from postlude.plan.cost import ActionCost
 from postlude.plan.forecast import simulate_step
 

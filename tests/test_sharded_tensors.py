@@ -82,8 +82,8 @@ def test_a_single_number_of_many_that_stand_apart(tmp_path: Path) -> None:
     """Such a part has a stride, and counts as contiguous all the same."""
     values = torch.arange(12.0).view(6, 2)[2:3, 1]
     assert values.stride() == (2,)
-    catalogue = StagingBuffers().take({"column": TensorShard(values, (2,), (6,))}).write(tmp_path / "part.safetensors")
-    assert ShardReader(tmp_path, catalogue).take("column", (2,), (1,)).tolist() == [5.0]
+    index = StagingBuffers().take({"column": TensorShard(values, (2,), (6,))}).write(tmp_path / "part.safetensors")
+    assert ShardReader(tmp_path, index).read("column", (2,), (1,)).tolist() == [5.0]
 
 
 def test_staging_holds_what_was_and_is_used_again(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -94,8 +94,8 @@ def test_torchrun_leaves_our_options_alone_behind_two_dashes() -> None:
 
 
 def test_what_can_be_recomputed_is_the_same_everywhere() -> None:
-    from postlude.model import recompute
-    from postlude.recipes.config import settings
+    from postlude.options import Recompute
+    from postlude.recipes.config.settings import TrainingConfig
     from postlude.verify.choices import RECOMPUTE
 
-    assert get_args(settings.Recompute) == get_args(recompute.Recompute) == RECOMPUTE
+    assert get_args(get_type_hints(TrainingConfig)["recompute"]) == get_args(Recompute) == RECOMPUTE

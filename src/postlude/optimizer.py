@@ -10,12 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 from postlude.checks import Bounds, Fraction, NonNegative, Positive, check_bounds, check_choice
+from postlude.options import MomentStorage, WeightStorage
 
 DecayShape = Literal["constant", "linear", "cosine"]
-MomentStorage = Literal["fp32", "8bit"]
-WeightStorage = Literal["fp32", "split", "rounded"]
-"""How weights are stored: in fp32; in bf16, with the sixteen bits that fp32 has beyond in the optimizer's state; or in
-bf16 alone, each step rounded up or down at random so that it is right on average."""
 SCALE_BYTES = 4 / 64  # of a number in eight bits: its share of the scale that a block has
 
 

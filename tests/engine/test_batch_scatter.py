@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from postlude import Batch, Engine, Layout
-from postlude.engine.batch_scatter import scatter_batch
+from postlude.engine.batch_sharding import scatter_batch
 from postlude.hf.builtin import tiny_dense
 from postlude.objectives import SFT
 from postlude.world.agreement import Rank0Controller

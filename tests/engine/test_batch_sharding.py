@@ -96,7 +96,7 @@ class Counted(Sequence[Any]):
 def read_rows(group: dist.ProcessGroup) -> tuple[set[int], set[int]]:
     sequences = Counted(batch(1).sequences)
     found = shard_batch(Batch(sequences), mesh(Layout(dp_shard=4)), budget=8 * BUDGET, vocab_size=256, device=CPU)
-    return sequences.seen, {index for each in found.own for index in each.sequences}
+    return sequences.seen, {index for each in found.microbatches for index in each.sequences}
 
 
 def test_a_rank_reads_what_it_runs_and_what_the_next_one_does(ranks) -> None:
@@ -221,7 +221,8 @@ def numbers(group: dist.ProcessGroup) -> list[Any]:
     both = Batch([[1, 2, 3], [4, 5]], {"weight": [[1, 2, 3], [0.5, 0.5]], "pairs": pairs})
     found = shard_batch(both, here, budget=3, vocab_size=9, device=CPU)
     one = shard_batch(Batch([[1, 2, 3]], {"pairs": pairs[:1]}), here, budget=3, vocab_size=9, device=CPU)
-    return [found.own[0].columns["weight"].dtype, found.counts, one.own[0].columns["pairs"].shape[1:], one.counts]
+    weight, pair = found.microbatches[0].columns["weight"], one.microbatches[0].columns["pairs"]
+    return [weight.dtype, found.counts, pair.shape[1:], one.counts]
 
 
 def test_ranks_agree_about_columns_of_which_they_have_little(ranks) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude import Batch, Engine, Layout, Loss, OutputInputs, launch
-from postlude.engine.stage_builder import StageBuilder
+from postlude.engine.stages import StageBuilder
 from postlude.objectives import SFT
 from postlude.optimizer import SGD
 from tests.engine.training import batch, build, config, policy, same, told, train, weights
@@ -142,7 +142,7 @@ def refused(group: dist.ProcessGroup, layout: str, failure: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
-@pytest.mark.parametrize(("failure", "call"), [("measure", "measure"), ("backward", "forward_backward")])
+@pytest.mark.parametrize(("failure", "call"), [("measure", "evaluate_loss"), ("backward", "forward_backward")])
 def test_one_of_several_ranks_refuses_to_go_on(ranks, layout: str, failure: str, call: str) -> None:
     for sentences in ranks(2, refused, layout, failure):
         assert set(sentences) == {
@@ -162,7 +162,7 @@ def beyond_mending(group: dist.ProcessGroup) -> str:
 def test_an_engine_that_cannot_be_made_anew_says_so(ranks) -> None:
     (sentence,) = ranks(1, beyond_mending)
     assert sentence.startswith(
-        f"RuntimeError: this engine's measure failed ({FAULT}), and its stages could not be made"
+        f"RuntimeError: this engine's evaluate_loss failed ({FAULT}), and its stages could not be rebuilt"
     )
     assert sentence.endswith("make a new engine, and load its last checkpoint.")
 
@@ -219,7 +219,7 @@ def go_on(layout: str) -> None:
 @pytest.mark.slow
 def test_a_stage_of_a_pipeline_refuses_to_go_on() -> None:
     with PlainRanks(2, TIMEOUT, go_on, "pp=2") as both:
-        assert both.told(0).startswith("rank 1 of 2 failed: RuntimeError: this engine's measure failed")
+        assert both.told(0).startswith("rank 1 of 2 failed: RuntimeError: this engine's evaluate_loss failed")
 
 
 def train_to_the_end(layout: str, end: str) -> None:

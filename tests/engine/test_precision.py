@@ -29,13 +29,13 @@ RECURRENT = small_config("[M-]G")
 
 
 @contextmanager
-def learning(gathering: ParameterSharding) -> Iterator[None]:
+def learning(sharding: ParameterSharding) -> Iterator[None]:
     """As an engine does around the only microbatch of a step."""
-    gathering.begin(train=True)
-    gathering.before_last_backward()
+    sharding.begin_pass(train=True)
+    sharding.before_last_backward()
     yield
-    gathering.settle()
-    gathering.end()
+    sharding.finish_grads()
+    sharding.end()
 
 
 def draw(model: LanguageModel) -> None:
@@ -51,7 +51,7 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     place = mesh(Layout.parse(layout))
     with torch.device("meta"):
         model = LanguageModel(CONFIG, mesh=place, value_head=True, recompute=recompute)
-    gathering = shard_stage(model, place, torch.bfloat16)
+    sharding = shard_stage(model, place, torch.bfloat16)
     model.to_empty(device="cpu")
     model.reset()
     draw(model)
@@ -75,7 +75,7 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
         return inputs.head.values(inputs.hidden).square().sum()
 
     microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
-    with learning(gathering):
+    with learning(sharding):
         model(microbatch, output_processor=values).backward()
     for name in PROMISED:
         parameter = model.get_parameter(name)
@@ -163,7 +163,7 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     place = mesh(Layout.parse(layout))
     with torch.device("meta"):
         model = LanguageModel(RECURRENT, mesh=place, recompute=recompute)
-    gathering = shard_stage(model, place, torch.bfloat16)
+    sharding = shard_stage(model, place, torch.bfloat16)
     model.to_empty(device="cpu")
     model.reset()
     found: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
 
             module.register_forward_hook(after)
     microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
-    with learning(gathering):
+    with learning(sharding):
         model(microbatch, targets=True).sum().backward()
     for name, mine in found.items():
         parameter = model.get_parameter(name)

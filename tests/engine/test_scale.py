@@ -186,7 +186,7 @@ def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]
     here = mesh(Layout.parse(layout))
     whole = microbatches(12, here.dp.size)
     own = [shard_context(part, here.cp) for part in whole[here.dp.rank :: here.dp.size]]
-    scale = Scale(whole, sharers=here.cp.size)
+    scale = Scale(whole, cp_size=here.cp.size)
     tally, summed = MetricAccumulator(scale), MetricAccumulator(scale)
     for part in own:
         values = part.sequence_sum(part.column("value"))

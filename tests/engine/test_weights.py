@@ -155,7 +155,7 @@ def stop_early(group: Any, taken: int) -> int:
     pieces = plan_tensors(engine.config, engine.family)
     buckets = plan_buckets(pieces, 300_000, torch.float32)
     assert len(buckets) > 3
-    stream = InterruptibleStream(buckets, engine.tensors, engine.mesh, torch.float32, shared=engine.shared)
+    stream = InterruptibleStream(buckets, engine, torch.float32)
     got = len(list(itertools.islice(stream, taken if dist.get_rank() == 0 else None)))
     stream.end()
     dist.barrier()  # nobody is left in the stream

@@ -11,7 +11,8 @@ import torch
 from postlude import AdamW, Batch, Engine, Layout, ModelConfig
 from postlude.model.parallel import local_shard
 from postlude.objectives import MTP, SFT
-from postlude.pipeline.schedule import Overlap, zero_bubble
+from postlude.options import Overlap
+from postlude.pipeline.schedule import zero_bubble
 from postlude.trace.recorder import Recording
 from tests.engine.test_overlap import assert_one, config, gradients
 from tests.meshes import mesh

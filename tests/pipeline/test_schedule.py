@@ -13,15 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from postlude.pipeline.schedule import (
-    ZERO_BUBBLE,
-    Action,
-    ScheduleEntry,
-    check_overlap,
-    one_f_one_b,
-    rank_schedule,
-    zero_bubble,
-)
+from postlude.options import ZERO_BUBBLE, check_overlap
+from postlude.pipeline.schedule import Action, ScheduleEntry, one_f_one_b, rank_schedule, zero_bubble
 from postlude.plan.simulator import DeadlockError, SimulatedTimeline, dependencies, peak_held
 from tests.pipeline.simulator import simulate, simulate_turns, transfers
 

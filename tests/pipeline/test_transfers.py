@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from postlude.pipeline.schedule import ZERO_BUBBLE, Action, ScheduleEntry, rank_schedule
+from postlude.options import ZERO_BUBBLE
+from postlude.pipeline.schedule import Action, ScheduleEntry, rank_schedule
 from postlude.pipeline.transfers import RankTransfers, Transfer, plan_transfers, transfer_plan
 
 SHAPES = [

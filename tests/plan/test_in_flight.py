@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from postlude import Batch, Engine, Layout
 from postlude.objectives import SFT
-from postlude.pipeline.schedule import Overlap
+from postlude.options import Overlap
 from postlude.plan.memory import schedule_of
 from postlude.plan.simulator import peak_held
 from postlude.trace.recorder import Recording

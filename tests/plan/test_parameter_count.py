@@ -103,7 +103,9 @@ def test_what_is_put_off_is_what_blocks_say(symbol: str) -> None:
         for each in (made.args[1:] if isinstance(made, partial) else [c.cell_contents for c in made.__closure__ or ()])
         if isinstance(each, torch.Tensor)
     }
-    assert sum(held.values()) == pytest.approx(config.blocks[symbol].put_off(64) * 4 * len(microbatch), rel=0.1)
+    assert sum(held.values()) == pytest.approx(
+        config.blocks[symbol].wgrad_activations(64) * 4 * len(microbatch), rel=0.1
+    )
 
 
 def test_depths_that_nobody_trains_are_held_and_no_more() -> None:

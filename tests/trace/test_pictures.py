@@ -37,7 +37,7 @@ def test_what_is_hidden_of_the_exchange() -> None:
     assert exchange_seconds([]) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["wait", "shards"])
+@pytest.mark.parametrize("kind", ["wait", "fsdp"])
 def test_a_rank_that_stands_still_hides_nothing(kind: SpanKind) -> None:
     assert exchange_seconds([span("forward", 0, 2), span(kind, 0, 2), span("exchange", 0, 2)]) == (2, 0)
 
@@ -49,7 +49,7 @@ def test_labels() -> None:
         "wait 1 dispatch",
     ]
     assert [SPANS[index].label for index in (4, 5)] == ["B0 work", "W0 work"]
-    assert Span(0, "shards", "weights", 0, 1).label == "weights"
+    assert Span(0, "fsdp", "weights", 0, 1).label == "weights"
 
 
 def test_from_zero_keeps_lengths_and_order() -> None:

@@ -17,8 +17,7 @@ from torch.distributed.tensor import Replicate
 from transformers import Qwen3MoeConfig
 
 from postlude import Layout
-from postlude.engine import engine as engine_module
-from postlude.engine import unsharded
+from postlude.engine import gradients, unsharded
 from postlude.engine.scale import Scale
 from postlude.hf.model_source import Source
 from postlude.model import context as context_module
@@ -45,8 +44,8 @@ def lost(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
     return gradients[0].new_zeros(sum(ctx.way.sent), *gradients[0].shape[1:]), None, None, None
 
 
-def unshared(self: Scale, microbatches: Any, counts: Any = None, *, sharers: int = 1) -> None:
-    self.microbatches, self.sharers, self.given, self.counts = microbatches, 1, counts is not None, dict(counts or {})
+def unshared(self: Scale, microbatches: Any, counts: Any = None, *, cp_size: int = 1) -> None:
+    self.microbatches, self.cp_size, self.given, self.counts = microbatches, 1, counts is not None, dict(counts or {})
 
 
 SUMS_REPLICAS = FSDPModule.set_requires_all_reduce
@@ -134,7 +133,7 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         Layout(pp=2),
         "tiny-dense",
         "sft",
-        lambda: patch.object(engine_module, "all_reduce_shared", lambda gradient, mesh: None),
+        lambda: patch.object(gradients, "all_reduce_shared", lambda gradient, mesh: None),
     ),
     "pp: gradients do not reach the stage before": (
         Layout(pp=2),

@@ -11,7 +11,7 @@ from rich.table import Table
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.model import ModelConfig, Pattern
-from postlude.pipeline.schedule import check_overlap
+from postlude.options import check_overlap
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import StepForecast, forecast
 from postlude.plan.hardware import Hardware, load_hardware

@@ -18,9 +18,8 @@ from postlude.engine import Engine
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
-from postlude.model.recompute import Recompute
 from postlude.objectives import MTP, SFT
-from postlude.pipeline.schedule import ZERO_BUBBLE, Overlap, check_overlap
+from postlude.options import ZERO_BUBBLE, Overlap, Recompute, check_overlap
 from postlude.trace.chrome import chrome_events, chrome_json
 from postlude.trace.recorder import Recording
 from postlude.trace.spans import Span, starting_at_zero

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
-from postlude.pipeline.schedule import check_overlap
+from postlude.options import check_overlap
 from postlude.verify.cases import Case, fitting_layouts, resolve_source
 from postlude.verify.choices import TOLERANCES
 from postlude.verify.compare import Report, compare_all

@@ -17,6 +17,10 @@ class BatchSharding:
     """Tokens of every sequence of the batch."""
     owners: Sequence[int]
     """For each of them, the data-parallel rank that holds it."""
+    bins: Sequence[Sequence[int]] | None = None
+    """The plan of microbatches, if it was made already: bin k is of data-parallel rank k % ranks."""
+    budget: int | None = None
+    """The tokens of a microbatch that `bins` were planned for."""
 
 
 @dataclass(frozen=True)

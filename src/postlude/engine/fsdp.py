@@ -1,4 +1,4 @@
-"""Data parallelism: who shards which parameters by FSDP2, or holds them whole, and when gradients are summed."""
+"""How a stage's parameters are stored and gathered: sharded by FSDP2, or unsharded if no other rank shares them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
@@ -19,139 +18,132 @@ from postlude.world.mesh import Mesh
 
 
 class ParameterSharding(Protocol):
-    """How the weights of one stage are made ready for passes, and what becomes of its gradients."""
+    """Makes the weights of one stage ready for passes, and reduces its gradients."""
 
-    def begin(self, *, train: bool) -> None:
-        """Before the first forward of a pass over microbatches; with `train`, backwards come too."""
+    def begin_pass(self, *, train: bool) -> None:
+        """Called before the first forward of a pass over microbatches. With `train`, backwards follow."""
         ...
 
     def before_last_backward(self) -> None:
-        """When all but one of the backwards are done."""
+        """Called when all backwards but one are done."""
         ...
 
-    def complete(self, module: FSDPUnit) -> None:
-        """When a planned backward has added all that it adds to a layer's gradients, or to those of the stage."""
+    def grads_ready(self, module: FSDPUnit) -> None:
+        """Called when a planned backward has added all that it adds to the gradients of a layer or the stage."""
         ...
 
-    def settle(self) -> None:
-        """After the last backward: make gradients those of all ranks."""
+    def finish_grads(self) -> None:
+        """Called after the last backward: gradients become those of all ranks."""
         ...
 
-    def end(self) -> None:
-        """After the pass, also one that failed: the stage has its stored parameters again."""
+    def end_pass(self) -> None:
+        """Called after a pass, also one that failed: the stage has its stored parameters again."""
         ...
 
 
 def shard_stage(
-    model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, planned: bool = False, once: bool = False
+    model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, planned: bool = False, reduce_once: bool = False
 ) -> ParameterSharding:
-    """Shard a stage over the data-parallel ranks: what blocks keep apart, each logical layer, then the rest.
+    """Shards a stage over the data-parallel ranks: what blocks shard separately, each logical layer, then the rest.
 
-    Where there is one such rank, nothing is sharded. Gradients are summed, never divided: the one scale has divided
-    already. Where passes are `planned`, with `once`, and in a pipeline, weights stay whole between microbatches. With
-    `once`, and in a pipeline, gradients wait for the last backward; otherwise each microbatch's are summed at once, so
-    that no rank ever holds the gradient of more than a layer.
+    With one such rank, nothing is sharded. Gradients are summed, never divided: the loss is divided already. If passes
+    are `planned`, with `reduce_once`, and in a pipeline, weights stay gathered between microbatches. With
+    `reduce_once`, and in a pipeline, gradients are reduced after the last backward. Otherwise each microbatch's are
+    reduced at once, so that no rank holds the full gradient of more than a layer.
     """
     assert mesh.fsdp_mesh is not None
     assert mesh.expert_fsdp_mesh is not None
-    apart = model.sharded_separately()
-    if is_whole(mesh, experts=any(part.experts for part in apart)):
+    units = model.sharded_separately()
+    has_experts = any(unit.experts for unit in units)
+    if mesh.fsdp_mesh.size() == 1 and (mesh.expert_fsdp_mesh.size() == 1 or not has_experts):
         return Unsharded(model, compute_dtype)
     if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
         raise ValueError(
             f"weights are stored narrower than fp32 where no other rank shares them, but {mesh.layout} shards them. "
             'Use weights="fp32", of which each rank stores a part, or a layout of tp and pp alone.'
         )
-    once = once or mesh.pp.size > 1
-    whole_between = once or planned
-    even = functools.partial(_evenly, ranks=mesh.expert_fsdp_mesh.shape[-1])
-    for part in apart:
+    reduce_once = reduce_once or mesh.pp.size > 1
+    reshard = not (reduce_once or planned)
+    expert_placement = functools.partial(_even_placement, ranks=mesh.expert_fsdp_mesh.shape[-1])
+    for unit in units:
         fully_shard(
-            part.module,
-            mesh=mesh.expert_fsdp_mesh if part.experts else mesh.fsdp_mesh,
-            mp_policy=_precision(torch.float32 if part.fp32 else compute_dtype),
-            shard_placement_fn=even if part.experts else None,
-            reshard_after_forward=not whole_between,
+            unit.module,
+            mesh=mesh.expert_fsdp_mesh if unit.experts else mesh.fsdp_mesh,
+            mp_policy=_precision(torch.float32 if unit.fp32 else compute_dtype),
+            shard_placement_fn=expert_placement if unit.experts else None,
+            reshard_after_forward=reshard,
         )
     for layer in model.logical_layers:
-        fully_shard(
-            layer, mesh=mesh.fsdp_mesh, mp_policy=_precision(compute_dtype), reshard_after_forward=not whole_between
-        )
+        fully_shard(layer, mesh=mesh.fsdp_mesh, mp_policy=_precision(compute_dtype), reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh.fsdp_mesh, mp_policy=_precision(compute_dtype), reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             register_fsdp_forward_method(module, "trigger_grad_reduce")
-    return FSDPManual(model, once=once) if planned else FSDPAutomatic(model, once=once)
+    return (FSDPManual if planned else FSDPAutomatic)(model, reduce_once=reduce_once)
 
 
-def is_whole(mesh: Mesh, *, experts: bool) -> bool:
-    """Whether no other rank shares this one's part of a stage, or of its experts where it has some."""
-    assert mesh.fsdp_mesh is not None
-    assert mesh.expert_fsdp_mesh is not None
-    return mesh.fsdp_mesh.size() == 1 and (mesh.expert_fsdp_mesh.size() == 1 or not experts)
+def _precision(param_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+def _even_placement(parameter: nn.Parameter, ranks: int) -> Shard:
+    """Returns a shard over the first dimension that `ranks` divides; over dimension 0 if there is none.
 
-
-def _evenly(parameter: nn.Parameter, ranks: int) -> Shard:
-    """The first dimension of what this rank holds that divides over `ranks`; the very first where none does.
-
-    A few experts over many ranks would leave some without any, and all would gather the room kept for them.
+    A few experts sharded over many ranks would leave some ranks empty, and all would gather the padding.
     """
     shape = local_shard(parameter).shape
     return Shard(next((dimension for dimension, size in enumerate(shape) if size % ranks == 0), 0))
 
 
 class FSDPAutomatic:
-    """Weights are gathered, and gradients summed, where FSDP does so: around the calls of layers."""
+    """FSDP's hooks gather weights and reduce gradients around the calls of layers."""
 
-    def __init__(self, stage: LanguageModel, *, once: bool) -> None:
-        self.stage, self.once = stage, once
+    def __init__(self, stage: LanguageModel, *, reduce_once: bool) -> None:
+        self.stage, self.reduce_once = stage, reduce_once
 
-    def begin(self, *, train: bool) -> None:
-        """What FSDP is to do in the backwards but the last."""
+    def begin_pass(self, *, train: bool) -> None:
+        """Sets what FSDP does in all backwards but the last."""
         if train:
-            self._expect(last=False)
+            self._set_backward(last=False)
 
     def before_last_backward(self) -> None:
-        """What it is to do in the last."""
-        self._expect(last=True)
+        """Sets what FSDP does in the last backward."""
+        self._set_backward(last=True)
 
-    def complete(self, module: FSDPUnit) -> None:
-        """FSDP knows by itself."""
+    def grads_ready(self, module: FSDPUnit) -> None:
+        """FSDP's hooks notice it."""
 
-    def settle(self) -> None:
-        """FSDP has summed them."""
+    def finish_grads(self) -> None:
+        """FSDP has reduced them."""
 
-    def end(self) -> None:
-        """Let go of whole weights, so that the next forward gathers them as they are then."""
+    def end_pass(self) -> None:
+        """Frees gathered weights, so that the next forward gathers the current ones."""
         for module in self.stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _expect(self, *, last: bool) -> None:
+    def _set_backward(self, *, last: bool) -> None:
         assert isinstance(self.stage, FSDPModule)
-        self.stage.set_requires_gradient_sync(last or not self.once)
+        self.stage.set_requires_gradient_sync(last or not self.reduce_once)
         self.stage.set_requires_all_reduce(last)
-        self.stage.set_reshard_after_backward(last or not self.once)
+        self.stage.set_reshard_after_backward(last or not self.reduce_once)
         self.stage.set_is_last_backward(last)
 
 
 class FSDPManual(FSDPAutomatic):
-    """Weights are made whole before a step and stay so, for plans, which run the steps of layers without calling them.
+    """Weights are gathered before a step and stay gathered: schedule plans run layers' steps without calling layers.
 
-    FSDP sums gradients in the backward of a call, so when those of a layer are all there, it gets an empty one.
+    FSDP reduces gradients in the backward of a call. So when a layer's gradients are ready, an empty forward and
+    backward triggers that.
     """
 
-    ending = False
+    last_backward = False
 
-    def begin(self, *, train: bool) -> None:
-        """Gather all weights."""
-        self.ending = False
+    def begin_pass(self, *, train: bool) -> None:
+        """Gathers all weights."""
+        self.last_backward = False
         if not train:
             return
         stage = self.stage
@@ -159,47 +151,41 @@ class FSDPManual(FSDPAutomatic):
         stage.set_requires_gradient_sync(False)
         stage.set_reshard_after_backward(False)
         stage.set_is_last_backward(False)
-        stage.trigger_grad_reduce(_nothing(stage))  # FSDP wants to meet a stage before its layers
+        stage.trigger_grad_reduce(_zero(stage))  # FSDP must see the root before its layers
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
 
     def before_last_backward(self) -> None:
-        """The gradients that it completes are the step's."""
-        self.ending = True
+        """From here on, ready gradients are the step's."""
+        self.last_backward = True
 
-    def complete(self, module: FSDPUnit) -> None:
-        """Sum the gradients: of every backward, or once, of the last."""
+    def grads_ready(self, module: FSDPUnit) -> None:
+        """Reduces the gradients: of every backward, or only of the last."""
         stage = self.stage
-        layers = {id(each) for layer in stage.logical_layers for each in layer.modules()} if module is stage else set()
-        own = [each for each in module.modules() if isinstance(each, FSDPModule) and id(each) not in layers]
-        self._hand_over(own)  # some may have been added to the sums in fp32 already: so that all are
-        if self.once and not self.ending:
+        in_layers = {id(m) for layer in stage.logical_layers for m in layer.modules()} if module is stage else set()
+        units = [m for m in module.modules() if isinstance(m, FSDPModule) and id(m) not in in_layers]
+        self._trigger(units)  # adds to the fp32 sums what was not added yet
+        if self.reduce_once and not self.last_backward:
             return
-        for each in own:
-            each.set_requires_gradient_sync(True, recurse=False)
-            each.set_requires_all_reduce(self.ending, recurse=False)
-        if module is stage and self.ending:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_requires_all_reduce(self.last_backward, recurse=False)
+        if module is stage and self.last_backward:
             assert isinstance(stage, FSDPModule)
             stage.set_is_last_backward(True)
             stage.set_reshard_after_backward(True)
-        self._hand_over(own)
-        for each in own:
-            each.set_requires_gradient_sync(False, recurse=False)
+        self._trigger(units)
+        for unit in units:
+            unit.set_requires_gradient_sync(False, recurse=False)
 
-    def _hand_over(self, modules: Sequence[FSDPModule]) -> None:
-        """One empty backward through all: at its end FSDP looks at every module of the stage, so each costs."""
-        passed = _nothing(self.stage).requires_grad_()
-        for each in modules:
-            passed = cast(FSDPUnit, each).trigger_grad_reduce(passed)
-        passed.backward()
+    def _trigger(self, units: Sequence[FSDPModule]) -> None:
+        """Runs one empty backward through all units: at its end FSDP visits every module of the stage."""
+        value = _zero(self.stage).requires_grad_()
+        for unit in units:
+            value = cast(FSDPUnit, unit).trigger_grad_reduce(value)
+        value.backward()
 
 
-def _nothing(stage: LanguageModel) -> Tensor:
+def _zero(stage: LanguageModel) -> Tensor:
     return torch.zeros((), device=next(stage.parameters()).device)
-
-
-def all_reduce_shared(gradient: Tensor, mesh: Mesh) -> None:
-    """Sum the gradient of a shared parameter over the two ends of the pipeline, which both hold it."""
-    if mesh.first_and_last_stage.group is not None:
-        dist.all_reduce(local_shard(gradient), group=mesh.first_and_last_stage.group)

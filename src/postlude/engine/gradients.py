@@ -1,8 +1,8 @@
-"""Whole gradients, in bounded memory: their norm, their clipping, and what blocks count beside them."""
+"""Gradients over all ranks, in bounded memory: their norm, their clipping, and the sums of replicated ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,21 @@ from postlude.model.parallel import local_shard
 from postlude.ops.foreach import norms
 from postlude.world.mesh import Mesh
 
-CHUNK = 1 << 24  # elements that are looked at in float64 at a time
+CHUNK = 1 << 24  # elements converted to float64 at a time
 
 
 @torch.no_grad()
 def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> Tensor:
-    """The norm of all tensors of all ranks together, a float64 scalar; never all of one in float64.
+    """Returns the norm of all tensors of all ranks, a float64 scalar. No tensor is converted to float64 as a whole.
 
-    Each comes with the number of ranks that hold the same part of it.
+    Each tensor comes with the number of ranks that hold the same shard of it.
     """
     chunks, shares = list[Tensor](), list[float]()
-    for tensor, alike in tensors:
-        part = local_shard(tensor)
-        cut = [part] if part.numel() <= CHUNK else part.reshape(-1).split(CHUNK)
-        chunks += cut
-        shares += [1.0 / alike] * len(cut)
+    for tensor, replicas in tensors:
+        shard = local_shard(tensor)
+        pieces = [shard] if shard.numel() <= CHUNK else shard.reshape(-1).split(CHUNK)
+        chunks += pieces
+        shares += [1.0 / replicas] * len(pieces)
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if chunks:
         weights = (
@@ -42,13 +42,13 @@ def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> T
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
-    """Zeros to add gradients to: in fp32, though the parameter be narrower."""
+    """Returns zeros to add gradients to: in fp32, even if the parameter is narrower."""
     parameter.grad_dtype = None  # any
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
 
 def replica_count(parameter: Tensor) -> int:
-    """How many ranks hold the same part of a parameter."""
+    """Returns how many ranks hold the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     count = 1
@@ -58,25 +58,49 @@ def replica_count(parameter: Tensor) -> int:
 
 
 def clip(parameters: Iterable[Tensor], limit: float, norm: float) -> None:
-    """Scale the gradients of this rank, all at once, as a whole gradient of this norm is scaled down to the limit."""
-    parts = []
+    """Scales this rank's gradients as the whole gradient, of this norm, is scaled down to the limit."""
+    shards = []
     for parameter in parameters:
         if parameter.grad is not None:
-            part = local_shard(parameter)
-            part.grad = local_shard(parameter.grad)
-            parts.append(part)
-    if parts:
-        clip_grads_with_norm_(parts, limit, torch.full((), norm, dtype=torch.float32, device=parts[0].device))
+            shard = local_shard(parameter)
+            shard.grad = local_shard(parameter.grad)
+            shards.append(shard)
+    if shards:
+        clip_grads_with_norm_(shards, limit, torch.full((), norm, dtype=torch.float32, device=shards[0].device))
+
+
+def finish(parameters: Mapping[str, Tensor], shared: Collection[str], mesh: Mesh) -> None:
+    """Gives every parameter a gradient, and sums those of `shared` ones over the first and the last stage.
+
+    Zeros if nothing depended on it: without one it would get no optimizer state, and a checkpoint would lack it.
+    """
+    for parameter in parameters.values():
+        if parameter.grad is None:
+            parameter.grad = zero_gradient(parameter)
+    for name in sorted(parameters.keys() & shared):
+        gradient = parameters[name].grad
+        assert gradient is not None
+        all_reduce_shared(gradient, mesh)
+
+
+def all_reduce_shared(gradient: Tensor, mesh: Mesh) -> None:
+    """Sums the gradient of a shared parameter over the first and the last stage, which both hold it."""
+    if mesh.first_and_last_stage.group is not None:
+        dist.all_reduce(local_shard(gradient), group=mesh.first_and_last_stage.group)
 
 
 @torch.no_grad()
-def all_reduce_counters(counted: Sequence[Tensor], mesh: Mesh) -> None:
-    """Sum what each rank counted of its own tokens over all ranks of a stage: together, in one go an axis."""
-    axes = [axis for axis in (mesh.dp, mesh.cp, mesh.tp) if axis.group is not None]
-    if not counted or not axes:
-        return
-    together = torch.cat([each.flatten() for each in counted])
-    for axis in axes:
-        dist.all_reduce(together, group=axis.group)
-    for each, total in zip(counted, together.split([each.numel() for each in counted]), strict=True):
-        each.copy_(total.view_as(each))
+def all_reduce_counters(counters: Sequence[Tensor], mesh: Mesh) -> None:
+    """Sums what each rank counted of its own tokens over all ranks of a stage: one all-reduce per axis."""
+    groups = [axis.group for axis in (mesh.dp, mesh.cp, mesh.tp) if axis.group is not None]
+    if counters and groups:
+        all_reduce_together(counters, groups)
+
+
+def all_reduce_together(tensors: Sequence[Tensor], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Sums several tensors in place over the groups, one after the other, as one flat tensor."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    for group in groups:
+        dist.all_reduce(flat, group=group)
+    for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))

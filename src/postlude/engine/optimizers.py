@@ -32,7 +32,8 @@ from postlude.ops.adamw import (
     scales_shape,
 )
 from postlude.ops.foreach import foreach_copy
-from postlude.optimizer import SGD, AdamW, OptimizerConfig, WeightStorage
+from postlude.optimizer import SGD, AdamW, OptimizerConfig
+from postlude.options import WeightStorage
 from postlude.sharded_tensors import TensorShard
 
 FIRST, SECOND, LOW = "exp_avg", "exp_avg_sq", "low"  # as torch calls the first two
@@ -53,7 +54,7 @@ def build(
     return ShardedSGD(config, parameters, matrices)
 
 
-def kind(config: OptimizerConfig, weights: WeightStorage) -> str:
+def optimizer_kind(config: OptimizerConfig, weights: WeightStorage) -> str:
     """What a checkpoint's state is of. Another kind has no use for it."""
     moments = ", 8-bit moments" if isinstance(config, AdamW) and config.moments == "8bit" else ""
     return f"{type(config).__name__}{moments}{'' if weights == 'fp32' else f', {weights} weights'}"
@@ -97,7 +98,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 if parameter in self.matrices:
                     self._check_blocks(parameter)
 
-    def move(self, lr: float, norm: Tensor) -> None:
+    def clipped_step(self, lr: float, norm: Tensor) -> None:
         """Step, by gradients clipped as a whole one of this norm is. Where it is not finite, nothing is changed."""
         limit = self.config.max_grad_norm
         factor = torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -283,7 +284,7 @@ class ShardedSGD(torch.optim.SGD):
         # Not fused: DTensors have no fused step of it.
         super().__init__(list(groups.values()), lr=config.lr, momentum=config.momentum, foreach=True)
 
-    def move(self, lr: float, norm: Tensor) -> None:
+    def clipped_step(self, lr: float, norm: Tensor) -> None:
         """Step, by gradients clipped as a whole one of this norm is. Where it is not finite, nothing is changed."""
         found, limit = float(norm), self.config.max_grad_norm
         if not math.isfinite(found):

@@ -38,15 +38,15 @@ class Scale:
     """The counts of one batch, and what a microbatch adds to a loss or a metric.
 
     `counts` are sums of weights over the whole step, by name. Without them weights are summed over `microbatches`,
-    which are then all of the batch, uncut. `sharers` is the number of context-parallel ranks, each of which holds every
+    which are then all of the batch, uncut. `cp_size` is the number of context-parallel ranks, each of which holds every
     sequence's values.
     """
 
     def __init__(
-        self, microbatches: Sequence[Microbatch], counts: Mapping[str, float] | None = None, *, sharers: int = 1
+        self, microbatches: Sequence[Microbatch], counts: Mapping[str, float] | None = None, *, cp_size: int = 1
     ) -> None:
         self.microbatches = microbatches
-        self.sharers = sharers
+        self.cp_size = cp_size
         self.given = counts is not None
         self.counts = dict(counts or {})
 
@@ -61,7 +61,7 @@ class Scale:
             )
         if name not in self.counts:
             weights = (self.weights(over, each, depth).sum(dtype=torch.float64) for each in self.microbatches)
-            self.counts[name] = float(sum(weights)) * self.sharers_of(over)
+            self.counts[name] = float(sum(weights)) * self.replicas_of(over)
         if not self.counts[name] > 0 and not (depth and self.counts[name] == 0):
             raise ValueError(
                 f'a loss is a mean over "{over}", whose weights sum to {self.counts[name]:g} in this batch. '
@@ -77,7 +77,7 @@ class Scale:
             case "tokens":
                 return microbatch.targets != IGNORE
             case "sequences":
-                return torch.full((microbatch.packing.count,), 1.0 / self.sharers, device=microbatch.tokens.device)
+                return torch.full((microbatch.packing.count,), 1.0 / self.cp_size, device=microbatch.tokens.device)
         return microbatch.column(over)
 
     def loss(self, loss: Loss, microbatch: Microbatch) -> Tensor:
@@ -87,13 +87,13 @@ class Scale:
 
     def _sum(self, loss: Loss, microbatch: Microbatch) -> Tensor:
         if loss.values.ndim == 0:
-            return loss.values.float() / self.sharers_of(loss.over)
+            return loss.values.float() / self.replicas_of(loss.over)
         weights = self.fitting(loss, microbatch)
         return torch.where(weights != 0, loss.values.float() * weights, 0.0).sum()
 
-    def sharers_of(self, over: str) -> int:
+    def replicas_of(self, over: str) -> int:
         """How many ranks have the same values: a sequence's are whole on every rank that holds part of it."""
-        return self.sharers if over == "sequences" else 1
+        return self.cp_size if over == "sequences" else 1
 
     def fitting(self, part: Loss | Metric, microbatch: Microbatch) -> Tensor:
         """The weights of `part.values`, one for each of them."""
@@ -194,7 +194,7 @@ class MetricAccumulator:
         if values.ndim == 0:
             # A number of the whole microbatch weighs as much as what it is of; of a sum, it is an addend.
             whole = self.scale.weights(metric.over, microbatch, metric.depth).sum().float()
-            addend = torch.ones_like(values) / self.scale.sharers_of(metric.over)
+            addend = torch.ones_like(values) / self.scale.replicas_of(metric.over)
             weights = addend if metric.reduction == "sum" else whole
         else:
             weights = self.scale.fitting(metric, microbatch).float()

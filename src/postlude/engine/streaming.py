@@ -1,9 +1,9 @@
-"""Whole tensors out of a model that is spread over ranks: for inference engines, for export and for comparison.
+"""Whole tensors of a model that is distributed over ranks: for inference engines, for export and for comparison.
 
-Tensors go by their Hugging Face names and in transformers' order, or by ours where there is no family, in buckets of
-bounded size. Each element of a bucket is written by the one rank that speaks for it and is zero elsewhere, so one
-integer sum over all ranks assembles it bit for bit, whatever the layout. The plan depends on the model alone: nothing
-is negotiated while weights stream.
+Tensors have their Hugging Face names and transformers' order, or ours if there is no family, and come in buckets of
+bounded size. Each element of a bucket is written by the one rank that owns it and is zero elsewhere, so one integer
+all-reduce assembles the bucket bit for bit in every layout. The plan depends on the model only: ranks negotiate nothing
+while weights stream.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,56 +27,79 @@ from postlude.ops.adamw import joined
 from postlude.world.mesh import Mesh
 
 
+class DistributedModel(Protocol):
+    """A model of which each rank holds a part: an engine."""
+
+    mesh: Mesh
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's parameters and persistent buffers by their global names."""
+        ...
+
+    @property
+    def shared(self) -> Collection[str]:
+        """The names of parameters that the first and the last stage both hold."""
+        ...
+
+    @property
+    def low_bits(self) -> Mapping[str, Tensor]:
+        """The lower sixteen bits of split weights, this rank's shards."""
+        ...
+
+
 @dataclass(frozen=True)
 class StreamedTensor:
-    """One tensor as others know it, and which of ours stand in it, each at its place."""
+    """One tensor as Hugging Face names it, and the regions of our tensors that it consists of."""
 
-    theirs: str
+    name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, TensorMapping], ...]
-    least: torch.dtype
-    """The least precise dtype it is given in: fp32 for what the model keeps in fp32."""
+    min_dtype: torch.dtype
+    """The narrowest dtype that it is streamed in: fp32 if the model keeps it in fp32."""
 
     @property
     def size(self) -> int:
         """Elements."""
         return prod(self.shape)
 
-    def dtype(self, asked: torch.dtype) -> torch.dtype:
-        """What it is given in where `asked` is asked for."""
-        return torch.promote_types(asked, self.least)
+    def dtype(self, requested: torch.dtype) -> torch.dtype:
+        """Returns the dtype that it is streamed in if `requested` is asked for."""
+        return torch.promote_types(requested, self.min_dtype)
 
-    def bytes(self, asked: torch.dtype) -> int:
-        """How much that is."""
-        return self.size * self.dtype(asked).itemsize
+    def bytes(self, requested: torch.dtype) -> int:
+        """Returns its bytes in that dtype."""
+        return self.size * self.dtype(requested).itemsize
 
 
 def plan_tensors(
     config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS
 ) -> list[StreamedTensor]:
-    """Every tensor of the model, in transformers' order; under our names and in our order where it has no family."""
+    """Returns every tensor of the model, in transformers' order; with our names and order if it has no family."""
     with torch.device("meta"):
-        whole = LanguageModel(config, dtype=torch.bfloat16, blocks=blocks).state_dict()  # what is wider, is kept so
-    shapes = ((name, tensor.shape) for name, tensor in whole.items())
-    found = {}
-    for name, theirs in map_to_hf(family, config, shapes).items():
-        widest = max((whole[ours].dtype for ours, _ in theirs.parts), key=lambda dtype: dtype.itemsize)
-        found[name] = StreamedTensor(name, theirs.shape, theirs.parts, widest)
-    order = [] if family is None else names_in_order(config, family, found)
-    # What a family of your own names beyond what transformers' model has comes last.
-    return [found[name] for name in dict.fromkeys([*order, *found]) if name in found]
+        ours = LanguageModel(config, dtype=torch.bfloat16, blocks=blocks).state_dict()  # what is wider stays wider
+    shapes = ((name, tensor.shape) for name, tensor in ours.items())
+    tensors = {}
+    for name, mapped in map_to_hf(family, config, shapes).items():
+        widest = max((ours[part].dtype for part, _ in mapped.parts), key=lambda dtype: dtype.itemsize)
+        tensors[name] = StreamedTensor(name, mapped.shape, mapped.parts, widest)
+    order = [] if family is None else names_in_order(config, family, tensors)
+    # Tensors that a family of yours names beyond those of transformers' model come last.
+    return [tensors[name] for name in dict.fromkeys([*order, *tensors]) if name in tensors]
 
 
-def plan_buckets(pieces: Sequence[StreamedTensor], bucket_bytes: int, dtype: torch.dtype) -> list[list[StreamedTensor]]:
-    """Consecutive pieces of at most `bucket_bytes` together; a larger piece has a bucket to itself."""
+def plan_buckets(
+    tensors: Sequence[StreamedTensor], bucket_bytes: int, dtype: torch.dtype
+) -> list[list[StreamedTensor]]:
+    """Returns consecutive tensors of at most `bucket_bytes` together; a larger tensor has its own bucket."""
     buckets: list[list[StreamedTensor]] = []
     filled = 0
-    for piece in pieces:
-        needed = piece.bytes(dtype)
+    for tensor in tensors:
+        needed = tensor.bytes(dtype)
         if not buckets or filled + needed > bucket_bytes:
             buckets.append([])
             filled = 0
-        buckets[-1].append(piece)
+        buckets[-1].append(tensor)
         filled += needed
     return buckets
 
@@ -88,66 +112,58 @@ def stream(
     dtype: torch.dtype,
     *,
     shared: Collection[str],
-    low: Mapping[str, Tensor] | None = None,
+    low_bits: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors by their names, on every rank. `tensors` are those this rank holds parts of, by our names.
+    """Yields whole tensors by name, on every rank, in `dtype` or a wider one that the model keeps.
 
-    `shared` are those that both ends of a pipeline hold, and `low` has the lower halves of split weights.
-
-    They come in `dtype`, but for those that are kept in a wider one.
-    Every rank takes every tensor, in step: a rank that stops early leaves the others waiting.
+    `tensors` are this rank's, by our names. `shared` names those that the first and the last stage both hold.
+    `low_bits` are the lower halves of split weights. Every rank takes every tensor, in step: a rank that stops early
+    leaves the others waiting.
     """
-    spoken = {name: tensor for name, tensor in tensors.items() if is_owner(name, tensor, mesh, shared)}
+    owned = {name: tensor for name, tensor in tensors.items() if is_owner(name, tensor, mesh, shared)}
     device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
     for bucket in buckets:
-        words = [-(-piece.bytes(dtype) // 8) for piece in bucket]  # each begins where any dtype may
+        words = [-(-tensor.bytes(dtype) // 8) for tensor in bucket]  # each begins where any dtype may
         flat = torch.zeros(sum(words), dtype=torch.int64, device=device)
         views = []
-        for piece, room in zip(bucket, flat.split(words), strict=True):
-            view = room.view(piece.dtype(dtype))[: piece.size].view(piece.shape)
+        for tensor, buffer in zip(bucket, flat.split(words), strict=True):
+            view = buffer.view(tensor.dtype(dtype))[: tensor.size].view(tensor.shape)
             views.append(view)
-            for ours, place in piece.parts:
-                if ours in spoken:
-                    part = local_shard(spoken[ours])
-                    if view.dtype != torch.bfloat16 and low is not None and ours in low:
-                        part = joined(part, low[ours].to(part.device))
-                    copy_to_hf(view, place, part, region(spoken[ours]))
+            for ours, mapping in tensor.parts:
+                if ours in owned:
+                    shard = local_shard(owned[ours])
+                    if view.dtype != torch.bfloat16 and low_bits is not None and ours in low_bits:
+                        shard = joined(shard, low_bits[ours].to(shard.device))
+                    copy_to_hf(view, mapping, shard, region(owned[ours]))
         if dist.is_initialized():
             dist.all_reduce(flat)
-        yield from zip((piece.theirs for piece in bucket), views, strict=True)
+        yield from zip((tensor.name for tensor in bucket), views, strict=True)
 
 
 class InterruptibleStream:
-    """`stream`, of which the first rank may take less than all. It calls `end` after that, and all ranks stop there."""
+    """A `stream` that rank 0 may stop early. It calls `end` then, and all ranks stop there."""
 
     def __init__(
-        self,
-        buckets: Sequence[Sequence[StreamedTensor]],
-        tensors: Mapping[str, Tensor],
-        mesh: Mesh,
-        dtype: torch.dtype,
-        *,
-        shared: Collection[str],
-        low: Mapping[str, Tensor] | None = None,
+        self, buckets: Sequence[Sequence[StreamedTensor]], model: DistributedModel, dtype: torch.dtype
     ) -> None:
-        self.buckets, self.tensors, self.mesh, self.dtype, self.shared = buckets, tensors, mesh, dtype, shared
-        self.low = low
+        self.buckets, self.mesh, self.dtype = buckets, model.mesh, dtype
+        self.tensors, self.shared, self.low_bits = model.tensors, model.shared, model.low_bits
         self.begun = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
             self.begun += 1
-            if not self._goes_on(True):
+            if not self._continues(True):
                 return
-            yield from stream([bucket], self.tensors, self.mesh, self.dtype, shared=self.shared, low=self.low)
+            yield from stream([bucket], self.tensors, self.mesh, self.dtype, shared=self.shared, low_bits=self.low_bits)
 
     def end(self) -> None:
-        """Say, on the first rank, that it takes no more. Nothing where there is no more."""
+        """On rank 0, tells the others to stop. Does nothing after the last bucket."""
         if dist.get_rank() == 0 and self.begun < len(self.buckets):
-            self._goes_on(False)
+            self._continues(False)
 
-    def _goes_on(self, here: bool) -> bool:
-        """What the first rank says."""
+    def _continues(self, here: bool) -> bool:
+        """Broadcasts rank 0's choice."""
         device = next((tensor.device for tensor in self.tensors.values()), torch.device(self.mesh.device_type))
         flag = torch.tensor([here], dtype=torch.uint8, device=device)
         dist.broadcast(flag, 0)
@@ -155,13 +171,13 @@ class InterruptibleStream:
 
 
 def is_owner(name: str, tensor: Tensor, mesh: Mesh, shared: Collection[str]) -> bool:
-    """Whether this rank, of all that hold the same part, is the one to give it. `shared` ones the first end gives."""
+    """Returns whether this rank, of all that hold the same shard, writes it. The first stage writes `shared` ones."""
     if name in shared and mesh.first_and_last_stage.rank == 1:
         return False
     if not isinstance(tensor, DTensor):
         return mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
     coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None  # this rank holds part of it
+    assert coordinate is not None  # this rank holds a shard
     return all(
         rank == 0 for placement, rank in zip(tensor.placements, coordinate, strict=True) if placement.is_replicate()
     )

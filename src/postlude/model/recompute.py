@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from postlude.ops.linear import bind_wgrad
+from postlude.options import Recompute as Recompute  # noqa: PLC0414
 
-Recompute = Literal["none", "selective", "full"]
 Result = TypeVar("Result")
 
 # The expensive results: products, attention and scans. All else of a layer is cheap to make again from them.

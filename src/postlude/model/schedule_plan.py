@@ -263,7 +263,7 @@ class SchedulePlan:
     def _tell(self, done: list[FSDPUnit], complete: OnGradsReady | None) -> None:
         """Of the modules that are done: at the same place on every rank, since what is told may wait for the others."""
         if complete is not None and done:
-            with self.context.recorder.span("shards", "gradients"):
+            with self.context.recorder.span("fsdp", "gradients"):
                 for module in done:
                     complete(module)
         done.clear()

@@ -21,7 +21,8 @@ from postlude.model import LanguageModel, OutputProcessor
 from postlude.model.parallel import FSDPUnit
 from postlude.model.schedule_plan import OnGradsReady, SchedulePlan, StepGenerator, interleave
 from postlude.ops.cpu_matmul import blas_fp32_matmul
-from postlude.pipeline.schedule import Action, Overlap, rank_schedule
+from postlude.options import Overlap
+from postlude.pipeline.schedule import Action, rank_schedule
 from postlude.pipeline.transfers import Transfer, transfer_plan
 from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.mesh import Channel, Mesh, point_to_point
@@ -72,16 +73,17 @@ class Executor:
         output_processor_context: Any = None,
         loss: Callable[[Any], Tensor] | None = None,
         before_last_backward: Callable[[LanguageModel], None] | None = None,
-        complete: Callable[[LanguageModel, FSDPUnit], None] = lambda stage, module: None,
+        on_grads_ready: Callable[[LanguageModel, FSDPUnit], None] = lambda stage, module: None,
         recorder: Recorder = NO_RECORDER,
     ) -> list[Any]:
         """Every microbatch through every stage. Returns what the processor returned for each, [] on the other ranks.
 
         `loss` takes a result to the scalar that is differentiated; gradients are added to the parameters'. Without it
         the pipeline runs forward only, and nothing is kept for a backward. All ranks of the pipeline pass the same
-        microbatches. `before_last_backward` is told of each stage when all but one of its backwards are done, and what
-        they put off. With overlap, `complete` is told of a stage's layer, or of the stage, when a backward is done with
-        it; with "zero_bubble" once more when its weights have their gradients. `recorder` is told of everything.
+        microbatches. `before_last_backward` is called with each stage when all but one of its backwards are done, and
+        their deferred weight gradients. With overlap, `on_grads_ready` is called with a stage and its layer, or itself,
+        when a backward is done with it; with "zero_bubble" once more after its deferred weight gradients. `recorder`
+        records everything.
 
         Sends and receives are launched in the order of `transfer_plan`, which cannot deadlock. Backwards keep a rank
         from running ahead of the next one; forwards alone wait for what they have sent.
@@ -106,7 +108,7 @@ class Executor:
                     if action.kind != "F":
                         if before_last_backward is not None and last[action.stage] == action:
                             before_last_backward(stage)
-                        told_of, ending = functools.partial(complete, stage), ends[place] == action
+                        told_of, ending = functools.partial(on_grads_ready, stage), ends[place] == action
                         moves.append(passes[place].backward(action, given, told_of, ends=ending))
                         continue
                     if given is not None and loss is not None:

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Literal
 
-ZERO_BUBBLE: Literal["zero_bubble"] = "zero_bubble"
-Overlap = bool | Literal["zero_bubble"]
-"""What a rank does where it would wait: nothing; with True a forward beside the backward of another microbatch, so that
-one computes while rows of the other are on their way; with "zero_bubble" the gradients of weights, in the bubble."""
+from postlude.options import ZERO_BUBBLE, Overlap, check_overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +104,6 @@ def zero_bubble(*, pp: int, microbatches: int, rank: int) -> tuple[Action, ...]:
         found += [*forwards[warm_up + index : warm_up + index + 1], backward]
         found += weights[index - rank : index - rank + 1] if index >= rank else []
     return (*found, *weights[max(0, microbatches - rank) :])
-
-
-def check_overlap(overlap: Overlap, *, pp: int, vpp: int) -> None:
-    """Refuse what there is no order for, in a sentence."""
-    if overlap not in (True, False, ZERO_BUBBLE):
-        raise ValueError(f"overlap={overlap!r} is unknown; use True, False or {ZERO_BUBBLE!r}.")
-    if overlap == ZERO_BUBBLE and pp == 1:
-        raise ValueError(f"overlap={overlap!r} fills the bubble of a pipeline, but pp is 1. Use pp=2 or overlap=False.")
-    if overlap == ZERO_BUBBLE and vpp > 1:
-        raise ValueError(f"overlap={overlap!r} has an order for one stage a rank, but vpp is {vpp}. Use vpp=1.")
 
 
 def _actions(pp: int, vpp: int, microbatches: int, rank: int) -> tuple[list[Action], list[Action], int]:

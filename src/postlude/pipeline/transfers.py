@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from postlude.pipeline.schedule import Action, Overlap, ScheduleEntry, rank_schedule
+from postlude.options import Overlap
+from postlude.pipeline.schedule import Action, ScheduleEntry, rank_schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from postlude.layout import Layout, Stage
 from postlude.model import ModelConfig
 from postlude.model.block_config import NOMINAL_LENGTH
 from postlude.model.blocks import BLOCKS, Block
-from postlude.model.recompute import Recompute
+from postlude.options import Recompute
 from postlude.pipeline.schedule import Action
 from postlude.plan.hardware import Hardware
 from postlude.plan.memory import STORED, puts_off, symbols_of

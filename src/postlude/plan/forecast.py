@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from postlude.layout import Layout
-from postlude.pipeline.schedule import ZERO_BUBBLE, Action, Overlap, ScheduleEntry
+from postlude.options import ZERO_BUBBLE, Overlap
+from postlude.pipeline.schedule import Action, ScheduleEntry
 from postlude.plan.cost import ActionCost, CostModel
 from postlude.plan.memory import MemoryEstimate, estimate_memory, schedule_of
 from postlude.plan.simulator import SimulatedTimeline, simulate_schedule

@@ -14,10 +14,9 @@ from functools import lru_cache
 from postlude.layout import Layout, Stage
 from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, Block
-from postlude.model.recompute import Recompute
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
-from postlude.optimizer import WeightStorage
-from postlude.pipeline.schedule import Overlap, ScheduleEntry, rank_schedule
+from postlude.options import Overlap, Recompute, WeightStorage
+from postlude.pipeline.schedule import ScheduleEntry, rank_schedule
 from postlude.plan.parameter_count import ModelParameterCount, count_parameters, layers_of, total
 from postlude.plan.simulator import peak_held
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from postlude.layout import Layout, Stage
 from postlude.model.blocks import BLOCKS
-from postlude.pipeline.schedule import ZERO_BUBBLE, Overlap, check_overlap
+from postlude.options import ZERO_BUBBLE, Overlap, check_overlap
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import StepForecast, forecast, memory_of
 from postlude.plan.memory import STORED

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from postlude.data import Batch
 from postlude.data.chat_tokenizer import ChatTokenizer
-from postlude.engine.batch_scatter import scatter_batch
+from postlude.engine.batch_sharding import scatter_batch
 from postlude.generate.distributed import DistributedEngine
 from postlude.generate.sampling_params import SamplingParams
 from postlude.pool.worker_pool import FAILURE_KINDS

@@ -15,7 +15,7 @@ COLOURS = {
     "wait": "grey",
     "exchange": "cq_build_passed",
     "exchange back": "cq_build_running",
-    "shards": "terrible",
+    "fsdp": "terrible",
 }
 
 

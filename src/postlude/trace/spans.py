@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-SpanKind = Literal["forward", "backward", "weights", "shards", "exchange", "exchange back", "wait"]
+SpanKind = Literal["forward", "backward", "weights", "fsdp", "exchange", "exchange back", "wait"]
 """What a microbatch's activations, their gradients and the put-off gradients of weights take; FSDP's own collectives;
 rows between ranks, and their gradients; and what a rank stands still for."""
 KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
@@ -20,7 +20,7 @@ LETTERS: dict[SpanKind, str] = {
     "exchange": "F",
     "exchange back": "B",
     "wait": "wait ",
-    "shards": "",
+    "fsdp": "",
 }
 Interval = tuple[float, float]
 
@@ -67,7 +67,7 @@ def exchange_seconds(spans: Sequence[Span]) -> tuple[float, float]:
         own = [span for span in spans if span.rank == rank]
         under_way = joined((span.start, span.end) for span in own if span.kind in EXCHANGES)
         computing = joined((span.start, span.end) for span in own if span.kind in COMPUTE)
-        still = joined((span.start, span.end) for span in own if span.kind in ("wait", "shards"))
+        still = joined((span.start, span.end) for span in own if span.kind in ("wait", "fsdp"))
         total += length(under_way)
         covered = common(under_way, computing)
         hidden += length(covered) - length(common(covered, still))

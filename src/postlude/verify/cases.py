@@ -19,8 +19,7 @@ from postlude.hf.read_model import CONFIG, read_description
 from postlude.layout import Layout
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
-from postlude.model.recompute import Recompute
-from postlude.pipeline.schedule import Overlap
+from postlude.options import Overlap, Recompute
 from postlude.verify.choices import GRID
 
 BUDGET = 32

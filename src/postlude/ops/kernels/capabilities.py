@@ -7,12 +7,11 @@ import importlib
 import importlib.util
 import logging
 import os
-from typing import Literal
 
 import torch
 
-Backend = Literal["auto", "torch", "triton"]
-ScanBackend = Literal["auto", "torch", "triton", "fla"]
+from postlude.options import Backend as Backend  # noqa: PLC0414
+from postlude.options import ScanBackend as ScanBackend  # noqa: PLC0414
 
 OLDEST_TRITON = (3, 6)  # what torch 2.11 comes with; older ones lack what kernels and their launches use
 OLDEST_DEVICE = (8, 0)  # the first with bf16 tensor cores

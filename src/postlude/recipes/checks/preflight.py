@@ -31,7 +31,7 @@ from postlude.hf.read_model import read_model, with_mtp
 from postlude.hf.tokenizer import first_difference
 from postlude.model import ModelConfig
 from postlude.ops.kernels.capabilities import why_no_triton
-from postlude.pipeline.schedule import check_overlap
+from postlude.options import check_overlap
 from postlude.plan.memory import MemoryEstimate, estimate_memory
 from postlude.plan.parameter_count import total_parameters
 from postlude.recipes.checks.objective_trial import try_objective

@@ -15,7 +15,8 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.head import HeadConfig
 from postlude.layout import Layout
 from postlude.objectives import Objective, load_objective
-from postlude.optimizer import SGD, AdamW, WeightStorage
+from postlude.optimizer import SGD, AdamW
+from postlude.options import Overlap, Recompute, WeightStorage
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.rollout import NativeRollout, Rollout
 from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
@@ -29,7 +30,6 @@ from postlude.rollout.tools import ToolReply, load_tools, tool_schema
 from postlude.rollout.verifiers import MathReward
 from postlude.user_code import load_callable
 
-Recompute = Literal["none", "selective", "full"]
 Code: TypeAlias = Annotated[str, InputPath("code")]
 """path/to/file.py:name of something of the user's."""
 ModelSource: TypeAlias = Annotated[str, InputPath("model")]
@@ -499,7 +499,7 @@ class TrainingConfig(RunConfig):
     """How the output head is computed."""
     recompute: Recompute = "none"
     """What is computed again in the backward instead of kept."""
-    overlap: bool | Literal["zero_bubble"] = False
+    overlap: Overlap = False
     """What a rank does where it would wait. True: one microbatch's forward and another's backward take turns, so that
     exchanges with experts hide behind compute; it keeps one more microbatch and whole weights. "zero_bubble": a
     pipeline's backwards put off the gradients of weights, which are made in its bubble."""

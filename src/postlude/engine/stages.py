@@ -1,0 +1,155 @@
+"""The stages of a model that one rank runs: built with weights of a source, or again around the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from postlude.data import Microbatch
+from postlude.engine.fsdp import ParameterSharding, shard_stage
+from postlude.head import HeadConfig
+from postlude.layout import Stage
+from postlude.model import LanguageModel, ModelConfig, OutputInputs, OutputProcessor
+from postlude.model.blocks import Block
+from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage
+from postlude.pipeline import Executor
+from postlude.trace.recorder import Recorder
+from postlude.world.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Stages:
+    """This rank's stages by their global numbers, the sharding of their parameters, and the pipeline that runs them."""
+
+    models: dict[int, LanguageModel]
+    sharding: dict[int, ParameterSharding]
+    executor: Executor
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by their global names."""
+        named = (item for stage in self.models.values() for item in stage.named_parameters())
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by their global names."""
+        return {name: tensor for stage in self.models.values() for name, tensor in stage.state_dict().items()}
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks of the stages."""
+        return [block for stage in self.models.values() for block in stage.blocks]
+
+    @property
+    def matrices(self) -> frozenset[str]:
+        """The names of parameters that are matrices."""
+        return frozenset[str]().union(*(stage.matrices for stage in self.models.values()))
+
+    def forward(self, microbatches: Sequence[Microbatch], processor: Callable[[OutputInputs], Any]) -> list[Any]:
+        """Runs the microbatches without gradients. Returns what the processor returned for each."""
+        for index, stage in self.models.items():
+            stage.eval()
+            self.sharding[index].begin_pass(train=False)
+        results = self.executor.run(microbatches, output_processor=lambda inputs, _: processor(inputs))
+        for sharding in self.sharding.values():
+            sharding.end_pass()
+        return results
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], processor: OutputProcessor, recorder: Recorder
+    ) -> None:
+        """Runs the microbatches forward and backward. `processor` returns the loss."""
+        for index, stage in self.models.items():
+            stage.train()
+            with recorder.span("fsdp", "weights"):
+                self.sharding[index].begin_pass(train=True)
+        self.executor.run(
+            microbatches,
+            output_processor=processor,
+            loss=lambda value: value,
+            before_last_backward=lambda stage: self.sharding[stage.stage.index].before_last_backward(),
+            on_grads_ready=lambda stage, module: self.sharding[stage.stage.index].grads_ready(module),
+            recorder=recorder,
+        )
+        for sharding in self.sharding.values():
+            sharding.finish_grads()
+            sharding.end_pass()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBuilder:
+    """The options that all stages of an engine are built with. `Engine` documents each."""
+
+    config: ModelConfig
+    mesh: Mesh
+    device: torch.device
+    compute_dtype: torch.dtype
+    recompute: Recompute
+    scans: ScanBackend
+    head: HeadConfig
+    critic: bool
+    mtp: bool
+    overlap: Overlap
+    gather_once: bool
+    weights: WeightStorage
+    blocks: Mapping[str, type[Block]]
+
+    def build(self, fill: Callable[[LanguageModel], None]) -> Stages:
+        """Returns this rank's stages. Each is sharded before it has memory, and then `fill` sets its weights."""
+        layout, models, sharding = self.mesh.layout, dict[int, LanguageModel](), dict[int, ParameterSharding]()
+        for index in range(self.mesh.pp.rank, layout.stages, layout.pp):
+            models[index], sharding[index] = self._without_tensors(index)
+            models[index].to_empty(device=self.device)
+            fill(models[index])
+        return self._stages(models, sharding)
+
+    def rebuild(self, old: Stages) -> Stages:
+        """Returns new stages around the same parameters, after an exception in the middle of a pass."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # running kernels on other streams still use the old ones
+        for old_sharding in old.sharding.values():
+            old_sharding.end_pass()
+        models, sharding = dict[int, LanguageModel](), dict[int, ParameterSharding]()
+        for index, old_model in old.models.items():
+            models[index], sharding[index] = self._without_tensors(index)
+            _move_tensors(old_model, models[index])
+        return self._stages(models, sharding)
+
+    def _stages(self, models: dict[int, LanguageModel], sharding: dict[int, ParameterSharding]) -> Stages:
+        return Stages(models, sharding, Executor(models, self.mesh, dtype=self.compute_dtype, overlap=self.overlap))
+
+    def _without_tensors(self, index: int) -> tuple[LanguageModel, ParameterSharding]:
+        """Returns one stage, sharded, on the meta device."""
+        with torch.device("meta"):
+            stage = LanguageModel(
+                self.config,
+                mesh=self.mesh,
+                stage=Stage(index, self.mesh.layout.stages),
+                recompute=self.recompute,
+                scans=self.scans,
+                head=self.head,
+                value_head=self.critic,
+                dtype=None if self.weights == "fp32" else torch.bfloat16,
+                blocks=self.blocks,
+            )
+        if stage.has_mtp:
+            stage.mtp.requires_grad_(self.mtp)
+        return stage, shard_stage(
+            stage, self.mesh, self.compute_dtype, planned=bool(self.overlap), reduce_once=self.gather_once
+        )
+
+
+def _move_tensors(old: LanguageModel, new: LanguageModel) -> None:
+    """Moves parameters, their gradients and buffers of a stage into a new one that has never run.
+
+    It reads only the old stage's state dict, which FSDP returns sharded in whatever state it is.
+    """
+    new.load_state_dict(old.state_dict(keep_vars=True), assign=True)
+    for before, after in zip(old.modules(), new.modules(), strict=True):
+        for name, buffer in before.named_buffers(recurse=False):
+            setattr(after, name, buffer)  # those that are not persistent too

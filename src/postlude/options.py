@@ -1,0 +1,31 @@
+"""Settings with a fixed set of values, defined once for configs, the command line and the code. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Backend = Literal["auto", "torch", "triton"]
+"""Who computes log-probs: "torch" anywhere, "triton" on a GPU; "auto" takes triton where it can run."""
+ScanBackend = Literal["auto", "torch", "triton", "fla"]
+"""Who computes the scans of Mamba-2 and gated delta nets."""
+Recompute = Literal["none", "selective", "full"]
+"""What a backward recomputes instead of keeping it."""
+MomentStorage = Literal["fp32", "8bit"]
+"""How AdamW's moments of matrices are stored; "8bit" in blocks of 64 with a scale each."""
+WeightStorage = Literal["fp32", "split", "rounded"]
+"""How weights are stored: in fp32; in bf16, with the lower sixteen bits of fp32 in the optimizer's state; or in bf16
+only, each step rounded up or down at random so that it is right on average."""
+Overlap = bool | Literal["zero_bubble"]
+"""What hides a rank's waits: nothing (False); a forward beside another microbatch's backward, so that one computes
+while the other exchanges rows with experts (True); or deferred weight gradients in the pipeline's bubble."""
+ZERO_BUBBLE: Literal["zero_bubble"] = "zero_bubble"
+
+
+def check_overlap(overlap: Overlap, *, pp: int, vpp: int) -> None:
+    """Raises ValueError if there is no schedule for this overlap."""
+    if overlap not in (True, False, ZERO_BUBBLE):
+        raise ValueError(f"overlap={overlap!r} is unknown; use True, False or {ZERO_BUBBLE!r}.")
+    if overlap == ZERO_BUBBLE and pp == 1:
+        raise ValueError(f"overlap={overlap!r} fills the bubble of a pipeline, but pp is 1. Use pp=2 or overlap=False.")
+    if overlap == ZERO_BUBBLE and vpp > 1:
+        raise ValueError(f"overlap={overlap!r} has an order for one stage a rank, but vpp is {vpp}. Use vpp=1.")
