@@ -90,18 +90,10 @@ def activated(value, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    gate,
-    up,
-    output,
-    rows,
-    GATE_STRIDE: tl.constexpr,
-    UP_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    gate, up, output, rows,
+    GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     held = (row < rows) & (column < WIDTH)
@@ -114,23 +106,10 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
-    gate,
-    up,
-    gradient,
-    of_gate,
-    of_up,
-    features,
-    rows,
-    GATE_STRIDE: tl.constexpr,
-    UP_STRIDE: tl.constexpr,
-    GRADIENT_STRIDE: tl.constexpr,
-    RESULT_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    gate, up, gradient, of_gate, of_up, features, rows,
+    GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, GRADIENT_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     held = (row < rows) & (column < WIDTH)

@@ -50,39 +50,12 @@ def launch(
     )
     (matrix, row, column), (_, all_rows, all_columns) = place.starts, place.whole
     _step[(triton.cdiv(count, BLOCKS),)](
-        weight,
-        weight if low is None else low,
-        gradient,
-        first_codes,
-        first_scales,
-        second_codes,
-        second_scales,
-        now,
-        scale,
-        rates.lr,
-        1 - rates.betas[0],
-        rates.betas[1],
-        1 - rates.betas[1],
-        rates.eps,
-        rates.decay,
-        columns,
-        count,
-        weight.shape[-2] if weight.ndim > 1 else 1,
-        matrix,
-        row,
-        column,
-        all_rows,
-        all_columns,
-        key - (1 << 32) if key >> 31 else key,
-        EIGHT=eight,
-        WIDE=weight.dtype == torch.float32,
-        SPLIT=low is not None,
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS,
-        OCTAVE=OCTAVE,
-        FIRST_TOP=FIRST_TOP,
-        SECOND_TOP=SECOND_TOP,
-    )
+        weight, weight if low is None else low, gradient, first_codes, first_scales, second_codes, second_scales,
+        now, scale, rates.lr, 1 - rates.betas[0], rates.betas[1], 1 - rates.betas[1], rates.eps, rates.decay,
+        columns, count, weight.shape[-2] if weight.ndim > 1 else 1, matrix, row, column, all_rows, all_columns,
+        key - (1 << 32) if key >> 31 else key, EIGHT=eight, WIDE=weight.dtype == torch.float32,
+        SPLIT=low is not None, BLOCK=BLOCK, BLOCKS=BLOCKS, OCTAVE=OCTAVE, FIRST_TOP=FIRST_TOP, SECOND_TOP=SECOND_TOP,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -113,39 +86,11 @@ def _narrowed(size, scale, chance_of, top, OCTAVE: tl.constexpr, FROM_ZERO: tl.c
 @Kernel
 @triton.jit(do_not_specialize=["matrix", "row", "column", "key"])
 def _step(
-    weight,
-    low,
-    gradient,
-    first,
-    first_scales,
-    second,
-    second_scales,
-    now,
-    scale,
-    lr,
-    new1,
-    beta2,
-    new2,
-    eps,
-    decay,
-    columns,
-    count,
-    inner,
-    matrix,
-    row,
-    column,
-    all_rows,
-    all_columns,
-    key,
-    EIGHT: tl.constexpr,
-    WIDE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    OCTAVE: tl.constexpr,
-    FIRST_TOP: tl.constexpr,
-    SECOND_TOP: tl.constexpr,
-):
+    weight, low, gradient, first, first_scales, second, second_scales, now, scale, lr, new1, beta2, new2, eps, decay,
+    columns, count, inner, matrix, row, column, all_rows, all_columns, key,
+    EIGHT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    OCTAVE: tl.constexpr, FIRST_TOP: tl.constexpr, SECOND_TOP: tl.constexpr,
+):  # fmt: skip
     """`BLOCKS` blocks of the rows, counted one row after another: [BLOCKS, BLOCK] numbers."""
     if tl.load(scale + 1) == 0.0:
         return

@@ -29,15 +29,10 @@ def forward(inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tens
     tokens, channels = inputs.shape
     output = torch.empty(tokens, channels, dtype=inputs.dtype, device=inputs.device)
     _forward_kernel[(triton.cdiv(channels, CHANNELS) * triton.cdiv(tokens, TOKENS),)](
-        *(inputs, *inputs.stride(), kernel.T.contiguous(), bias, positions, output),
-        *(tokens, channels),
-        K=kernel.shape[1],
-        SILU=silu,
-        TOKENS=TOKENS,
-        CHANNELS=CHANNELS,
-        TAPS=triton.next_power_of_2(kernel.shape[1] + 1),
-        num_warps=WARPS,
-    )
+        *(inputs, *inputs.stride(), kernel.T.contiguous(), bias, positions, output), *(tokens, channels),
+        K=kernel.shape[1], SILU=silu, TOKENS=TOKENS, CHANNELS=CHANNELS,
+        TAPS=triton.next_power_of_2(kernel.shape[1] + 1), num_warps=WARPS,
+    )  # fmt: skip
     return output
 
 
@@ -51,14 +46,9 @@ def backward(
     partial = torch.empty(programs, width + 1, channels, dtype=torch.float32, device=inputs.device)
     _backward_kernel[(triton.cdiv(channels, BACK_CHANNELS) * programs,)](
         *(inputs, *inputs.stride(), kernel.T.contiguous(), bias, positions),
-        *(gradient, *gradient.stride(), of_inputs, partial),
-        *(tokens, channels, RUN),
-        K=width,
-        SILU=silu,
-        CHANNELS=BACK_CHANNELS,
-        UNROLL=UNROLL,
-        num_warps=BACK_WARPS,
-    )
+        *(gradient, *gradient.stride(), of_inputs, partial), *(tokens, channels, RUN), K=width, SILU=silu,
+        CHANNELS=BACK_CHANNELS, UNROLL=UNROLL, num_warps=BACK_WARPS,
+    )  # fmt: skip
     sums = partial.sum(0)
     return of_inputs, sums[:-1].T, sums[-1]
 
@@ -78,18 +68,9 @@ def _row(table, row, index: tl.constexpr):
 
 @triton.jit
 def _sums(
-    inputs,
-    token_stride,
-    channel_stride,
-    taps,
-    tap,
-    token,
-    position,
-    tokens,
-    channel,
-    channels,
+    inputs, token_stride, channel_stride, taps, tap, token, position, tokens, channel, channels,
     K: tl.constexpr,
-):
+):  # fmt: skip
     # Before the activation, [TOKENS, CHANNELS], of the tokens whose places are `position`.
     sums = tl.zeros((token.shape[0], channel.shape[0]), tl.float32) + _row(taps, tap, K)[None, :]
     for back in tl.static_range(K):
@@ -113,21 +94,9 @@ def _taps(kernel, bias, tap, channel, channels, K: tl.constexpr):
 @Kernel
 @triton.jit
 def _forward_kernel(
-    inputs,
-    token_stride,
-    channel_stride,
-    kernel,
-    bias,
-    positions,
-    output,
-    tokens,
-    channels,
-    K: tl.constexpr,
-    SILU: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-):
+    inputs, token_stride, channel_stride, kernel, bias, positions, output, tokens, channels,
+    K: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
     # In one dimension: of the others CUDA has no more than 65,535.
     along = tl.cdiv(channels, CHANNELS)
     channel = tl.program_id(0) % along * CHANNELS + tl.arange(0, CHANNELS)
@@ -154,25 +123,10 @@ def _token_row(tensor, token_stride, channel_stride, token, tokens, channel, cha
 @Kernel
 @triton.jit
 def _backward_kernel(
-    inputs,
-    token_stride,
-    channel_stride,
-    kernel,
-    bias,
-    positions,
-    gradient,
-    gradient_token,
-    gradient_channel,
-    of_inputs,
-    partial,
-    tokens,
-    channels,
-    run,
-    K: tl.constexpr,
-    SILU: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    inputs, token_stride, channel_stride, kernel, bias, positions, gradient, gradient_token, gradient_channel,
+    of_inputs, partial, tokens, channels, run,
+    K: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     # Token after token, each read once: the K - 1 before it are still there, and so is what they have got so far. A
     # token gives to itself and to those, so the K - 1 behind the run are also read, for what they give to its last. A
     # tap's gradient is the sum over tokens of what arrives at each times the value that it sees by that tap. Tuples go

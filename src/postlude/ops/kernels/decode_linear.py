@@ -61,27 +61,11 @@ def _divisor(width: int, most: int) -> int:
 
 @triton.jit(do_not_specialize=["count", "eps", "offset"])
 def _product_kernel(
-    rows,
-    weight,
-    norm,
-    residual,
-    output,
-    parts,
-    counters,
-    count,
-    eps,
-    offset,
-    STRIDE: tl.constexpr,
-    RESIDUAL_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    rows, weight, norm, residual, output, parts, counters, count, eps, offset,
+    STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     token, column = tl.arange(0, TOKENS), tile * COLUMNS + tl.arange(0, COLUMNS)
     live, inside = (token < count)[:, None], (column < FEATURES)[None, :]

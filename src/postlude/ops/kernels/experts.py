@@ -54,12 +54,9 @@ def _run(
     wide = triton.next_power_of_2(tokens.shape[1])
     weights = None if weights is None else weights.contiguous()
     kernel[(len(tokens),)](
-        *(tokens, rows, inverse, weights, *others),
-        COPIES=copies,
-        WIDTH=tokens.shape[1],
-        WIDE=wide,
+        *(tokens, rows, inverse, weights, *others), COPIES=copies, WIDTH=tokens.shape[1], WIDE=wide,
         num_warps=min(max(wide // 512, 1), 16),
-    )
+    )  # fmt: skip
 
 
 @Kernel

@@ -121,36 +121,16 @@ class GatedDeltaCall:
         """Solve the chunks, then go along the sequences. Returns last states, fp32 [n, heads, dk, dv], or nothing."""
         _, sizes = self.sized("solve")
         kernels.solve_kernel[(self.table.count * self.heads,)](
-            self.key,
-            self.value,
-            self.log_decay,
-            self.beta,
-            self.table.starts,
-            self.table.stops,
-            self.total,
-            self.leaving,
-            self.reading,
-            self.written,
-            self.inverse,
-            **sizes,
-            NORMALISE=self.normalise,
-        )
+            self.key, self.value, self.log_decay, self.beta, self.table.starts, self.table.stops, self.total,
+            self.leaving, self.reading, self.written, self.inverse, **sizes, NORMALISE=self.normalise,
+        )  # fmt: skip
         shape = (self.sequences, *self.states.shape[1:]) if last_states else (0,)
         last = self.value.new_empty(shape, dtype=torch.float32)
         slices, sizes = self.sized("states")
         kernels.states_kernel[(self.sequences * self.heads * slices,)](
-            self.key,
-            self.total,
-            self.leaving,
-            self.reading,
-            self.written,
-            self.states,
-            last if last_states else None,
-            self.cu_seqlens,
-            self.table.first,
-            self.table.order,
-            **sizes,
-        )
+            self.key, self.total, self.leaving, self.reading, self.written, self.states,
+            last if last_states else None, self.cu_seqlens, self.table.first, self.table.order, **sizes,
+        )  # fmt: skip
         return last
 
     def outputs(self) -> Tensor:
@@ -158,18 +138,9 @@ class GatedDeltaCall:
         output = torch.empty_like(self.value)
         slices, sizes = self.sized("outputs")
         kernels.outputs_kernel[(self.table.count * self.heads, slices)](
-            self.query,
-            self.key,
-            self.total,
-            self.written,
-            self.states,
-            output,
-            self.table.starts,
-            self.table.stops,
-            self.scale,
-            **sizes,
-            NORMALISE=self.normalise,
-        )
+            self.query, self.key, self.total, self.written, self.states, output, self.table.starts, self.table.stops,
+            self.scale, **sizes, NORMALISE=self.normalise,
+        )  # fmt: skip
         return output
 
     def gradients(self, output: Tensor, last_states: Tensor | None) -> tuple[Tensor, ...]:
@@ -180,56 +151,21 @@ class GatedDeltaCall:
         entering = torch.empty_like(self.leaving)  # e^G, times the query's scale over its length
         _, sizes = self.sized("seen_back")
         kernels.seen_back_kernel[(self.table.count * self.heads,)](
-            self.query,
-            self.key,
-            self.total,
-            output,
-            written,
-            entering,
-            self.table.starts,
-            self.table.stops,
-            self.scale,
-            **sizes,
-            NORMALISE=self.normalise,
-        )
+            self.query, self.key, self.total, output, written, entering, self.table.starts, self.table.stops,
+            self.scale, **sizes, NORMALISE=self.normalise,
+        )  # fmt: skip
         ahead = torch.empty_like(self.states)  # of the state each chunk leaves
         slices, sizes = self.sized("states_back")
         kernels.states_back_kernel[(self.sequences * self.heads * slices,)](
-            self.query,
-            self.key,
-            self.total,
-            self.leaving,
-            entering,
-            self.reading,
-            output,
-            written,
-            ahead,
-            last_states,
-            self.cu_seqlens,
-            self.table.first,
-            self.table.order,
-            **sizes,
-        )
+            self.query, self.key, self.total, self.leaving, entering, self.reading, output, written, ahead,
+            last_states, self.cu_seqlens, self.table.first, self.table.order, **sizes,
+        )  # fmt: skip
         inputs = (self.query, self.key, self.value, self.log_decay, self.beta)
         found = tuple(torch.empty_like(each) for each in inputs)
         _, sizes = self.sized("gradients")
         kernels.gradients_kernel[(self.table.count * self.key_heads,)](
-            self.query,
-            self.key,
-            self.value,
-            self.beta,
-            self.total,
-            self.inverse,
-            self.written,
-            self.states,
-            output,
-            written,
-            ahead,
-            *found,
-            self.table.starts,
-            self.table.stops,
-            self.scale,
-            **sizes,
+            self.query, self.key, self.value, self.beta, self.total, self.inverse, self.written, self.states, output,
+            written, ahead, *found, self.table.starts, self.table.stops, self.scale, **sizes,
             NORMALISE=self.normalise,
-        )
+        )  # fmt: skip
         return found

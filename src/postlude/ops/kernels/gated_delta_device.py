@@ -110,26 +110,10 @@ def _joined(inverse, lower, rows, size: tl.constexpr):
 @Kernel
 @triton.jit
 def solve_kernel(
-    key,
-    value,
-    log_decay,
-    beta,
-    starts,
-    stops,
-    total,
-    leaving,
-    reading,
-    written,
-    inverse,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):
+    key, value, log_decay, beta, starts, stops, total, leaving, reading, written, inverse,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
     """One chunk of one head: G, w and u, the inverse if it is to be kept, and how a key's write leaves the chunk."""
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = tl.load(starts + chunk).to(tl.int64)
@@ -167,24 +151,10 @@ def solve_kernel(
 @Kernel
 @triton.jit
 def states_kernel(
-    key,
-    total,
-    leaving,
-    reading,
-    written,
-    states,
-    last,
-    cu_seqlens,
-    firsts,
-    order,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    key, total, leaving, reading, written, states, last, cu_seqlens, firsts, order,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """A slice of one head's values along one sequence: the state at every chunk's start, and u becomes δ."""
     slices: tl.constexpr = (VALUE + VALUES - 1) // VALUES
     head = tl.program_id(0) // slices % HEADS
@@ -216,24 +186,10 @@ def states_kernel(
 @Kernel
 @triton.jit
 def outputs_kernel(
-    query,
-    key,
-    total,
-    written,
-    states,
-    output,
-    starts,
-    stops,
-    scale,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):
+    query, key, total, written, states, output, starts, stops, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
     """A slice of one chunk's outputs of one head."""
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = tl.load(starts + chunk).to(tl.int64)
@@ -258,24 +214,10 @@ def outputs_kernel(
 @Kernel
 @triton.jit
 def seen_back_kernel(
-    query,
-    key,
-    total,
-    output,
-    written,
-    entering,
-    starts,
-    stops,
-    scale,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):
+    query, key, total, output, written, entering, starts, stops, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
     """One chunk of one head: the gradient of δ through the chunk's own outputs, Pᵀ o; and how queries enter a state."""
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = tl.load(starts + chunk).to(tl.int64)
@@ -301,27 +243,10 @@ def seen_back_kernel(
 @Kernel
 @triton.jit
 def states_back_kernel(
-    query,
-    key,
-    total,
-    leaving,
-    entering,
-    reading,
-    output,
-    written,
-    ahead,
-    last,
-    cu_seqlens,
-    firsts,
-    order,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    query, key, total, leaving, entering, reading, output, written, ahead, last, cu_seqlens, firsts, order,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """A slice of one head's values back along one sequence: the gradient of each state left, and the rest of δ's."""
     slices: tl.constexpr = (VALUE + VALUES - 1) // VALUES
     head = tl.program_id(0) // slices % HEADS

@@ -54,23 +54,15 @@ def accumulate(
     tensors = (
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
-        *((census.told.number, census.told.passed) if census and columns.start == 0 else (None, None)),
-        rows.targets,
-        None if census else rows.factor,
-        bias,
-        partial,
-        state,
-    )
+        *((census.told.number, census.told.passed) if census and columns.start == 0 else (None, None)), rows.targets,
+        None if census else rows.factor, bias, partial, state,
+    )  # fmt: skip
     numbers = (count, columns.start, columns.stop, features, 1.0 if rows.inner is None else rows.inner)
     constants = (rows.inner is not None, *STATISTICS_TILE, GROUP, programs)
     _accumulate(
-        (programs, 1, 1),
-        tensors,
-        (*numbers, state.stride(0), *counted(census)),
-        (census.ignore_index if census else 0, *constants),
-        WARPS,
-        num_stages=STAGES,
-    )
+        (programs, 1, 1), tensors, (*numbers, state.stride(0), *counted(census)),
+        (census.ignore_index if census else 0, *constants), WARPS, num_stages=STAGES,
+    )  # fmt: skip
     if census and columns.start == 0:
         census.told.launched()
     join_tiles(partial, columns, rows.targets, state)
@@ -108,12 +100,9 @@ def differentiate(
     tensors = (
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
-        TensorDescriptor.from_tensor(out, [block_rows, block_columns // 2]),
-        rows.targets,
-        rows.factor,
-        bias,
+        TensorDescriptor.from_tensor(out, [block_rows, block_columns // 2]), rows.targets, rows.factor, bias,
         coefficients,
-    )
+    )  # fmt: skip
     inner = 1.0 if rows.inner is None else rows.inner
     numbers = (count, columns.start, columns.stop, features, inner, coefficients.stride(0))
     constants = (rows.inner is not None, *GRADIENT_TILE, GROUP, programs)
@@ -164,32 +153,11 @@ def scaled(products, factor, inner, bias, SOFTCAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "start", "stop", "features", "inner", "state_stride", "factor", "low", "high"])
 def _accumulate_kernel(
-    hidden,
-    weight,
-    told,
-    passed,
-    targets,
-    factors,
-    bias,
-    partial,
-    state,
-    count,
-    start,
-    stop,
-    features,
-    inner,
-    state_stride,
-    factor,
-    low,
-    high,
-    IGNORED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
+    hidden, weight, told, passed, targets, factors, bias, partial, state, count, start, stop, features, inner,
+    state_stride, factor, low, high,
+    IGNORED: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop - start, COLUMNS)
     plane = column_tiles.to(tl.int64) * count
@@ -252,20 +220,9 @@ def _count(targets, count, ignore_index: tl.constexpr, low, high, BLOCK: tl.cons
 
 @triton.jit(do_not_specialize=["tiles", "count", "stop", "state_stride"])
 def _join_kernel(
-    partial,
-    targets,
-    state,
-    logprobs,
-    entropies,
-    normalizer,
-    tiles,
-    count,
-    stop,
-    state_stride,
-    BEGINS: tl.constexpr,
-    TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    partial, targets, state, logprobs, entropies, normalizer, tiles, count, stop, state_stride,
+    BEGINS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < count
     plane = tiles.to(tl.int64) * count
@@ -277,13 +234,9 @@ def _join_kernel(
         held = (tile < tiles)[:, None] & live[None, :]
         place = partial + tile.to(tl.int64)[:, None] * count + row[None, :]
         maximum, total, moment = _merge(
-            maximum,
-            total,
-            moment,
-            tl.load(place, mask=held, other=_LOWEST),
-            tl.load(place + plane, mask=held, other=0.0),
-            tl.load(place + 2 * plane, mask=held, other=0.0),
-        )
+            maximum, total, moment, tl.load(place, mask=held, other=_LOWEST),
+            tl.load(place + plane, mask=held, other=0.0), tl.load(place + 2 * plane, mask=held, other=0.0),
+        )  # fmt: skip
     # Spread over the lanes until here; then over the tiles; then with what the state held before, if anything.
     highest = tl.max(maximum, 0)
     gap = maximum - highest[None, :]
@@ -296,13 +249,10 @@ def _join_kernel(
         tl.store(place + 3 * state_stride, _LOWEST, mask=live & ((target < 0) | (target >= stop)))
     else:
         highest, total, moment = _merge(
-            highest,
-            total,
-            moment,
-            tl.load(place, mask=live, other=_LOWEST),
+            highest, total, moment, tl.load(place, mask=live, other=_LOWEST),
             tl.load(place + state_stride, mask=live, other=0.0),
             tl.load(place + 2 * state_stride, mask=live, other=0.0),
-        )
+        )  # fmt: skip
     tl.store(place, highest, mask=live)
     tl.store(place + state_stride, total, mask=live)
     tl.store(place + 2 * state_stride, moment, mask=live)
@@ -327,26 +277,11 @@ def _merge(maximum, total, moment, other_maximum, other_total, other_moment):
 
 @triton.jit(do_not_specialize=["count", "start", "stop", "features", "inner", "coefficient_stride"])
 def _differentiate_kernel(
-    hidden,
-    weight,
-    gradients,
-    targets,
-    factors,
-    bias,
-    coefficients,
-    count,
-    start,
-    stop,
-    features,
-    inner,
+    hidden, weight, gradients, targets, factors, bias, coefficients, count, start, stop, features, inner,
     coefficient_stride,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    GROUP: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-):
+):  # fmt: skip
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop - start, COLUMNS)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
@@ -371,19 +306,9 @@ def _differentiate_kernel(
 
 @triton.jit
 def _gradient(
-    products,
-    row,
-    first,
-    count,
-    stop,
-    targets,
-    factors,
-    inner,
-    bias,
-    coefficients,
-    coefficient_stride,
+    products, row, first, count, stop, targets, factors, inner, bias, coefficients, coefficient_stride,
     SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     columns: tl.constexpr = products.shape[1]
     column = first + tl.arange(0, columns)
     live = row < count

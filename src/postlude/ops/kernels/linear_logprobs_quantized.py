@@ -76,23 +76,15 @@ def encode(
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
         TensorDescriptor.from_tensor(codes, [block_rows, block_columns // 2]),
-        *((None, None) if census is None else (census.told.number, census.told.passed)),
-        rows.targets,
-        None if census else rows.factor,
-        bias,
-        partial,
-        state,
-    )
+        *((None, None) if census is None else (census.told.number, census.told.passed)), rows.targets,
+        None if census else rows.factor, bias, partial, state,
+    )  # fmt: skip
     numbers = (count, rows.targets.shape[0], columns, features, 1.0 if rows.inner is None else rows.inner)
     constants = (rows.inner is not None, *GRADIENT_TILE, GROUP, programs)
     _encode(
-        (programs, 1, 1),
-        tensors,
-        (*numbers, state.stride(0), *counted(census)),
-        (census.ignore_index if census else 0, *constants),
-        WARPS,
-        num_stages=STAGES,
-    )
+        (programs, 1, 1), tensors, (*numbers, state.stride(0), *counted(census)),
+        (census.ignore_index if census else 0, *constants), WARPS, num_stages=STAGES,
+    )  # fmt: skip
     if census:
         census.told.launched()
     results = empty_results(state)
@@ -123,33 +115,11 @@ def decode(
     do_not_specialize=["count", "positions", "stop", "features", "inner", "state_stride", "factor", "low", "high"]
 )
 def _encode_kernel(
-    hidden,
-    weight,
-    codes,
-    told,
-    passed,
-    targets,
-    factors,
-    bias,
-    partial,
-    state,
-    count,
-    positions,
-    stop,
-    features,
-    inner,
-    state_stride,
-    factor,
-    low,
-    high,
-    IGNORED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
+    hidden, weight, codes, told, passed, targets, factors, bias, partial, state, count, positions, stop, features,
+    inner, state_stride, factor, low, high,
+    IGNORED: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop, COLUMNS)
     plane = column_tiles.to(tl.int64) * count
@@ -208,28 +178,10 @@ def _code(gap):
 
 @triton.jit(do_not_specialize=["count", "state_stride", "logprob_stride", "entropy_stride", "lse_stride", "inner"])
 def _decode_kernel(
-    logprobs,
-    entropies,
-    lses,
-    codes,
-    best,
-    targets,
-    factors,
-    state,
-    normalizer,
-    row_entropies,
-    count,
-    state_stride,
-    logprob_stride,
-    entropy_stride,
-    lse_stride,
-    inner,
-    STRIDE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    TILES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logprobs, entropies, lses, codes, best, targets, factors, state, normalizer, row_entropies, count, state_stride,
+    logprob_stride, entropy_stride, lse_stride, inner,
+    STRIDE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     codes += row * STRIDE
     best += row

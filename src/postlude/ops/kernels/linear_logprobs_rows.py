@@ -50,23 +50,11 @@ def select(
         broken=None if promised is None else targets.new_empty((), dtype=torch.bool),
     )
     _select_kernel[(1,)](
-        targets,
-        targets.numel(),
-        tensors,
-        0 if tensors is None else tensors.stride(0),
-        scale / temperature if tensors is None else scale,
-        ignore_index,
-        *allowed,
-        vocab_start,
-        selection.counts,
-        selection.positions,
-        selection.targets,
-        selection.factor,
-        0 if promised is None else promised,
-        selection.broken,
-        BLOCK=SELECTION_BLOCK,
-        num_warps=SELECTION_WARPS,
-    )
+        targets, targets.numel(), tensors, 0 if tensors is None else tensors.stride(0),
+        scale / temperature if tensors is None else scale, ignore_index, *allowed, vocab_start, selection.counts,
+        selection.positions, selection.targets, selection.factor, 0 if promised is None else promised,
+        selection.broken, BLOCK=SELECTION_BLOCK, num_warps=SELECTION_WARPS,
+    )  # fmt: skip
     return selection
 
 
@@ -74,22 +62,11 @@ def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
     """See `Epilogue.accumulate`."""
     count, columns = slab.products.shape
     _accumulate_kernel[(count,)](
-        slab.products,
-        slab.products.stride(0),
-        columns,
-        slab.column_range.start,
-        slab.rows.targets,
-        slab.rows.factor,
-        1.0 if slab.rows.inner is None else slab.rows.inner,
-        slab.bias,
-        state,
-        state.stride(0),
-        SOFTCAP=slab.rows.inner is not None,
-        ENTROPY=entropy,
-        BLOCK=_block(columns, STATISTICS_BLOCK),
-        STAGES=STATISTICS_STAGES,
-        num_warps=STATISTICS_WARPS,
-    )
+        slab.products, slab.products.stride(0), columns, slab.column_range.start, slab.rows.targets,
+        slab.rows.factor, 1.0 if slab.rows.inner is None else slab.rows.inner, slab.bias, state, state.stride(0),
+        SOFTCAP=slab.rows.inner is not None, ENTROPY=entropy, BLOCK=_block(columns, STATISTICS_BLOCK),
+        STAGES=STATISTICS_STAGES, num_warps=STATISTICS_WARPS,
+    )  # fmt: skip
 
 
 def empty_results(state: Tensor) -> Results:
@@ -126,22 +103,11 @@ def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tenso
     stride = slab.products.stride(0)
     whole = slab.products.as_strided((count, stride), (stride, 1)).view(dtype)
     _differentiate_kernel[(count,)](
-        slab.products,
-        stride,
-        whole,
-        whole.stride(0),
-        columns,
-        slab.column_range.start,
-        slab.rows.targets,
-        slab.rows.factor,
-        1.0 if slab.rows.inner is None else slab.rows.inner,
-        slab.bias,
-        coefficients,
-        coefficients.stride(0),
-        SOFTCAP=slab.rows.inner is not None,
-        BLOCK=_block(columns, GRADIENT_BLOCK),
+        slab.products, stride, whole, whole.stride(0), columns, slab.column_range.start, slab.rows.targets,
+        slab.rows.factor, 1.0 if slab.rows.inner is None else slab.rows.inner, slab.bias, coefficients,
+        coefficients.stride(0), SOFTCAP=slab.rows.inner is not None, BLOCK=_block(columns, GRADIENT_BLOCK),
         num_warps=GRADIENT_WARPS,
-    )
+    )  # fmt: skip
     return whole[:, :columns]
 
 
@@ -160,23 +126,10 @@ def _block(columns: int, most: int) -> int:
 @Kernel
 @triton.jit
 def _select_kernel(
-    targets,
-    count,
-    temperatures,
-    temperature_stride,
-    scale,
-    ignore_index,
-    low,
-    high,
-    vocab_start,
-    counts,
-    positions,
-    kept_targets,
-    factors,
-    promised,
-    broken,
+    targets, count, temperatures, temperature_stride, scale, ignore_index, low, high, vocab_start, counts, positions,
+    kept_targets, factors, promised, broken,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     # One program: a token's place depends on all before it, and all there are take it a few microseconds.
     kept_before = 0
     ignored_before = 0
@@ -246,21 +199,9 @@ def floored(logit):
 @Kernel
 @triton.jit
 def _accumulate_kernel(
-    products,
-    stride,
-    columns,
-    first,
-    targets,
-    factors,
-    inner,
-    bias,
-    state,
-    state_stride,
-    SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    products, stride, columns, first, targets, factors, inner, bias, state, state_stride,
+    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     state += row
@@ -333,21 +274,10 @@ def store_results(maximum, total, moment, target, logprobs, entropies, normalize
 
 @triton.jit(do_not_specialize=["logprob_stride", "entropy_stride", "lse_stride", "inner", "count"])
 def _coefficients_kernel(
-    logprobs,
-    entropies,
-    lses,
-    kept,
-    factors,
-    normalizer,
-    row_entropies,
-    made,
-    logprob_stride,
-    entropy_stride,
-    lse_stride,
-    inner,
-    count,
+    logprobs, entropies, lses, kept, factors, normalizer, row_entropies, made, logprob_stride, entropy_stride,
+    lse_stride, inner, count,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < count
     place = row
@@ -376,21 +306,10 @@ def _arriving(gradients, stride, place, live, slope):
 @Kernel
 @triton.jit
 def _differentiate_kernel(
-    products,
-    stride,
-    gradients,
-    gradient_stride,
-    columns,
-    first,
-    targets,
-    factors,
-    inner,
-    bias,
-    coefficients,
+    products, stride, gradients, gradient_stride, columns, first, targets, factors, inner, bias, coefficients,
     coefficient_stride,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     gradients += row * gradient_stride

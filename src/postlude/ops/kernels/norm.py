@@ -100,17 +100,9 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 @triton.jit(do_not_specialize=["rows", "eps", "offset"])
 def _forward_kernel(
-    vectors,
-    weight,
-    output,
-    rows,
-    eps,
-    offset,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    vectors, weight, output, rows, eps, offset,
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     held = (row < rows) & (column < WIDTH)
@@ -129,22 +121,10 @@ def _rows(tensor, first, rows, STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: 
 
 @triton.jit(do_not_specialize=["rows", "eps", "offset"])
 def _backward_kernel(
-    vectors,
-    weight,
-    gradient,
-    beside,
-    output,
-    partial,
-    rows,
-    eps,
-    offset,
-    STRIDE: tl.constexpr,
-    GRADIENT_STRIDE: tl.constexpr,
-    BESIDE_STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    vectors, weight, gradient, beside, output, partial, rows, eps, offset,
+    STRIDE: tl.constexpr, GRADIENT_STRIDE: tl.constexpr, BESIDE_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
@@ -179,16 +159,9 @@ def _backward_kernel(
 
 @triton.jit(do_not_specialize=["first", "rows"])
 def _sum_kernel(
-    partial,
-    sums,
-    other_sums,
-    first,
-    rows,
-    ADDS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    partial, sums, other_sums, first, rows,
+    ADDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     # The first rows, or those behind them.
     start, stop = 0, first
     if tl.program_id(1) == 1:

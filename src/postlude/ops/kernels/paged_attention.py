@@ -50,18 +50,11 @@ def attend(
         *(query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2]),
         *(keys, *keys.stride()[:3], values, *values.stride()[:3]),
         *(table, table.stride(0), lengths, scores.sinks, output, parts, weights, counters if splits > 1 else None),
-        *(scores.scale, scores.softcap or 0.0, scores.window or 0),
-        WIDTH=width,
-        FEATURES=max(LEAST, triton.next_power_of_2(width)),
-        PAGE=page,
-        BLOCK=block,
-        SOFTCAP=scores.softcap is not None,
-        WINDOW=scores.window is not None,
-        **common,
-        **sizes,
-        num_warps=4,
+        *(scores.scale, scores.softcap or 0.0, scores.window or 0), WIDTH=width,
+        FEATURES=max(LEAST, triton.next_power_of_2(width)), PAGE=page, BLOCK=block,
+        SOFTCAP=scores.softcap is not None, WINDOW=scores.window is not None, **common, **sizes, num_warps=4,
         num_stages=3 if query.element_size() == 2 else 2,
-    )
+    )  # fmt: skip
     return output
 
 

@@ -95,14 +95,9 @@ def _tiles(heads: int, kv_heads: int, width: int, turned: int) -> tuple[tuple[in
 
 @triton.jit
 def _head(
-    vectors,
-    row_at,
-    row_held,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-):
+    vectors, row_at, row_held,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
     # The tiles of heads at `row_at` [AT_ONCE, 1]; the last is of no use where nothing is left unturned.
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     held = row_held & (pair < HALF)
@@ -133,17 +128,9 @@ def _weights(
 
 @triton.jit
 def _store_head(
-    vectors,
-    row_at,
-    row_held,
-    first,
-    second,
-    rest,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-):
+    vectors, row_at, row_held, first, second, rest,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     held = row_held & (pair < HALF)
     tl.store(vectors + row_at + pair, first.to(vectors.dtype.element_ty), mask=held)
@@ -164,23 +151,10 @@ def _summed(first, second, rest, REST_BLOCK: tl.constexpr):
 @triton.jit
 def _turned(
     vectors,
-    token_stride: tl.constexpr,
-    head_stride: tl.constexpr,
-    cos,
-    sin,
-    weight,
-    output,
-    token,
-    block,
-    heads: tl.constexpr,
-    eps,
-    offset,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-):
+    token_stride: tl.constexpr, head_stride: tl.constexpr, cos, sin, weight, output, token, block,
+    heads: tl.constexpr, eps, offset, WIDTH: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
     head = block * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
     held = head < heads
     at = token * token_stride + head * head_stride
@@ -203,98 +177,33 @@ def _turned(
 
 @triton.jit(do_not_specialize=["eps", "offset"])
 def _forward_kernel(
-    query,
-    key,
-    cos,
-    sin,
-    query_weight,
-    key_weight,
-    query_output,
-    key_output,
-    eps,
-    offset,
-    QUERY_TOKEN: tl.constexpr,
-    QUERY_HEAD: tl.constexpr,
-    KEY_TOKEN: tl.constexpr,
-    KEY_HEAD: tl.constexpr,
-    QUERY_BLOCKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-):
+    query, key, cos, sin, query_weight, key_weight, query_output, key_output, eps, offset,
+    QUERY_TOKEN: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
+    QUERY_BLOCKS: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, AT_ONCE: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if block < QUERY_BLOCKS:
         _turned(
-            query,
-            QUERY_TOKEN,
-            QUERY_HEAD,
-            cos,
-            sin,
-            query_weight,
-            query_output,
-            token,
-            block,
-            HEADS,
-            eps,
-            offset,
-            WIDTH,
-            HALF,
-            AT_ONCE,
-            HALF_BLOCK,
-            REST_BLOCK,
-        )
+            query, QUERY_TOKEN, QUERY_HEAD, cos, sin, query_weight, query_output, token, block, HEADS, eps, offset,
+            WIDTH, HALF, AT_ONCE, HALF_BLOCK, REST_BLOCK,
+        )  # fmt: skip
     else:
         _turned(
-            key,
-            KEY_TOKEN,
-            KEY_HEAD,
-            cos,
-            sin,
-            key_weight,
-            key_output,
-            token,
-            block - QUERY_BLOCKS,
-            KEY_HEADS,
-            eps,
-            offset,
-            WIDTH,
-            HALF,
-            AT_ONCE,
-            HALF_BLOCK,
-            REST_BLOCK,
-        )
+            key, KEY_TOKEN, KEY_HEAD, cos, sin, key_weight, key_output, token, block - QUERY_BLOCKS, KEY_HEADS, eps,
+            offset, WIDTH, HALF, AT_ONCE, HALF_BLOCK, REST_BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
 def _turned_back(
     vectors,
-    token_stride: tl.constexpr,
-    head_stride: tl.constexpr,
-    gradient,
-    gradient_token: tl.constexpr,
-    gradient_head: tl.constexpr,
-    cos,
-    sin,
-    weight,
-    output,
-    partial,
-    tokens,
-    block,
-    heads: tl.constexpr,
-    output_token: tl.constexpr,
-    eps,
-    offset,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-):
+    token_stride: tl.constexpr, head_stride: tl.constexpr, gradient, gradient_token: tl.constexpr,
+    gradient_head: tl.constexpr, cos, sin, weight, output, partial, tokens, block, heads: tl.constexpr,
+    output_token: tl.constexpr, eps, offset, WIDTH: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
     # `partial` [WIDTH] is this program's own.
     head = block * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
     held = head < heads
@@ -356,91 +265,29 @@ def _turned_back(
 
 @triton.jit(do_not_specialize=["tokens", "eps", "offset"])
 def _backward_kernel(
-    query,
-    key,
-    of_query,
-    of_key,
-    cos,
-    sin,
-    query_weight,
-    key_weight,
-    query_output,
-    key_output,
-    partial,
-    tokens,
-    eps,
+    query, key, of_query, of_key, cos, sin, query_weight, key_weight, query_output, key_output, partial, tokens, eps,
     offset,
-    QUERY_TOKEN: tl.constexpr,
-    QUERY_HEAD: tl.constexpr,
-    KEY_TOKEN: tl.constexpr,
-    KEY_HEAD: tl.constexpr,
-    OF_QUERY_TOKEN: tl.constexpr,
-    OF_QUERY_HEAD: tl.constexpr,
-    OF_KEY_TOKEN: tl.constexpr,
-    OF_KEY_HEAD: tl.constexpr,
-    RESULT_TOKEN: tl.constexpr,
-    QUERY_BLOCKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
+    QUERY_TOKEN: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
+    OF_QUERY_TOKEN: tl.constexpr, OF_QUERY_HEAD: tl.constexpr, OF_KEY_TOKEN: tl.constexpr, OF_KEY_HEAD: tl.constexpr,
+    RESULT_TOKEN: tl.constexpr, QUERY_BLOCKS: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr, HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     block = tl.program_id(1)
     if partial is not None:
         partial += (block * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * WIDTH
     if block < QUERY_BLOCKS:
         _turned_back(
-            query,
-            QUERY_TOKEN,
-            QUERY_HEAD,
-            of_query,
-            OF_QUERY_TOKEN,
-            OF_QUERY_HEAD,
-            cos,
-            sin,
-            query_weight,
-            query_output,
-            partial,
-            tokens,
-            block,
-            HEADS,
-            RESULT_TOKEN,
-            eps,
-            offset,
-            WIDTH,
-            HALF,
-            AT_ONCE,
-            HALF_BLOCK,
+            query, QUERY_TOKEN, QUERY_HEAD, of_query, OF_QUERY_TOKEN, OF_QUERY_HEAD, cos, sin, query_weight,
+            query_output, partial, tokens, block, HEADS, RESULT_TOKEN, eps, offset, WIDTH, HALF, AT_ONCE, HALF_BLOCK,
             REST_BLOCK,
-        )
+        )  # fmt: skip
     else:
         _turned_back(
-            key,
-            KEY_TOKEN,
-            KEY_HEAD,
-            of_key,
-            OF_KEY_TOKEN,
-            OF_KEY_HEAD,
-            cos,
-            sin,
-            key_weight,
-            key_output,
-            partial,
-            tokens,
-            block - QUERY_BLOCKS,
-            KEY_HEADS,
-            RESULT_TOKEN,
-            eps,
-            offset,
-            WIDTH,
-            HALF,
-            AT_ONCE,
-            HALF_BLOCK,
+            key, KEY_TOKEN, KEY_HEAD, of_key, OF_KEY_TOKEN, OF_KEY_HEAD, cos, sin, key_weight, key_output, partial,
+            tokens, block - QUERY_BLOCKS, KEY_HEADS, RESULT_TOKEN, eps, offset, WIDTH, HALF, AT_ONCE, HALF_BLOCK,
             REST_BLOCK,
-        )
+        )  # fmt: skip
 
 
 _forward, _backward = Launcher(_forward_kernel), Launcher(_backward_kernel)

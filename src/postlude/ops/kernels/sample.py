@@ -42,13 +42,9 @@ def sample_next(
     left = weights if edge is None else weigh(edge)
     _draw_kernel[(count,)](
         *(logits, logits.stride(0), rows, weights, left, edge, settings, numbers, numbers.stride(0)),
-        *(stops, stops.stride(0), told, vocab, blocks),
-        BLOCK=BLOCK,
-        WITHIN=WITHIN,
-        BLOCKS=triton.next_power_of_2(blocks),
-        STOPS=len(stops),
-        num_warps=4,
-    )
+        *(stops, stops.stride(0), told, vocab, blocks), BLOCK=BLOCK, WITHIN=WITHIN,
+        BLOCKS=triton.next_power_of_2(blocks), STOPS=len(stops), num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -61,19 +57,9 @@ def scaled(logits, temperature):
 @Kernel
 @triton.jit
 def _weigh_kernel(
-    logits,
-    logits_row,
-    rows,
-    settings,
-    numbers,
-    numbers_column,
-    edge,
-    weights,
-    vocab,
-    blocks,
-    BLOCK: tl.constexpr,
-    EACH: tl.constexpr,
-):
+    logits, logits_row, rows, settings, numbers, numbers_column, edge, weights, vocab, blocks,
+    BLOCK: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     if tl.load(numbers + numbers_column + row) > 0:  # not idle
@@ -122,25 +108,10 @@ def _likeliest(values):
 @Kernel
 @triton.jit
 def _draw_kernel(
-    logits,
-    logits_row,
-    rows,
-    weights,
-    left,
-    edge,
-    settings,
-    numbers,
-    numbers_column,
-    stops,
-    stops_column,
-    told,
-    vocab,
-    blocks,
-    BLOCK: tl.constexpr,
-    WITHIN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STOPS: tl.constexpr,
-):
+    logits, logits_row, rows, weights, left, edge, settings, numbers, numbers_column, stops, stops_column, told,
+    vocab, blocks,
+    BLOCK: tl.constexpr, WITHIN: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     length_at, count_at = numbers + numbers_column + row, numbers + 2 * numbers_column + row

@@ -29,11 +29,8 @@ def edges(logits: Tensor, rows: Tensor, weights: Tensor, numbers: Tensor, settin
     blocks = weights.shape[1]
     _edge_kernel[(count,)](
         *(logits, logits.stride(0), rows, weights, numbers, numbers.stride(0), settings, settings.stride(0), found),
-        *(vocab, blocks),
-        BLOCKS=triton.next_power_of_2(blocks),
-        TOKENS=TOKENS,
-        num_warps=8,
-    )
+        *(vocab, blocks), BLOCKS=triton.next_power_of_2(blocks), TOKENS=TOKENS, num_warps=8,
+    )  # fmt: skip
     return found
 
 
@@ -81,20 +78,9 @@ def _search(logits, heat, total, vocab, wanted, counted, TOKENS: tl.constexpr):
 @Kernel
 @triton.jit
 def _edge_kernel(
-    logits,
-    logits_row,
-    rows,
-    weights,
-    numbers,
-    numbers_column,
-    settings,
-    settings_column,
-    found,
-    vocab,
-    blocks,
-    BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    logits, logits_row, rows, weights, numbers, numbers_column, settings, settings_column, found, vocab, blocks,
+    BLOCKS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     logits += place * logits_row

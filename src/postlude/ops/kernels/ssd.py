@@ -87,15 +87,9 @@ class Scan(NamedTuple):
         sizes = {name: self.sizes[name] for name in ("HEADS", "SHARE", "WIDTH", "STATE", "LENGTH")}
         P, N = (min(BLOCK, tile) for tile in (self.tiles["P"], self.tiles["N"]))
         kernels.states[(heads, triton.cdiv(size, N), triton.cdiv(width, P))](
-            *(keys, *keys.stride()[:2], values, *values.stride()[:2], self.sequence, self.steps, states),
-            tokens,
-            self.chunks,
-            BACK=back,
-            P=P,
-            N=N,
-            **sizes,
-            **_launch(STATES),
-        )
+            *(keys, *keys.stride()[:2], values, *values.stride()[:2], self.sequence, self.steps, states), tokens,
+            self.chunks, BACK=back, P=P, N=N, **sizes, **_launch(STATES),
+        )  # fmt: skip
         return states
 
     def outputs(self, D: Tensor | None) -> Tensor:
@@ -104,12 +98,8 @@ class Scan(NamedTuple):
         x, B, C = self.x, self.B, self.C
         kernels.outputs[(x.shape[1] * self.chunks * (self.length // self.sizes["BLOCK"]),)](
             *(x, *x.stride()[:2], B, *B.stride()[:2], C, *C.stride()[:2], D, self.sequence, self.steps, states, y),
-            x.shape[0],
-            self.chunks,
-            **self.sizes,
-            **self.tiles,
-            **_launch(OUTPUTS),
-        )
+            x.shape[0], self.chunks, **self.sizes, **self.tiles, **_launch(OUTPUTS),
+        )  # fmt: skip
         return y
 
     def gradients(self, D: Tensor | None, gradient: Tensor) -> tuple[Tensor, ...]:
@@ -125,30 +115,18 @@ class Scan(NamedTuple):
         read = (x, *x.stride()[:2], B, *B.stride()[:2], C, *C.stride()[:2], gradient, *gradient.stride()[:2])
         read = (*read, self.sequence, self.steps, states, ahead)
         kernels.heads_gradient[(heads * self.chunks,)](
-            *(*read, D, of_x, of_D, parts, through),
-            tokens,
-            self.chunks,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            **options,
-            **_launch(HEADS_GRADIENT),
-        )
+            *(*read, D, of_x, of_D, parts, through), tokens, self.chunks,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **options, **_launch(HEADS_GRADIENT),
+        )  # fmt: skip
         kernels.rates[(triton.cdiv(heads, STEP_HEADS) * self.chunks,)](
-            *(self.steps, parts, through, A, of_dt, of_A),
-            *(tokens, heads, self.steps.shape[2]),
-            LENGTH=self.length,
-            HEADS=STEP_HEADS,
-            num_warps=4,
-        )
+            *(self.steps, parts, through, A, of_dt, of_A), *(tokens, heads, self.steps.shape[2]), LENGTH=self.length,
+            HEADS=STEP_HEADS, num_warps=4,
+        )  # fmt: skip
         blocks = self.chunks * (self.length // self.sizes["BLOCK"])
         for of_b, out in ((False, of_C), (True, of_B)):
             kernels.groups_gradient[(B.shape[1] * blocks,)](
-                *(*read, out),
-                tokens,
-                self.chunks,
-                OF_B=of_b,
-                **options,
-                **_launch(GROUPS_GRADIENT),
-            )
+                *(*read, out), tokens, self.chunks, OF_B=of_b, **options, **_launch(GROUPS_GRADIENT),
+            )  # fmt: skip
         return of_x, of_dt, of_A.sum(0), of_B, of_C, of_D.sum(0)
 
 

@@ -79,26 +79,10 @@ def _exp(logarithm, kept):
 @Kernel
 @triton.jit
 def states(
-    keys,
-    key_token,
-    key_group,
-    values,
-    value_token,
-    value_head,
-    sequence,
-    steps,
-    states,
-    tokens,
-    chunks,
-    BACK: tl.constexpr,
-    HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STATE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-):
+    keys, key_token, key_group, values, value_token, value_head, sequence, steps, states, tokens, chunks,
+    BACK: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr,
+    LENGTH: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Of a head and a tile: the state before each chunk, or with BACK the gradient of the state after each."""
     head = tl.program_id(0)
     n = tl.program_id(1) * N + tl.arange(0, N)
@@ -131,31 +115,10 @@ def states(
 @Kernel
 @triton.jit
 def outputs(
-    x,
-    x_token,
-    x_head,
-    B,
-    B_token,
-    B_group,
-    C,
-    C_token,
-    C_group,
-    D,
-    sequence,
-    steps,
-    states,
-    y,
-    tokens,
-    chunks,
-    HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STATE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-):
+    x, x_token, x_head, B, B_token, B_group, C, C_token, C_group, D, sequence, steps, states, y, tokens, chunks,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr, LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """The y of a head and of a block of tokens."""
     head, block = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     group, chunk = head // SHARE, block * BLOCK // LENGTH
