@@ -344,7 +344,7 @@ class TestDirectory:
 @pytest.mark.parametrize("width", [6, 16, 48, 100, 128, 2048])
 def test_every_block_has_usual_sizes_for_a_model_of_any_width(width: int) -> None:
     """Beside a transformer's blocks, and beside none but a state-space model's."""
-    for others in ([MLPConfig(intermediate_size=3 * width, norm="post")], [MambaConfig.like(width, ())]):
+    for others in ([MLPConfig(intermediate_size=3 * width, norm="post")], [MambaConfig.default_for(width, ())]):
         configs = {symbol: block.Config.default_for(width, others) for symbol, block in BLOCKS.items()}
         assert {config.norm for config in configs.values()} == {others[0].norm}
         pattern = Pattern.parse("".join(f"[{symbol}-]" for symbol in BLOCKS if symbol not in TERMINAL) + "E")
@@ -354,7 +354,7 @@ def test_every_block_has_usual_sizes_for_a_model_of_any_width(width: int) -> Non
 
 def test_a_block_that_knows_no_usual_sizes_says_so() -> None:
     with pytest.raises(ValueError, match="BlockConfig does not say which sizes go with hidden_size=8"):
-        BlockConfig.like(8, ())
+        BlockConfig.default_for(8, ())
 
 
 def test_an_endless_number_comes_back() -> None:

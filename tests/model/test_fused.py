@@ -18,7 +18,7 @@ from postlude import LanguageModel
 from postlude.model.blocks import AttentionConfig
 from postlude.model.schedule_plan import interleave
 from postlude.ops import activation as gating
-from postlude.ops import linear, norm, rotary
+from postlude.ops import kernels, linear, norm, rotary
 from tests.equality import assert_equal
 from tests.model.small import small_config, small_microbatch
 
@@ -86,12 +86,14 @@ def in_place_of_turning(module: Any) -> None:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything as if it were on CUDA, but for the kernels."""
-    for name, fill in (("norm", in_place_of_norms), ("gating", in_place_of_gating), ("rotary", in_place_of_turning)):
-        module = ModuleType(f"postlude.ops.{name}_triton")
+    fakes = {"norm": in_place_of_norms, "activation": in_place_of_gating, "rotary": in_place_of_turning}
+    for name, fill in fakes.items():
+        module = ModuleType(f"postlude.ops.kernels.{name}")
         fill(module)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for operations in (norm, gating, rotary):
-        monkeypatch.setattr(operations, "_takes_triton", lambda *_: True)
+        monkeypatch.setattr(kernels, name, module, raising=False)
+    for operations, name in ((norm, "uses_kernel"), (gating, "_use_kernel"), (rotary, "_use_kernel")):
+        monkeypatch.setattr(operations, name, lambda *_: True)
     monkeypatch.setattr(linear, "_sums_as_made", lambda rows: rows.requires_grad and torch.is_grad_enabled())
 
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from postlude.ops.adamw import (
+from postlude.ops.adamw import adamw_step, bias_corrections
+from postlude.ops.adamw_storage import (
     AdamWHyperparameters,
     QuantizedMoment,
     TensorSlice,
-    adamw_step,
-    bias_corrections,
-    widened_first,
-    widened_second,
+    dequantize_first,
+    dequantize_second,
 )
 from tests.ops.test_adamw import DEVICE, normal, start
 
@@ -43,7 +42,7 @@ def test_the_kernel_is_the_reference(weights: str, moments: str) -> None:
         torch.testing.assert_close(other["weight"], one["weight"], rtol=2.0**-7, atol=1e-6)
     else:
         torch.testing.assert_close(other["weight"], one["weight"], rtol=1e-5, atol=1e-6)
-    for name, widened in (("first", widened_first), ("second", widened_second)):
+    for name, widened in (("first", dequantize_first), ("second", dequantize_second)):
         found, expected = other[name], one[name]
         if isinstance(found, QuantizedMoment):
             torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0.0)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from postlude.ops.kernels import linear_logprobs_fused as fused_kernels
 from postlude.ops.kernels import linear_logprobs_quantized as coded
 from postlude.ops.kernels import linear_logprobs_rows as triton_epilogue
 from postlude.ops.linear_logprobs import problem, torch_epilogue
 from postlude.ops.linear_logprobs.statistics import (
-    TARGET,
-    HostMailbox,
     Slab,
-    TargetCount,
     TokenRows,
     Upstream,
     empty_state,
@@ -23,27 +19,6 @@ from tests.ops.dense_head import Operands, assert_close, dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16
-
-
-@pytest.mark.parametrize(("count", "without"), [(4097, 2), (260, 0)])
-def test_a_census_tells_the_host_and_goes_on_if_all_have_a_target(count: int, without: int) -> None:
-    """The first is one more than a program reads at a time, the second of more than one tile of rows."""
-    generator = torch.Generator().manual_seed(4)
-    hidden, weight = (torch.randn(size, 16, generator=generator).to(DEVICE, HALF) for size in (count, 300))
-    targets = torch.randint(300, (count,), generator=generator)
-    targets[: 3 * without : 3] = -100
-    targets[count - without :] = 300  # outside
-    told, targets = HostMailbox.make(torch.device(DEVICE)), targets.to(DEVICE)
-    census = TargetCount(targets, 0.5, None, -100, (0, 300), told)
-    state = torch.full((4, count), torch.nan, device=DEVICE)
-    for columns in (slice(0, 128), slice(128, 300)):
-        fused_kernels.accumulate(hidden, weight, None, census, columns, state)
-    assert told.wait() == (count - 2 * without, without)
-    assert HostMailbox.make(torch.device(DEVICE)) is told
-    if not without:
-        logits = 0.5 * (hidden.double() @ weight.double().t())
-        assert_close(torch_epilogue.results(state).lse, logits.logsumexp(1), "lse")
-        assert_close(state[TARGET], logits.gather(1, targets[:, None])[:, 0], "target")
 
 
 def coded_head(columns: int, *, bias: bool, softcap: bool) -> tuple[Operands, TokenRows, torch.Tensor]:
@@ -109,7 +84,7 @@ def test_coded_logits_do_not_hide_what_is_not_a_number() -> None:
     assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == results.logprob.isnan().tolist()
 
 
-@pytest.mark.parametrize("ignored", [False, True], ids=["begun early", "ignored"])
+@pytest.mark.parametrize("ignored", [False, True], ids=["all targets", "ignored"])
 @pytest.mark.parametrize("memory_budget", [None, 4000], ids=["one slab", "slabs"])
 def test_objective_of_coded_logits(memory_budget: int | None, ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole of `linear_objective`, as a GPU runs it: a few slabs, whose sum is rounded once each."""

@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops import adamw
-from postlude.ops.adamw import (
+from postlude.ops import adamw_storage
+from postlude.ops.adamw import adamw_step, bias_corrections, random_bits
+from postlude.ops.adamw_storage import (
     BLOCK,
     AdamWHyperparameters,
     QuantizedMoment,
     TensorSlice,
-    adamw_step,
-    bias_corrections,
-    draws,
-    halves,
-    joined,
+    join_halves,
+    split_halves,
 )
 
 RATES = AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay=0.1)
@@ -72,10 +70,10 @@ def test_two_halves_are_the_fp32_number_to_the_bit() -> None:
     weight = normal(5, 130).bfloat16().float()  # as both start
     gradients = [normal(5, 130, seed=seed) for seed in range(1, 9)]
     wide, split = run(start(weight), gradients), run(start(weight, weights="split"), gradients)
-    assert torch.equal(joined(split["weight"], split["low"]), wide["weight"])
+    assert torch.equal(join_halves(split["weight"], split["low"]), wide["weight"])
     values = torch.cat([normal(1000), torch.tensor([0.0, -0.0, 1.0, 1e-40, -3e38], device=DEVICE)])
-    high, low = halves(values)
-    assert torch.equal(joined(high, low).view(torch.int32), values.view(torch.int32))
+    high, low = split_halves(values)
+    assert torch.equal(join_halves(high, low).view(torch.int32), values.view(torch.int32))
     assert torch.equal(high, values.bfloat16())
 
 
@@ -84,14 +82,14 @@ def mean_of(function: Any, values: Tensor, count: int = 400) -> Tensor:
     index = torch.arange(values.numel(), device=DEVICE).view(values.shape)
     total = torch.zeros_like(values, dtype=torch.float64)
     for step in range(count):
-        total += function(values, draws(index, 3, torch.tensor([float(step)], device=DEVICE)))
+        total += function(values, random_bits(index, 3, torch.tensor([float(step)], device=DEVICE)))
     return total / count
 
 
 def test_weights_rounded_at_random_are_right_on_average() -> None:
     values = normal(40, 70)
-    mean = mean_of(lambda values, drawn: adamw.rounded(values, drawn[0]).double(), values)
-    apart = (adamw.halves(values)[0].double() - values).abs().mean()
+    mean = mean_of(lambda values, drawn: adamw_storage.round_randomly(values, drawn[0]).double(), values)
+    apart = (adamw_storage.split_halves(values)[0].double() - values).abs().mean()
     assert (mean - values).abs().mean() < 0.15 * apart  # 400 draws of a spread as wide as what is rounded away
     assert (mean - values).mean().abs() < 0.005 * apart
 
@@ -112,8 +110,8 @@ def test_a_step_below_half_of_the_last_bit_moves_weights_on_average() -> None:
 def test_eight_bits_are_within_a_level_and_right_on_average(signed: bool) -> None:
     values = normal(20, 150) * torch.exp2(2 * normal(20, 150, seed=1))
     values = values if signed else values.square()
-    narrow = adamw.narrowed_first if signed else adamw.narrowed_second
-    wide = adamw.widened_first if signed else adamw.widened_second
+    narrow = adamw_storage.quantize_first if signed else adamw_storage.quantize_second
+    wide = adamw_storage.dequantize_first if signed else adamw_storage.dequantize_second
 
     def once(values: Tensor, drawn: Any) -> Tensor:
         return wide(*narrow(values, drawn[1 if signed else 2])).double()
@@ -132,8 +130,8 @@ def test_what_steps_divide_by_is_never_rounded_to_zero() -> None:
     values = torch.full((1, 70), 1e-30, device=DEVICE)
     values[0, 0] = 1.0
     values[0, 1] = 0.0
-    codes, scales = adamw.narrowed_second(values, torch.zeros(1, 70, dtype=torch.int64, device=DEVICE) + 65535)
-    found = adamw.widened_second(codes, scales)
+    codes, scales = adamw_storage.quantize_second(values, torch.zeros(1, 70, dtype=torch.int64, device=DEVICE) + 65535)
+    found = adamw_storage.dequantize_second(codes, scales)
     assert found[0, 1] == 0.0
     assert found[0, 2] > 0.0
     assert found[0, 0] == 1.0
@@ -157,7 +155,7 @@ def test_a_part_is_moved_as_in_the_whole(cut: str, weights: str, monkeypatch: py
     weight, gradients = normal(*shape), [normal(*shape, seed=seed) for seed in (1, 2, 3)]
     options = {"weights": weights, "moments": "8bit"}
     whole = run(start(weight, **options), gradients, key=5)
-    monkeypatch.setattr(adamw, "ROWS_AT_ONCE", 250)
+    monkeypatch.setattr("postlude.ops.adamw.ROWS_AT_ONCE", 250)
     part = start(weight[region].contiguous(), **options)
     run(part, [each[region].contiguous() for each in gradients], key=5, place=TensorSlice.of(region, shape))
     blocks = (*region[:-1], slice(region[-1].start // BLOCK, -(-region[-1].stop // BLOCK)))
@@ -191,6 +189,6 @@ def test_average_of_eight_bits_follows_a_slow_change() -> None:
         now = bias_corrections(torch.tensor([float(number)], device=DEVICE), rates)[0]
         moved = gradient if number <= 500 else gradient_later
         adamw_step(state["weight"], moved, state["first"], state["second"], now, rates)
-    second = adamw.widened_second(state["second"].codes, state["second"].scales)[:, 1:]
+    second = adamw_storage.dequantize_second(state["second"].codes, state["second"].scales)[:, 1:]
     expected = (1 - 0.999**500) * 9 * 0.999**1000 + (1 - 0.999**1000)
     assert float(second.mean()) == pytest.approx(expected, rel=0.05)

@@ -62,7 +62,7 @@ CASES: dict[Patch, str] = {
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Nothing is known, or said, from before."""
-    said = (backend.why_no_triton, backend._warn_once, problem._warn_of_promotion)
+    said = (backend.why_no_triton, backend.why_unmeasured, backend._warn_once, problem._warn_of_promotion)
     for each in said:
         each.cache_clear()
     yield
@@ -95,6 +95,32 @@ def test_a_triton_and_a_gpu_that_are_new_enough_are_taken(monkeypatch: pytest.Mo
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert backend.use_kernel("rms_norm", "auto", GPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", [name for name, each in backend.MEASURED.items() if each.architectures])
+def test_a_kernel_is_taken_by_itself_only_where_it_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "version_of", lambda package: "3.6.0")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert backend.why_unmeasured(name, GPU) is None
+    backend.why_unmeasured.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    why = backend.why_unmeasured(name, GPU)
+    assert why is not None
+    assert why.endswith("and this is NVIDIA B200; set POSTLUDE_TRY_UNMEASURED=1 to try them")
+    backend.why_unmeasured.cache_clear()
+    monkeypatch.setenv("POSTLUDE_TRY_UNMEASURED", "1")
+    assert backend.why_unmeasured(name, GPU) is None
+    assert backend.why_unmeasured(name, torch.device("cpu")) is None
+
+
+def test_the_gated_delta_kernels_are_taken_with_the_triton_they_were_measured_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend, "version_of", lambda package: "3.7.1")
+    why = backend.why_unmeasured("gated_delta", GPU)
+    assert why == "its kernels were measured with triton 3.6, and this is 3.7.1"
 
 
 def test_logits_that_are_promoted_to_fp32_on_a_gpu_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

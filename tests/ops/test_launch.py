@@ -41,7 +41,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    launch.has_short_way.cache_clear()
+    launch.launches_fast.cache_clear()
     monkeypatch.setattr(
         launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: "stream"))
     )

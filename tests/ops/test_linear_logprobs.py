@@ -429,7 +429,7 @@ def test_triton_without_a_gpu_is_refused_with_the_reason(monkeypatch: pytest.Mon
 
 
 def test_auto_says_once_why_it_uses_torch(caplog: pytest.LogCaptureFixture) -> None:
-    backend._say_once.cache_clear()
+    backend._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger=backend.log.name):
         for _ in range(3):
             linear_logprobs(torch.randn(2, 4), torch.randn(13, 4), torch.tensor([1, 2]))

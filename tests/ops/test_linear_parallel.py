@@ -14,8 +14,8 @@ from torch import Tensor
 
 from postlude import launch
 from postlude.ops.collectives import copy_to_group, gather_from_sequence
+from postlude.ops.kernels.capabilities import HOPPER
 from postlude.ops.linear_logprobs import linear_logprobs
-from postlude.ops.linear_logprobs.backends import HOPPER
 from postlude.ops.linear_logprobs.problem import kernels
 from postlude.ops.linear_objective import linear_objective
 from tests.conftest import Ranks

@@ -20,17 +20,8 @@ from torch.optim.adamw import adamw
 from postlude.engine.gradients import clip
 from postlude.engine.offload import PIECE_BYTES, Unit, in_host_memory, run_offloaded
 from postlude.model.parallel import is_dtensor, local_shard, region
-from postlude.ops.adamw import (
-    BLOCK,
-    AdamWHyperparameters,
-    Moment,
-    QuantizedMoment,
-    TensorSlice,
-    adamw_step,
-    bias_corrections,
-    name_seed,
-    scales_shape,
-)
+from postlude.ops.adamw import adamw_step, bias_corrections, name_seed
+from postlude.ops.adamw_storage import BLOCK, AdamWHyperparameters, Moment, QuantizedMoment, TensorSlice, scales_shape
 from postlude.ops.foreach import foreach_copy
 from postlude.optimizer import SGD, AdamW, OptimizerConfig
 from postlude.options import WeightStorage

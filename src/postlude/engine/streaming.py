@@ -23,7 +23,7 @@ from postlude.hf.tensor_sources import names_in_order
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import local_shard, region
-from postlude.ops.adamw import joined
+from postlude.ops.adamw_storage import join_halves
 from postlude.world.mesh import Mesh
 
 
@@ -133,7 +133,7 @@ def stream(
                 if ours in owned:
                     shard = local_shard(owned[ours])
                     if view.dtype != torch.bfloat16 and low_bits is not None and ours in low_bits:
-                        shard = joined(shard, low_bits[ours].to(shard.device))
+                        shard = join_halves(shard, low_bits[ours].to(shard.device))
                     copy_to_hf(view, mapping, shard, region(owned[ours]))
         if dist.is_initialized():
             dist.all_reduce(flat)

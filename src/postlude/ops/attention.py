@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +20,6 @@ FLASH_WIDTH = 256  # the widest head that flash attention takes
 FLASH_STEP = 8  # and it takes multiples of this alone
 LONG = 8192  # tokens of a sequence from which cuDNN is faster than the Triton kernels, by measurement on an H200
 LONG_STEP = 512
-FUSED_ON = ((9, 0),)  # the devices that the tiles of the Triton kernels were measured for
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,17 +62,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Pa
 
 
 def prefers_triton(query: Tensor, widths: tuple[int, int], scores: Scores) -> bool:
-    """Whether the Triton kernels are the fastest: on Hopper, with heads of a power of two up to 128.
+    """Whether the Triton kernels are the fastest: where they were measured, with heads of a power of two up to 128.
 
-    `widths` are those of keys and of values; of `query` device and dtype count. Nothing else has a word for a softcap.
+    `widths` are those of keys and values. Only the device and dtype of `query` matter. No other kernel has a softcap.
     """
     if query.dtype not in (torch.bfloat16, torch.float16) or max(widths) > FLASH_WIDTH:
         return False
     fast = all(16 <= width <= 128 and width.bit_count() == 1 for width in widths)
-    measured = torch.cuda.get_device_capability(query.device) in FUSED_ON
-    if not measured or not (fast or scores.softcap is not None):
-        return False
-    return use_kernel("attention", "auto", query.device, query.dtype)
+    return (fast or scores.softcap is not None) and use_kernel("attention", "auto", query.device, query.dtype)
 
 
 def flash_supports(query: Tensor, scores: Scores) -> bool:
@@ -126,10 +121,15 @@ def triton_packed_attention(
         return _nothing(query, key, value, scores)
     if queries is keys and queries.max_length >= LONG and prefers_cudnn(query, value, queries, scores):
         return _long_apart(query, key, value, queries, scores)
-    kernels = importlib.import_module("postlude.ops.kernels.attention")  # which needs triton
-    options = {"scale": scores.scale, "window": scores.window, "softcap": scores.softcap, "sinks": scores.sinks}
-    output: Tensor = kernels.triton_attention(query, key, value, queries, keys, **options)
-    return output
+    from postlude.ops.kernels.attention import triton_attention  # needs triton
+
+    return triton_attention(
+        *(query, key, value, queries, keys),
+        scale=scores.scale,
+        window=scores.window,
+        softcap=scores.softcap,
+        sinks=scores.sinks,
+    )
 
 
 def prefers_cudnn(query: Tensor, value: Tensor, packing: Packing, scores: Scores) -> bool:

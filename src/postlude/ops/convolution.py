@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -133,14 +132,15 @@ class _TritonConvolution(Function):
     def forward(ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
         ctx.save_for_backward(inputs, kernel, bias, positions)
         ctx.silu = silu
-        kernels = importlib.import_module("postlude.ops.kernels.convolution")
-        output: Tensor = kernels.forward(inputs, kernel, bias, positions, silu)
-        return output
+        from postlude.ops.kernels import convolution as kernels  # needs triton
+
+        return kernels.forward(inputs, kernel, bias, positions, silu)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from postlude.ops.kernels import convolution as kernels
+
         inputs, kernel, bias, positions = ctx.saved_tensors
-        kernels = importlib.import_module("postlude.ops.kernels.convolution")
         found = kernels.backward(inputs, kernel, bias, positions, ctx.silu, gradients[0])
         for_bias = None if bias is None else found[2].to(bias.dtype)
         return found[0], found[1].to(kernel.dtype), for_bias, None, None

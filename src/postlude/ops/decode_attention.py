@@ -68,7 +68,7 @@ class DecodeAttention:
 
     def _flash(self, grouped: Tensor, keys: Tensor, values: Tensor, scores: Scores, place: int) -> Tensor:
         """One token of each row: [n, kv_heads, group, width] -> [n, kv_heads, group, v]."""
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: PLC0415 - initialises CUDA kernels, so only where used
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn  # initialises CUDA kernels
 
         count, _, group, _ = grouped.shape
         asked = self._key_borders(scores.window, keys.shape[1], place)

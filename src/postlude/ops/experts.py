@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +33,14 @@ def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def replicate_rows(tokens: Tensor, order: Tensor, inverse: Tensor, copies: int, *, backend: Backend = "auto") -> Tensor:
     """Row order[i] // copies of `tokens` [T, H] at row i, [T·copies, H]. The gradient sums each token's copies."""
-    if _takes_triton("replicate_rows", tokens, backend):
+    if _use_kernel("replicate_rows", tokens, backend):
         return _as_tensor(_Spread.apply(tokens, inverse, copies))
     return _as_tensor(_Rows.apply(tokens, order, inverse, copies))
 
 
 def merge_rows(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, *, backend: Backend = "auto") -> Tensor:
     """Undo the sort, and sum each token's `rows` [T·k, H] by its `weights` [T, k]: [T, H]."""
-    if _takes_triton("merge_rows", rows, backend):
+    if _use_kernel("merge_rows", rows, backend):
         return _as_tensor(_Collect.apply(rows, weights, inverse))
     slots: Tensor = restore_rows(rows, order, inverse).unflatten(0, tuple(weights.shape))  # [T, k, H]
     return (slots * weights[..., None]).sum(1)
@@ -128,16 +127,11 @@ class _Rows(Function):
         return rows, None, None, None
 
 
-def _takes_triton(name: str, rows: Tensor, backend: Backend) -> bool:
+def _use_kernel(name: str, rows: Tensor, backend: Backend) -> bool:
     if not rows.is_cuda and backend == "auto":
         return False
     refused = f"its kernels take rows of {WIDEST} features" if rows.shape[1] > WIDEST else None
     return use_kernel(name, backend, rows.device, rows.dtype, refused=refused)
-
-
-def _kernels() -> Any:
-    """Imported here: the module needs triton, and everything else does not."""
-    return importlib.import_module("postlude.ops.kernels.experts")
 
 
 def _as_tensor(applied: Any) -> Tensor:
@@ -153,11 +147,16 @@ class _Spread(Function):
     def forward(ctx: Any, tokens: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies = copies
-        return _as_tensor(_kernels().spread(tokens, inverse, copies))
+        from postlude.ops.kernels.experts import spread  # needs triton
+
+        return spread(tokens, inverse, copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _kernels().collect(gradients[0], *ctx.saved_tensors, ctx.copies), None, None
+        from postlude.ops.kernels.experts import collect
+
+        (inverse,) = ctx.saved_tensors
+        return collect(gradients[0], inverse, ctx.copies), None, None
 
 
 class _Collect(Function):
@@ -166,12 +165,16 @@ class _Collect(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, inverse)
-        return _as_tensor(_kernels().collect(rows, inverse, weights.shape[1], weights))
+        from postlude.ops.kernels.experts import collect
+
+        return collect(rows, inverse, weights.shape[1], weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        from postlude.ops.kernels.experts import spread_and_rate
+
         rows, weights, inverse = ctx.saved_tensors
-        return *_kernels().spread_and_rate(gradients[0], inverse, weights.shape[1], weights, rows), None
+        return *spread_and_rate(gradients[0], inverse, weights.shape[1], weights, rows), None
 
 
 class _GroupedProduct(Function):
@@ -207,7 +210,9 @@ def add_to(total: Tensor, gradient: Tensor, *, backend: Backend = "auto") -> Non
     dense = total.is_contiguous() and gradient.is_contiguous()
     on_gpu = total.is_cuda or backend == "triton"
     if dense and on_gpu and use_kernel("add_to", backend, total.device, total.dtype):
-        _kernels().add_to(total, gradient)
+        from postlude.ops.kernels.experts import add_to as add_dense
+
+        add_dense(total, gradient)
     else:
         total += gradient
 

@@ -14,13 +14,12 @@ import logging
 import torch
 from torch import Tensor
 
-from postlude.ops.kernels.capabilities import numbers_of, version_of, why_no_triton
+from postlude.ops.kernels.capabilities import HOPPER, numbers_of, version_of, why_no_triton
 from postlude.ops.packing import Packing
 
 CHECKED = "0.6"  # the releases whose results were compared with ours
 # Triton from the one to before the other compiles the gradients' kernel wrongly for Hopper (its issue 640): fla raises.
 WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
-HOPPER = 9
 WIDEST = 256  # key dimension
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.activation import Gate
+from postlude.ops.activation import GateActivation
 from postlude.ops.attention import Scores
 from postlude.ops.kernels import activation as activation_kernels
 from postlude.ops.kernels import attention as attention_kernels
@@ -26,7 +26,9 @@ from postlude.ops.packing import Packing
 from postlude.ops.rotary import HeadNorms, Table
 
 
-def fused_mlp_block(hidden: Tensor, norm: Norm, layers: Sequence[Tensor], down: Tensor, activation: Gate) -> Tensor:
+def fused_mlp_block(
+    hidden: Tensor, norm: Norm, layers: Sequence[Tensor], down: Tensor, activation: GateActivation
+) -> Tensor:
     """`hidden` [T, H] plus what `gated_linear` makes of its norm by `layers`, gate and up or up alone: [T, H]."""
     output: Tensor = _MLP.apply(hidden, norm.weight, down, norm, activation, wgrad_queue(down), *layers)
     return output
@@ -77,7 +79,7 @@ class _MLP(Function):
         norm_weight: Tensor,
         down: Tensor,
         norm: Norm,
-        activation: Gate,
+        activation: GateActivation,
         later: DeferredWgrads | None,
         *layers: Tensor,
     ) -> Tensor:

@@ -9,9 +9,6 @@ chunk to chunk. The backward makes everything again from the inputs, which are a
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,15 +17,13 @@ import torch
 from torch import Tensor
 
 from postlude.ops import fla
-from postlude.ops.kernels.capabilities import ScanBackend, use_kernel, version_of
+from postlude.ops.kernels.capabilities import GATED_DELTA_KEYS, ScanBackend, use_kernel, why_no_triton, why_unmeasured
 from postlude.ops.packing import Packing, to_device
 
 CHUNK = 64
 NORM_EPS = 1e-6  # under the root, added to the sum of squares
-TRITON_CHUNKS, TRITON_WIDEST = (16, 32, 64), 128  # chunks, and the dk whose states and keys fit a multiprocessor
-# Where tests/ops/test_gated_delta_kernels.py has passed on a GPU. Several releases of Triton compile kernels of this
-# kind wrongly for Hopper, without a word (flash-linear-attention's issues 640 and 984, Triton's 11366).
-CHECKED_TRITON, CHECKED_DEVICE, CHECKED_WIDTHS = ("3.6",), 9, range(65, 129)
+TRITON_CHUNKS = (16, 32, 64)
+MEASURED_WIDTHS = range(65, 129)  # dk and dv
 
 
 def gated_delta(
@@ -55,7 +50,7 @@ def gated_delta(
 
     `backend`: "torch" anywhere; "triton" on CUDA, whose matrix products take operands of value's dtype and add up in
     fp32: in bf16 that rounds what tokens write, and the states where they are read, once each. "auto" takes Triton for
-    bf16 and chunks of 64 where it was checked: on Hopper, dk and dv from 65 to 128, the releases in `CHECKED_TRITON`.
+    bf16, chunks of 64 and dk and dv from 65 to 128, on the GPUs and Triton releases of `capabilities.MEASURED`.
     "fla" is flash-linear-attention's chunks of 64 in half precision, where it is installed and right (see
     `postlude.ops.fla`); there "auto" takes it rather than torch.
     """
@@ -147,11 +142,11 @@ def gated_delta_forward(
 ) -> tuple[Tensor, Tensor]:
     """What the operator does. Without `last_states` the second result is empty."""
     if triton:
-        kernels = _triton().GatedDeltaCall(
-            query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk
-        )
-        last: Tensor = kernels.run(last_states)
-        return kernels.outputs(), last
+        from postlude.ops.kernels.gated_delta import GatedDeltaCall  # needs triton
+
+        call = GatedDeltaCall(query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk)
+        last = call.run(last_states)
+        return call.outputs(), last
     chunks = Chunks(lengths, chunk, cu_seqlens)
     scan = _Scan(query, key, value, log_decay, beta, chunks, scale, normalise)
     states = scan.last_states() if last_states else scan.value.new_empty(0)
@@ -181,13 +176,14 @@ def _backward(ctx: Any, output: Tensor | None, states: Tensor | None) -> tuple[T
         return (None,) * 12
     output = torch.zeros_like(inputs[2]) if output is None else output
     if ctx.triton:
-        scan = _triton().GatedDeltaCall(
-            *inputs, cu_seqlens, ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, keep=True
-        )
+        from postlude.ops.kernels.gated_delta import GatedDeltaCall
+
+        options: list[Any] = [*inputs, cu_seqlens, ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, True]
+        scan: Any = GatedDeltaCall(*options)
         scan.run(last_states=False)
     else:
-        chunked: list[Any] = [*inputs, Chunks(ctx.lengths, ctx.chunk, cu_seqlens), ctx.scale, ctx.normalise]
-        scan = _Scan(*chunked)
+        options = [*inputs, Chunks(ctx.lengths, ctx.chunk, cu_seqlens), ctx.scale, ctx.normalise]
+        scan = _Scan(*options)
     gradients = scan.gradients(output, states if ctx.last_states else None)
     return *(each.to(like.dtype) for each, like in zip(gradients, inputs, strict=True)), *(None,) * 7
 
@@ -417,11 +413,6 @@ def _through_unit(gradient: Tensor, unit: Tensor, over: Tensor | None) -> Tensor
     return over * (gradient - unit * (unit * gradient).sum(-1, keepdim=True))
 
 
-def _triton() -> Any:
-    """Imported here: the module needs triton, and everything else does not."""
-    return importlib.import_module("postlude.ops.kernels.gated_delta")
-
-
 def _refused(query: Tensor, key: Tensor, value: Tensor, chunk: int) -> str | None:
     """Why the Triton kernels cannot do this, if so."""
     if not query.dtype == key.dtype == value.dtype:
@@ -429,26 +420,18 @@ def _refused(query: Tensor, key: Tensor, value: Tensor, chunk: int) -> str | Non
         return f"its kernels want query, key and value of one dtype, and these are {dtypes}"
     if chunk not in TRITON_CHUNKS:
         return f"its kernels know chunks of {', '.join(map(str, TRITON_CHUNKS))} tokens, and these have {chunk}"
-    if key.shape[2] > TRITON_WIDEST:
-        return f"its kernels have room for keys {TRITON_WIDEST} wide, and these are {key.shape[2]}"
+    if key.shape[2] > GATED_DELTA_KEYS:
+        return f"its kernels have room for keys {GATED_DELTA_KEYS} wide, and these are {key.shape[2]}"
     return None
 
 
-@functools.cache
 def _unwise(device: torch.device, dtype: torch.dtype, chunk: int, widths: tuple[int, int]) -> str | None:
-    """Why "auto" does not take the Triton kernels where they could run, if so."""
+    """Why "auto" does not take the Triton kernels where they could run; None if it does."""
     if dtype != torch.bfloat16 or chunk != CHUNK:
         return f"its kernels are meant for bf16 in chunks of {CHUNK}, and this is {dtype} in chunks of {chunk}"
-    if any(width not in CHECKED_WIDTHS for width in widths):
-        return f"its kernels were checked for widths from 65 to 128, and dk and dv are {widths[0]} and {widths[1]}"
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None  # more than unwise
-    version = version_of("triton")
-    if ".".join(version.split(".")[:2]) not in CHECKED_TRITON:
-        return f"its kernels were checked with triton {', '.join(CHECKED_TRITON)}, and this is {version}"
-    if torch.cuda.get_device_capability(device)[0] != CHECKED_DEVICE:
-        return f"its kernels were checked on Hopper, and this is {torch.cuda.get_device_name(device)}"
-    return None
+    if any(width not in MEASURED_WIDTHS for width in widths):
+        return f"its kernels were measured for widths from 65 to 128, and dk and dv are {widths[0]} and {widths[1]}"
+    return why_unmeasured("gated_delta", device) if why_no_triton(device, dtype, False) is None else None
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:

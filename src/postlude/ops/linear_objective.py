@@ -30,7 +30,7 @@ from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, Log
 from postlude.ops.linear_logprobs.plan import plan_sweep
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state
-from postlude.ops.linear_logprobs.sweep import EarlySweep, Gradients, GradientsNeeded, Head, Projection, TokenSweep
+from postlude.ops.linear_logprobs.sweep import Gradients, GradientsNeeded, Head, Projection, TokenSweep
 
 TokenObjective = Callable[[Tensor, Tensor | None, Any], Tensor]
 
@@ -79,16 +79,12 @@ def linear_objective(
     tensors = hidden, weight, logit_config.bias
     wanted = GradientsNeeded(*(tensor is not None and tensor.requires_grad for tensor in tensors))
     wants_gradient = torch.is_grad_enabled() and (wanted.hidden or wanted.weight or wanted.bias)
-    early = None
-    if wants_gradient and logit_config.group is None:
-        early = EarlySweep(Head(flat_hidden(hidden), weight, logit_config.bias), wanted)
-    problem = resolve(hidden, weight, targets, logit_config, early)
+    problem = resolve(hidden, weight, targets, logit_config)
     mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor.detach(), targets)))
     asked = RequestedStats(entropy=entropy, lse=lse, hit=hit)
     if problem.group is None and wants_gradient:
-        begun = None if early is None else early.of(problem)
         loss, token_losses, *results = _OneSweep.apply(
-            flat_hidden(hidden), weight, logit_config.bias, problem, token_objective, mine, asked, begun
+            flat_hidden(hidden), weight, logit_config.bias, problem, token_objective, mine, asked
         )
     else:
         logprobs, entropies, *others = token_results(hidden, weight, logit_config.bias, problem, asked)
@@ -114,12 +110,11 @@ class _OneSweep(torch.autograd.Function):
         objective: TokenObjective,
         columns: Any,
         asked: RequestedStats,
-        begun: TokenSweep | None,
     ) -> tuple[Tensor | None, ...]:
         wanted = GradientsNeeded(*ctx.needs_input_grad[:3])
         head = Head(problem.take(hidden), weight, bias)
         with without_autocast(hidden.device):
-            sweep = begun or _planned(head, problem, wanted)
+            sweep = _planned(head, problem, wanted)
             gradients = Gradients(head, problem, wanted, sweep.plan, sweep.shape, exact=sweep.exact)
             losses = _walk(sweep, problem, gradients, objective=objective, columns=columns, entropy=asked.entropy)
             results = problem.epilogue.results(sweep.state)
@@ -136,7 +131,7 @@ class _OneSweep(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("linear_objective's gradients were used up by an earlier backward; run it again first.")
         hidden, weight, bias = gradients.finish(scale)
-        return None if hidden is None else ctx.problem.put(hidden), weight, bias, None, None, None, None, None
+        return None if hidden is None else ctx.problem.put(hidden), weight, bias, None, None, None, None
 
 
 def _planned(head: Head, problem: Problem, wanted: GradientsNeeded) -> TokenSweep:
@@ -163,11 +158,10 @@ def _walk(
     sum to `gradients`.
     """
     # A slab's kernels take about a millisecond, in which the host has to launch the next one's: little is done by it.
-    projection, scored, losses = sweep.projection, sweep.first, []
+    projection, losses = sweep.projection, []
     for rows, vocabulary in sweep.plan.slabs(sweep.shape):
-        results = scored or projection.score(rows, vocabulary, sweep.state[:, rows], entropy=entropy)
-        mine, scored = _map_tensors(columns, itemgetter(rows)), None
-        loss, upstream = _differentiate(objective, results, mine, entropy=entropy)
+        results = projection.score(rows, vocabulary, sweep.state[:, rows], entropy=entropy)
+        loss, upstream = _differentiate(objective, results, _map_tensors(columns, itemgetter(rows)), entropy=entropy)
         gradients.add(*projection.differentiate(results, upstream))
         losses.append(loss)
     if not losses:

@@ -1,8 +1,7 @@
-"""RMSNorm over the last dimension, computed in fp32: torch anywhere, one Triton kernel each way on CUDA."""
+"""RMSNorm over the last dimension, computed in fp32: in torch anywhere, one Triton kernel each way on CUDA."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch.autograd import Function
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.linear import main_grad
 
-WIDEST = 16_384  # features that one program of the Triton kernels holds
+WIDEST = 16_384  # features that one program of the kernel holds
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """What `rms_norm` takes beside vectors."""
+    """The arguments of `rms_norm` besides the vectors."""
 
     weight: Tensor
     eps: float
@@ -27,11 +26,11 @@ class Norm:
 
 
 def rms_norm(vectors: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, backend: Backend = "auto") -> Tensor:
-    """`vectors` [..., size] / rms · (offset + `weight` [size]): [..., size], in the dtype of `vectors`.
+    """Returns `vectors` [..., size] / rms · (offset + `weight` [size]), [..., size] in the dtype of `vectors`.
 
-    A weight around zero is more exact than its sum with the offset would be in bf16.
+    In bf16 a weight around zero is more exact than its sum with the offset would be.
     """
-    if not _takes_triton(vectors, weight, backend):
+    if not uses_kernel(vectors, weight, backend):
         return _reference(vectors, weight, eps, offset)
     if torch.is_grad_enabled() and (vectors.requires_grad or weight.requires_grad):
         normed: Tensor = _Norm.apply(vectors, weight, eps, offset)
@@ -42,25 +41,19 @@ def rms_norm(vectors: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *
 def rms_norm_with_residual(
     vectors: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """`vectors` as they are, for who goes on with them, and `rms_norm` of them.
+    """Returns `vectors` unchanged, for the residual stream, and `rms_norm` of them.
 
-    Where vectors are used in both ways, taking both from here lets one kernel add their gradients up.
+    Where both are used, one kernel adds their gradients.
     """
     trains = torch.is_grad_enabled() and (vectors.requires_grad or weight.requires_grad)
-    if not trains or not _takes_triton(vectors, weight, backend):
+    if not trains or not uses_kernel(vectors, weight, backend):
         return vectors, rms_norm(vectors, weight, eps, offset, backend=backend)
-    same, normed = _NormBeside.apply(vectors, weight, eps, offset)
+    same, normed = _NormWithResidual.apply(vectors, weight, eps, offset)
     return same, normed
 
 
-def _reference(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    if not offset:
-        return F.rms_norm(vectors, vectors.shape[-1:], weight, eps)
-    wide = torch.promote_types(vectors.dtype, torch.float32)
-    return F.rms_norm(vectors.to(wide), vectors.shape[-1:], offset + weight.to(wide), eps).to(vectors.dtype)
-
-
-def _takes_triton(vectors: Tensor, weight: Tensor, backend: Backend) -> bool:
+def uses_kernel(vectors: Tensor, weight: Tensor, backend: Backend = "auto") -> bool:
+    """Whether `rms_norm` of these runs as the Triton kernel."""
     if not vectors.is_cuda and backend == "auto":
         return False
     refused = None
@@ -73,41 +66,48 @@ def _takes_triton(vectors: Tensor, weight: Tensor, backend: Backend) -> bool:
     return use_kernel("rms_norm", backend, vectors.device, vectors.dtype, refused=refused)
 
 
-def uses_kernel(vectors: Tensor, weight: Tensor) -> bool:
-    """Whether `rms_norm` of these is Triton's."""
-    return _takes_triton(vectors, weight, "auto")
+def _reference(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    if not offset:
+        return F.rms_norm(vectors, vectors.shape[-1:], weight, eps)
+    wide = torch.promote_types(vectors.dtype, torch.float32)
+    return F.rms_norm(vectors.to(wide), vectors.shape[-1:], offset + weight.to(wide), eps).to(vectors.dtype)
 
 
 def _forward(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    normed: Tensor = importlib.import_module("postlude.ops.kernels.norm").forward(vectors, weight, eps, offset)
-    return normed
+    from postlude.ops.kernels import norm as kernels  # needs triton
+
+    return kernels.forward(vectors, weight, eps, offset)
+
+
+def _backward(ctx: Any, of_normed: Tensor, of_residual: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+    from postlude.ops.kernels import norm as kernels
+
+    vectors, weight = ctx.saved_tensors
+    eps, offset = ctx.options
+    return *kernels.backward(vectors, weight, eps, offset, of_normed, of_residual, ctx.main_grad), None, None
 
 
 class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         ctx.save_for_backward(vectors, weight)
-        ctx.how, ctx.total = (eps, offset), main_grad(weight)
+        ctx.options, ctx.main_grad = (eps, offset), main_grad(weight)
         return _forward(vectors, weight, eps, offset)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        kernels = importlib.import_module("postlude.ops.kernels.norm")
-        return *kernels.backward(*ctx.saved_tensors, *ctx.how, gradients[0], None, ctx.total), None, None
+        return _backward(ctx, gradients[0], None)
 
 
-class _NormBeside(Function):
+class _NormWithResidual(Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(vectors, weight)
-        ctx.how, ctx.total = (eps, offset), main_grad(weight)
+        ctx.options, ctx.main_grad = (eps, offset), main_grad(weight)
         ctx.set_materialize_grads(False)
         return vectors, _forward(vectors, weight, eps, offset)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        of_same, of_normed = gradients
-        if of_normed is None:
-            return of_same, None, None, None
-        kernels = importlib.import_module("postlude.ops.kernels.norm")
-        return *kernels.backward(*ctx.saved_tensors, *ctx.how, of_normed, of_same, ctx.total), None, None
+        of_residual, of_normed = gradients
+        return (of_residual, None, None, None) if of_normed is None else _backward(ctx, of_normed, of_residual)

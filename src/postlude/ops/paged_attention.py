@@ -7,8 +7,6 @@ host for a length, so a step that was recorded once serves sequences of every le
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import Tensor
 
@@ -51,9 +49,9 @@ def attend_pages(
         f"its tiles have room for heads of {MAX_HEAD_DIM}, and these have {widest}" if widest > MAX_HEAD_DIM else None
     )
     if use_kernel("attend_pages", backend, query.device, query.dtype, refused=refused):
-        kernels = importlib.import_module("postlude.ops.kernels.paged_attention")
-        attended: Tensor = kernels.attend(query, key, value, keys, values, table, lengths, scores, counters)
-        return attended
+        from postlude.ops.kernels.paged_attention import attend  # needs triton
+
+        return attend(query, key, value, keys, values, table, lengths, scores, counters)
     running = lengths.nonzero()[:, 0]
     last = lengths[running] - 1
     pages = table[running, last // PAGE_SIZE].long()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -127,7 +126,7 @@ def rotate_heads(
 
     Triton's kernel rounds once, where torch rounds after the norm, each factor of the table and each product.
     """
-    if not _takes_triton(query, key, table, norms, backend):
+    if not _use_kernel(query, key, table, norms, backend):
         if norms is not None:
             query = rms_norm(query, norms.query, norms.eps, norms.offset)
             key = rms_norm(key, norms.key, norms.eps, norms.offset)
@@ -138,12 +137,14 @@ def rotate_heads(
     if torch.is_grad_enabled() and any(each.requires_grad for each in given):
         turned = (_Rotate if norms is None else _NormRotate).apply(*given, *table, *how)
     else:
-        kernels = importlib.import_module("postlude.ops.kernels.rotary")
-        turned = kernels.forward(query, key, table, given[2:] or None, *how)
+        from postlude.ops.kernels import rotary as kernels  # needs triton
+
+        weights = None if norms is None else (norms.query, norms.key)
+        turned = kernels.forward(query, key, table, weights, *how)
     return turned
 
 
-def _takes_triton(query: Tensor, key: Tensor, table: Table, norms: HeadNorms | None, backend: Backend) -> bool:
+def _use_kernel(query: Tensor, key: Tensor, table: Table, norms: HeadNorms | None, backend: Backend) -> bool:
     if not query.is_cuda and backend == "auto":
         return False
     refused = None
@@ -159,26 +160,29 @@ def _takes_triton(query: Tensor, key: Tensor, table: Table, norms: HeadNorms | N
 
 
 class _Rotate(Function):
-    """Turning back needs the table alone."""
+    """The rotation without norms. Its backward needs the table only."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float
     ) -> tuple[Tensor, Tensor]:
+        from postlude.ops.kernels import rotary as kernels
+
         ctx.save_for_backward(cos, sin)
-        kernels = importlib.import_module("postlude.ops.kernels.rotary")
-        turned: tuple[Tensor, Tensor] = kernels.forward(query, key, (cos, sin), None, eps, offset)
-        return turned
+        return kernels.forward(query, key, (cos, sin), None, eps, offset)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kernels = importlib.import_module("postlude.ops.kernels.rotary")
-        found = kernels.backward(None, None, ctx.saved_tensors, None, 0.0, 0.0, gradients, (None, None))
+        from postlude.ops.kernels import rotary as kernels
+
+        cos, sin = ctx.saved_tensors
+        of_query, of_key = gradients
+        found = kernels.backward(None, None, (cos, sin), None, 0.0, 0.0, (of_query, of_key), (None, None))
         return found[0], found[1], None, None, None, None
 
 
 class _NormRotate(Function):
-    """Kept are queries and keys as they came; their norms are made again."""
+    """Norms and rotation. The backward keeps queries and keys as they came and computes their norms again."""
 
     @staticmethod
     def forward(
@@ -192,17 +196,18 @@ class _NormRotate(Function):
         eps: float,
         offset: float,
     ) -> tuple[Tensor, Tensor]:
+        from postlude.ops.kernels import rotary as kernels
+
         ctx.save_for_backward(query, key, query_weight, key_weight, cos, sin)
-        ctx.how, ctx.totals = (eps, offset), (main_grad(query_weight), main_grad(key_weight))
-        kernels = importlib.import_module("postlude.ops.kernels.rotary")
-        weights = query_weight, key_weight
-        turned: tuple[Tensor, Tensor] = kernels.forward(query, key, (cos, sin), weights, eps, offset)
-        return turned
+        ctx.options, ctx.main_grads = (eps, offset), (main_grad(query_weight), main_grad(key_weight))
+        return kernels.forward(query, key, (cos, sin), (query_weight, key_weight), eps, offset)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, query_weight, key_weight, *table = ctx.saved_tensors
-        kernels = importlib.import_module("postlude.ops.kernels.rotary")
+        from postlude.ops.kernels import rotary as kernels
+
+        query, key, query_weight, key_weight, cos, sin = ctx.saved_tensors
+        (eps, offset), (of_query, of_key) = ctx.options, gradients
         weights = query_weight, key_weight
-        found: tuple[Tensor | None, ...] = kernels.backward(query, key, table, weights, *ctx.how, gradients, ctx.totals)
+        found = kernels.backward(query, key, (cos, sin), weights, eps, offset, (of_query, of_key), ctx.main_grads)
         return *found, None, None, None, None

@@ -7,8 +7,6 @@ For each head, with its state S [p, n] zero before the first token of a sequence
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,9 +57,9 @@ def ssd(
         if packing.total:
             return fla.ssd(x, dt, A, B, C, D, packing, last_states)
         backend = "torch"
-    refused = _refused(x, B, C, last_states)
+    refused, needed = _refused(x, B, C, last_states)
     unwise = None if x.dtype in (torch.bfloat16, torch.float16) else "its products are faster for half precision alone"
-    if use_kernel("ssd", backend, x.device, x.dtype, refused=refused, unwise=unwise):
+    if use_kernel("ssd", backend, x.device, x.dtype, refused=refused, unwise=unwise, shared_memory=needed):
         output: Tensor = _TritonScan.apply(x, dt, A, B, C, D, packing.sequence_index().int(), chunk)
         return output, None
     chunk = max(1, min(chunk, packing.total))
@@ -109,27 +107,19 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -
         raise ValueError(f"chunks of {chunk} tokens: a chunk has at least 1.")
 
 
-def _refused(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> str | None:
-    """Why the Triton kernels cannot do this, if so."""
+def _refused(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> tuple[str | None, int]:
+    """Why the Triton kernels cannot do this, or None; and the bytes of shared memory that they need."""
     (tokens, _, width), size = x.shape, B.shape[2]
+    needed = min((room for (p, n), room in SHARED.items() if width <= p and size <= n), default=0)
     if last_states:
-        return "its kernels give no last states"
+        return "its kernels give no last states", needed
     if tokens == 0:
-        return "there are no tokens"
+        return "there are no tokens", needed
     if not x.dtype == B.dtype == C.dtype:
-        return f"its kernels want x, B and C of one dtype, and these are {x.dtype}, {B.dtype} and {C.dtype}"
-    needed = min((room for (p, n), room in SHARED.items() if width <= p and size <= n), default=None)
-    if needed is None:
-        return f"its kernels are for p and n up to one of {[*SHARED]}, and these are {width} and {size}"
-    if x.is_cuda and needed > _shared_memory(x.device):
-        return f"its kernels need {needed} bytes of shared memory, more than {torch.cuda.get_device_name(x.device)} has"
-    return None
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a block can have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+        return f"its kernels want x, B and C of one dtype, and these are {x.dtype}, {B.dtype} and {C.dtype}", needed
+    if not needed:
+        return f"its kernels are for p and n up to one of {[*SHARED]}, and these are {width} and {size}", needed
+    return None, needed
 
 
 def _turns(heads: int, groups: int, at_once: int) -> Iterator[tuple[slice, slice]]:
@@ -268,17 +258,20 @@ class _TritonScan(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *scanned, D, sequence = ctx.saved_tensors
-        scan = _kernels().Scan.of(*scanned, sequence, ctx.chunk)
-        found = zip((*scanned, D), scan.gradients(D, gradients[0]), strict=True)
-        return *(None if like is None else gradient.to(like.dtype) for like, gradient in found), None, None
+        from postlude.ops.kernels.ssd import Scan
+
+        x, dt, A, B, C, D, sequence = ctx.saved_tensors
+        scan = Scan.of(x, dt, A, B, C, sequence, ctx.chunk)
+        pairs = zip((x, dt, A, B, C, D), scan.gradients(D, gradients[0]), strict=True)
+        return *(None if like is None else gradient.to(like.dtype) for like, gradient in pairs), None, None
 
 
 def _triton_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, sequence: Tensor, chunk: int
 ) -> Tensor:
-    output: Tensor = _kernels().Scan.of(x, dt, A, B, C, sequence, chunk).outputs(D)
-    return output
+    from postlude.ops.kernels.ssd import Scan  # needs triton
+
+    return Scan.of(x, dt, A, B, C, sequence, chunk).outputs(D)
 
 
 _triton_operator = torch.library.custom_op(
@@ -287,11 +280,6 @@ _triton_operator = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor sequence, int chunk) -> Tensor",
 )
-
-
-def _kernels() -> Any:
-    """Imported here: the module needs triton, and everything else does not."""
-    return importlib.import_module("postlude.ops.kernels.ssd")
 
 
 def _carry(added: Tensor, through: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
@@ -200,22 +199,20 @@ class Attention(Block):
             return None
         if not 0 < packing.max_length < LONG or not prefers_triton(hidden, (config.head_dim, config.head_dim), scores):
             return None
-        layers = tuple(local(layer.weight) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        table = context.rotary(config.rotary, config.rotary_dim or config.head_dim)
-        steps = importlib.import_module("postlude.ops.fused_block")  # which needs triton
-        output: Tensor = steps.fused_attention_block(
+        from postlude.ops.fused_block import fused_attention_block  # needs triton
+
+        return fused_attention_block(
             hidden,
             norm,
-            layers,
+            (local(self.q_proj.weight), local(self.k_proj.weight), local(self.v_proj.weight)),
             local(self.o_proj.weight),
             config.head_dim,
-            table,
+            context.rotary(config.rotary, config.rotary_dim or config.head_dim),
             self._head_norms(),
             packing,
             scores,
             operator=context.recompute == "selective",
         )
-        return output
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """See `Block`."""

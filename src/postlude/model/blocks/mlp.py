@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -134,9 +133,9 @@ class MLP(Block):
         if not config.is_plain:
             return None
         layers = [local(layer.weight) for layer in self.fused_projections()[0]]
-        steps = importlib.import_module("postlude.ops.fused_block")  # which needs triton
-        output: Tensor = steps.fused_mlp_block(hidden, norm, layers, local(self.down_proj.weight), config.activation)
-        return output
+        from postlude.ops.fused_block import fused_mlp_block  # needs triton
+
+        return fused_mlp_block(hidden, norm, layers, local(self.down_proj.weight), config.activation)
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """See `Block`. Where a gate's activation alone stands between its products."""

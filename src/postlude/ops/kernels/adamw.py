@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.adamw import (
+from postlude.ops.adamw_storage import (
     BLOCK,
     FIRST_TOP,
     OCTAVE,

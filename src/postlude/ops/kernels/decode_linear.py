@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.decode_linear import MOST
 from postlude.ops.kernels.activation import activated
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.norm import Norm
@@ -25,6 +24,7 @@ COLUMNS, BLOCK, PROGRAMS, WARPS, STAGES = 32, 256, 128, 4, 4
 def product(
     rows: Tensor,
     weight: Tensor,
+    most: int,
     *,
     norm: Norm | None = None,
     activation: str | None = None,
@@ -49,7 +49,7 @@ def product(
     tensors = (rows, weight, None if norm is None else norm.weight, residual, output, parts, counters)
     numbers = (count, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
-    constants = (*strides, width, features, MOST, columns, block, splits, activation, STAGES)
+    constants = (*strides, width, features, most, columns, block, splits, activation, STAGES)
     _product((tiles, splits, 1), tensors, numbers, constants, WARPS)
     return output
 

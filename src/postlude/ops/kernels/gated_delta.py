@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from postlude.ops.gated_delta import TRITON_WIDEST
 from postlude.ops.kernels import gated_delta_device as kernels
+from postlude.ops.kernels.capabilities import GATED_DELTA_KEYS
 from postlude.ops.packing import to_device
 
 # How many columns of values a program takes at a time, its warps and its stages, by measurement on an H200.
@@ -95,7 +95,7 @@ class GatedDeltaCall:
             "KEY": key_width,
             "VALUE": width,
             "CHUNK": chunk,
-            "KEYS": self._tile(key_width, TRITON_WIDEST),
+            "KEYS": self._tile(key_width, GATED_DELTA_KEYS),
         }
         self.normalise = normalise
         make = value.new_empty

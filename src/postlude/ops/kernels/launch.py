@@ -17,9 +17,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from postlude.ops.kernels.capabilities import numbers_of, version_of
+from postlude.ops.kernels.capabilities import MEASURED, version_of, was_measured
 
-LOOKED_AT = ((3, 6), (3, 9))  # Tritons that launch alike: the first was run on a GPU, the last was read
 ALIGNED = 16  # bytes: what Triton compiles for where addresses are multiples of it
 
 Grid = tuple[int, int, int]
@@ -93,7 +92,7 @@ class Launcher:
         if found is None or addresses % ALIGNED:
             compiled = self.kernel[grid](*tensors, *numbers, *constants, num_warps=warps, **options)
             # The interpreter compiles nothing.
-            if compiled is not None and addresses % ALIGNED == 0 and has_short_way(version_of("triton")):
+            if compiled is not None and addresses % ALIGNED == 0 and launches_fast(version_of("triton")):
                 self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, metadata = found
@@ -102,16 +101,15 @@ class Launcher:
 
 
 @functools.cache
-def has_short_way(version: str) -> bool:
+def launches_fast(version: str) -> bool:
     """Whether this Triton's compilations are launched as here; if not, it is said once."""
-    first, last = LOOKED_AT
-    if first <= numbers_of(version)[:2] <= last:
+    if was_measured("fast_launch", version):
         return True
     log.warning(
         "kernels are launched by triton %s itself, which takes the host 30 µs more for each: a shorter way is known "
         "for triton %s to %s. Use one of those where steps wait for the host.",
         version,
-        *(".".join(map(str, each)) for each in LOOKED_AT),
+        *(".".join(map(str, each)) for each in MEASURED["fast_launch"].triton or ()),
     )
     return False
 

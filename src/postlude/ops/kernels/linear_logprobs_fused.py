@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.kernels.linear_logprobs_rows import floored, store_results, tanh
 from postlude.ops.linear_logprobs import statistics
-from postlude.ops.linear_logprobs.statistics import Results, TargetCount, TokenRows
+from postlude.ops.linear_logprobs.statistics import Results, TokenRows
 
 # rows × columns × features of a tile, by measurement on an H200. 8 warps and 3 stages fill its shared memory.
 STATISTICS_TILE = (256, 128, 64)
@@ -40,7 +40,7 @@ def accumulate(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: TokenRows | TargetCount,
+    rows: TokenRows,
     columns: slice,
     state: Tensor,
 ) -> None:
@@ -50,27 +50,15 @@ def accumulate(
     tiles = -(-(columns.stop - columns.start) // block_columns)
     partial = torch.empty(3, tiles, count, dtype=torch.float32, device=hidden.device)
     programs = multiprocessors(hidden.device)
-    census = rows if isinstance(rows, TargetCount) else None
     tensors = (
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
-        *((census.told.number, census.told.passed) if census and columns.start == 0 else (None, None)), rows.targets,
-        None if census else rows.factor, bias, partial, state,
-    )  # fmt: skip
+        *(rows.targets, rows.factor, bias, partial, state),
+    )
     numbers = (count, columns.start, columns.stop, features, 1.0 if rows.inner is None else rows.inner)
     constants = (rows.inner is not None, *STATISTICS_TILE, GROUP, programs)
-    _accumulate(
-        (programs, 1, 1), tensors, (*numbers, state.stride(0), *counted(census)),
-        (census.ignore_index if census else 0, *constants), WARPS, num_stages=STAGES,
-    )  # fmt: skip
-    if census and columns.start == 0:
-        census.told.launched()
+    _accumulate((programs, 1, 1), tensors, (*numbers, state.stride(0)), constants, WARPS, num_stages=STAGES)
     join_tiles(partial, columns, rows.targets, state)
-
-
-def counted(census: TargetCount | None) -> tuple[float, int, int]:
-    """What kernels are given of a census: the factor of all, and from where to where targets are allowed."""
-    return (1.0, 0, 0) if census is None else (census.factor, *census.allowed)
 
 
 def join_tiles(partial: Tensor, columns: slice, targets: Tensor, state: Tensor, results: Results | None = None) -> None:
@@ -151,18 +139,15 @@ def scaled(products, factor, inner, bias, SOFTCAP: tl.constexpr):
     return logit, slope
 
 
-@triton.jit(do_not_specialize=["count", "start", "stop", "features", "inner", "state_stride", "factor", "low", "high"])
+@triton.jit(do_not_specialize=["count", "start", "stop", "features", "inner", "state_stride"])
 def _accumulate_kernel(
-    hidden, weight, told, passed, targets, factors, bias, partial, state, count, start, stop, features, inner,
-    state_stride, factor, low, high,
-    IGNORED: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+    hidden, weight, targets, factors, bias, partial, state, count, start, stop, features, inner, state_stride,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop - start, COLUMNS)
     plane = column_tiles.to(tl.int64) * count
-    if factors is None:  # a census
-        row_tiles = tl.where(all_have_targets(targets, count, IGNORED, low, high, told, passed), row_tiles, 0)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
         row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
         first = start + column_tile * COLUMNS
@@ -172,10 +157,7 @@ def _accumulate_kernel(
         column = (first + tl.arange(0, COLUMNS))[None, :]
         if bias is not None:
             products += tl.load(bias + column, mask=column < stop, other=0.0)
-        if factors is None:
-            logit, _ = scaled(products, factor, inner, bias, SOFTCAP)
-        else:
-            logit, _ = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
+        logit, _ = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
         # What few tiles need is not done in the others: beside a product of few features, every instruction shows.
         target = tl.load(targets + row, mask=live, other=-1)
         held = live & (target >= first) & (target < tl.minimum(first + COLUMNS, stop))
@@ -191,31 +173,6 @@ def _accumulate_kernel(
         tl.store(place, maximum, mask=live)
         tl.store(place + plane, tl.sum(share, 1), mask=live)
         tl.store(place + 2 * plane, tl.sum(share * gap, 1), mask=live)
-
-
-@triton.jit
-def all_have_targets(targets, count, ignored: tl.constexpr, low, high, told, passed):
-    """Whether every target is one; how many are, and how many are ignored, is told."""
-    kept, without = _count(targets, count, ignored, low, high, BLOCK=4096)
-    if told is not None:  # the host looks there already
-        tl.store(told, without.to(tl.int64) * 4294967296 + kept, mask=tl.program_id(0) == 0)
-        tl.atomic_xchg(passed, 1, mask=tl.program_id(0) == 0, sem="release", scope="sys")  # not before it is seen
-    return kept == count
-
-
-@triton.jit
-def _count(targets, count, ignore_index: tl.constexpr, low, high, BLOCK: tl.constexpr):
-    # Every program counts for itself: they start together, and this is a few microseconds for tens of thousands.
-    kept = 0
-    ignored = 0
-    for first in range(0, count, BLOCK):
-        position = first + tl.arange(0, BLOCK)
-        inside = position < count
-        target = tl.load(targets + position, mask=inside, other=0)
-        ignored += tl.sum((inside & (target == ignore_index)).to(tl.int32), 0)
-        held = inside & (target != ignore_index) & (target >= low) & (target < high)
-        kept += tl.sum(held.to(tl.int32), 0)
-    return kept, ignored
 
 
 @triton.jit(do_not_specialize=["tiles", "count", "stop", "state_stride"])

@@ -24,8 +24,6 @@ from postlude.ops.kernels.linear_logprobs_fused import (
     PARTIAL_BYTES,
     STAGES,
     WARPS,
-    all_have_targets,
-    counted,
     join_tiles,
     multiprocessors,
     products_of,
@@ -34,7 +32,7 @@ from postlude.ops.kernels.linear_logprobs_fused import (
 )
 from postlude.ops.kernels.linear_logprobs_rows import empty_results
 from postlude.ops.linear_logprobs import statistics
-from postlude.ops.linear_logprobs.statistics import Results, TargetCount, TokenRows, Upstream
+from postlude.ops.linear_logprobs.statistics import Results, TokenRows, Upstream
 
 TILE_COLUMNS = GRADIENT_TILE[1]
 QUANTIZED_BYTES = 2 + PARTIAL_BYTES / TILE_COLUMNS
@@ -55,7 +53,7 @@ def encode(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: TokenRows | TargetCount,
+    rows: TokenRows,
     columns: int,
     codes: Tensor,
     state: Tensor,
@@ -63,30 +61,21 @@ def encode(
     """Code the logits of hidden [n, H] on the first `columns` of weight [V, H] into `codes` [n, columns], and find
     their `state` [4, n]. What the codes are relative to is returned, [3, tiles, n], the best of each tile first; and
     the results of the state.
-
-    A census is of all positions of a call, of which these rows are the first n; see `FusedKernels.accumulate`.
     """
     count, features = hidden.shape
     block_rows, block_columns, block_features = GRADIENT_TILE
     tiles = -(-columns // TILE_COLUMNS)
     partial = torch.empty(3, tiles, count, dtype=torch.float32, device=hidden.device)
     programs = multiprocessors(hidden.device)
-    census = rows if isinstance(rows, TargetCount) else None
     tensors = (
         TensorDescriptor.from_tensor(hidden, [block_rows, block_features]),
         TensorDescriptor.from_tensor(weight, [block_columns, block_features]),
         TensorDescriptor.from_tensor(codes, [block_rows, block_columns // 2]),
-        *((None, None) if census is None else (census.told.number, census.told.passed)), rows.targets,
-        None if census else rows.factor, bias, partial, state,
-    )  # fmt: skip
-    numbers = (count, rows.targets.shape[0], columns, features, 1.0 if rows.inner is None else rows.inner)
+        *(rows.targets, rows.factor, bias, partial, state),
+    )
+    numbers = (count, columns, features, 1.0 if rows.inner is None else rows.inner)
     constants = (rows.inner is not None, *GRADIENT_TILE, GROUP, programs)
-    _encode(
-        (programs, 1, 1), tensors, (*numbers, state.stride(0), *counted(census)),
-        (census.ignore_index if census else 0, *constants), WARPS, num_stages=STAGES,
-    )  # fmt: skip
-    if census:
-        census.told.launched()
+    _encode((programs, 1, 1), tensors, (*numbers, state.stride(0)), constants, WARPS, num_stages=STAGES)
     results = empty_results(state)
     join_tiles(partial, slice(0, columns), rows.targets, state, results)
     return partial, results
@@ -111,20 +100,15 @@ def decode(
     return codes
 
 
-@triton.jit(
-    do_not_specialize=["count", "positions", "stop", "features", "inner", "state_stride", "factor", "low", "high"]
-)
+@triton.jit(do_not_specialize=["count", "stop", "features", "inner", "state_stride"])
 def _encode_kernel(
-    hidden, weight, codes, told, passed, targets, factors, bias, partial, state, count, positions, stop, features,
-    inner, state_stride, factor, low, high,
-    IGNORED: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+    hidden, weight, codes, targets, factors, bias, partial, state, count, stop, features, inner, state_stride,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop, COLUMNS)
     plane = column_tiles.to(tl.int64) * count
-    if factors is None:  # a census
-        row_tiles = tl.where(all_have_targets(targets, positions, IGNORED, low, high, told, passed), row_tiles, 0)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
         row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
         first = column_tile * COLUMNS
@@ -132,10 +116,7 @@ def _encode_kernel(
         row = row_tile * ROWS + tl.arange(0, ROWS)
         # In halves: the second's registers are free while the first is stored.
         left, right = tl.split(tl.permute(tl.reshape(products, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
-        if factors is None:
-            scale = tl.zeros((ROWS,), tl.float32) + factor
-        else:
-            scale = tl.load(factors + row, mask=row < count, other=0.0)
+        scale = tl.load(factors + row, mask=row < count, other=0.0)
         left = _logits(left, row, first, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP)
         second = first + COLUMNS // 2
         right = _logits(right, row, second, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP)

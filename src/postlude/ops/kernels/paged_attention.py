@@ -15,9 +15,8 @@ from torch import Tensor
 
 from postlude.ops.attention import Scores
 from postlude.ops.kernels.launch import Kernel
-from postlude.ops.paged_attention import COUNTERS
 
-PROGRAMS = 2 * COUNTERS  # that a kernel should have at least: about four for each of a GPU's processors
+PROGRAMS = 512  # that a kernel should have at least: about four for each of a GPU's multiprocessors
 MOST_SPLITS = 16
 LEAST = 16  # rows of a product
 
@@ -42,7 +41,7 @@ def attend(
     parts = output if splits == 1 else torch.empty(count, heads, splits, made, dtype=torch.float32, device=device)
     weights = parts if splits == 1 else torch.empty(count, heads, splits, 2, dtype=torch.float32, device=device)
     if splits > 1 and counters is None:
-        counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        counters = torch.zeros(PROGRAMS // 2, dtype=torch.int32, device=device)
     block = min(page, 64 if max(width, made) * query.element_size() <= 256 else 32)
     common = {"GROUP": group, "VALUE": made, "SPLITS": splits, "SINKS": scores.sinks is not None}
     sizes = {"VALUES": max(LEAST, triton.next_power_of_2(made)), "ROWS": max(LEAST, triton.next_power_of_2(group))}

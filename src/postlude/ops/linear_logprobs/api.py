@@ -13,7 +13,7 @@ from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, TopK, Upstream, join_ranks
-from postlude.ops.linear_logprobs.sweep import EarlyStatistics, GradientsNeeded, Head, sweep_gradients, sweep_statistics
+from postlude.ops.linear_logprobs.sweep import GradientsNeeded, Head, sweep_gradients, sweep_statistics
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,13 @@ def linear_logprobs(
     backward.
     """
     logit_config = logit_config.replace(**changes)
-    early = None if topk else EarlyStatistics(Head(flat_hidden(hidden), weight, logit_config.bias))
-    problem = resolve(hidden, weight, targets, logit_config, early)
+    problem = resolve(hidden, weight, targets, logit_config)
     known = problem.columns if problem.group is None else logit_config.vocab_size
     assert known is not None
     if not 0 <= topk <= known:
         raise ValueError(f"topk must be between 0 and the vocabulary's {known} entries, but is {topk}.")
     asked = RequestedStats(entropy=entropy, lse=lse, hit=hit, topk=topk)
-    results = token_results(
-        hidden, weight, logit_config.bias, problem, asked, None if early is None else early.of(problem)
-    )
+    results = token_results(hidden, weight, logit_config.bias, problem, asked)
     return TokenStats.of(results, targets.shape)
 
 
@@ -92,15 +89,10 @@ class RequestedStats:
 
 
 def token_results(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    problem: Problem,
-    asked: RequestedStats,
-    state: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, asked: RequestedStats
 ) -> tuple[Tensor | None, ...]:
-    """What `TokenStats` holds, [positions, ...] each, of a resolved call whose `state` may be there already."""
-    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, problem, asked, state)  # type: ignore[no-any-return]
+    """Returns the fields of `TokenStats`, [positions, ...] each, of a resolved call."""
+    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, problem, asked)  # type: ignore[no-any-return]
 
 
 def flat_hidden(hidden: Tensor) -> Tensor:
@@ -140,13 +132,10 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         problem: Problem,
         asked: RequestedStats,
-        state: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(hidden.device):
-            top = None
-            if state is None:
-                head = Head(problem.take(hidden), weight, bias)
-                state, top = sweep_statistics(head, problem, entropy=asked.entropy, topk=asked.topk)
+            head = Head(problem.take(hidden), weight, bias)
+            state, top = sweep_statistics(head, problem, entropy=asked.entropy, topk=asked.topk)
             if problem.group is not None and state.shape[1]:
                 state, top = join_ranks(state, top, problem.group)
         results = problem.epilogue.results(state)
@@ -163,7 +152,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_logprobs")
         if logprob is None and entropy is None and lse is None:
-            return (None,) * 6
+            return (None,) * 5
         hidden, weight, bias, normalizer, row_entropy = ctx.saved_tensors
         problem: Problem = ctx.problem
         upstream = Upstream(logprob, entropy, lse)
@@ -174,4 +163,4 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_gradient, weight_gradient, bias_gradient = gradients.finish()
         if hidden_gradient is not None:
             hidden_gradient = problem.put(hidden_gradient)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None

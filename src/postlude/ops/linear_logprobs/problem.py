@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,9 +17,7 @@ from postlude.ops.linear_logprobs.plan import Shape
 from postlude.ops.linear_logprobs.statistics import (
     Epilogue,
     FusedKernels,
-    HostMailbox,
     QuantizedKernels,
-    TargetCount,
     TokenRows,
 )
 
@@ -74,19 +69,10 @@ class Problem:
         return self.fused and self.operand in HALF
 
 
-def resolve(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    logit_config: LogitConfig,
-    early: Callable[[TargetCount, int, torch.dtype, int | None], bool] | None = None,
-) -> Problem:
-    """Check the arguments, find the tokens to project and make their per-token numbers.
+def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: LogitConfig) -> Problem:
+    """Checks the arguments, finds the tokens to project and makes their per-token numbers.
 
-    Without a `target_count` the host waits once, for how many there are and whether all is well. Where it can, it has
-    `early` begin before that, as if every position had a target: the kernels count them first, and the device is at
-    work while the host waits. Arguments of `early` are the census, this shard's columns, the operands' dtype and the
-    memory budget; it says whether it has begun.
+    Without a `target_count` the host waits once, for how many targets there are and whether all is well.
     """
     _check_shapes(hidden, weight, targets, logit_config.bias)
     logit_scale, softcap = float(logit_config.logit_scale), logit_config.softcap
@@ -111,42 +97,26 @@ def resolve(
     epilogue = select_epilogue(logit_config.backend, hidden.device, compute)
     scale, inner = (logit_scale, None) if softcap is None else (float(softcap), logit_scale / softcap)
     fused = can_fuse(epilogue, operand, hidden, weight)
-    rows, kept, broken, count = None, None, None, target_count
-    factor = None if isinstance(temperatures, Tensor) or vocab_start else scale / temperatures
-    if count is None and early is not None and fused and factor is not None and positions and columns:
-        told = HostMailbox.make(targets.device)
-        if early(
-            TargetCount(targets, factor, inner, ignore_index, allowed, told),
-            columns,
-            operand,
-            logit_config.memory_budget,
-        ):
-            count, ignored = told.wait()  # the only wait for the device
-            if count + ignored < positions:
-                raise _outside(targets, ignore_index, allowed)
-            if count == positions:
-                # A copy, for backward: what was handed in may be overwritten before that.
-                rows = TokenRows(targets.clone(), torch.full_like(targets, factor, dtype=compute), inner)
-    if rows is None:
-        selection = epilogue.select(
-            targets,
-            temperatures,
-            scale,
-            ignore_index=ignore_index,
-            allowed=allowed,
-            vocab_start=vocab_start,
-            dtype=compute,
-            promised=target_count,
-        )
-        if count is None:
-            count, ignored, cold = selection.counts.tolist()  # likewise
-            if count + ignored < positions:
-                raise _outside(targets, ignore_index, allowed)
-            if cold:
-                raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
-        rows, broken = TokenRows(selection.targets, selection.factor, inner), selection.broken
-        if count < positions:
-            rows, kept = rows[:count], selection.positions[:count]
+    selection = epilogue.select(
+        targets,
+        temperatures,
+        scale,
+        ignore_index=ignore_index,
+        allowed=allowed,
+        vocab_start=vocab_start,
+        dtype=compute,
+        promised=target_count,
+    )
+    count = target_count
+    if count is None:
+        count, ignored, cold = selection.counts.tolist()  # the only wait for the device
+        if count + ignored < positions:
+            raise _outside(targets, ignore_index, allowed)
+        if cold:
+            raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
+    rows, kept = TokenRows(selection.targets, selection.factor, inner), None
+    if count < positions:
+        rows, kept = rows[:count], selection.positions[:count]
     return Problem(
         rows=rows,
         kept=kept,
@@ -159,20 +129,22 @@ def resolve(
         fused=fused,
         group=group,
         memory_budget=logit_config.memory_budget,
-        broken=broken,
+        broken=selection.broken,
     )
 
 
-@functools.cache
 def kernels() -> FusedKernels:
-    """Those that project and finish in one, where a problem is `fused`. Imported here: the module needs triton."""
-    return cast(FusedKernels, importlib.import_module("postlude.ops.kernels.linear_logprobs_fused"))
+    """The kernels that project and finish in one, where a problem is `fused`."""
+    from postlude.ops.kernels import linear_logprobs_fused  # needs triton
+
+    return linear_logprobs_fused
 
 
-@functools.cache
 def quantized_kernels() -> QuantizedKernels:
-    """The kernels of one sweep, where a problem is `coded`."""
-    return cast(QuantizedKernels, importlib.import_module("postlude.ops.kernels.linear_logprobs_quantized"))
+    """The kernels of one sweep with logits in 16 bits, where a problem is `coded`."""
+    from postlude.ops.kernels import linear_logprobs_quantized
+
+    return linear_logprobs_quantized
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

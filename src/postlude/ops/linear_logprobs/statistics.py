@@ -14,9 +14,8 @@ Backward keeps m and log Σ apart for the same reason: where logits are in the t
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,67 +60,6 @@ class Selection:
     targets: Tensor  # int64, as in `TokenRows`
     factor: Tensor
     broken: Tensor | None = None  # 0-dim bool, whether a promise was not kept; None without a promise
-
-
-@dataclass(frozen=True)
-class TargetCount:
-    """Every position of a call, as if each had a target; a kernel counts those that have one before it does anything.
-
-    As `TokenRows`, with one factor for all.
-    """
-
-    targets: Tensor  # [positions] int64
-    factor: float
-    inner: float | None
-    ignore_index: int
-    allowed: tuple[int, int]
-    told: HostMailbox
-
-
-class HostMailbox:
-    """Two numbers that a kernel tells the host while it runs: how many positions have a target, how many are ignored.
-
-    Kept for the next call: to make an event and to pin memory takes as long as to launch a kernel.
-    """
-
-    SPINS = 2000  # looks before the host lets other threads have its time
-    PAUSE = 2e-5  # seconds
-    _idle: ClassVar[dict[torch.device, list[HostMailbox]]] = {}
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.number = torch.empty(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.seen = self.number.numpy()  # the same memory
-        self.passed = torch.zeros(1, dtype=torch.int32, device=device)  # the kernel's own mark that it has told
-        self.event = torch.cuda.Event() if device.type == "cuda" else None
-
-    @staticmethod
-    def make(device: torch.device) -> HostMailbox:
-        """One that nobody waits for, with nothing told."""
-        try:
-            told = HostMailbox._idle[device].pop()
-        except (KeyError, IndexError):
-            told = HostMailbox(device)
-        told.seen[0] = -1
-        return told
-
-    def launched(self) -> None:
-        """The kernel that is to tell has been launched."""
-        if self.event is not None:
-            self.event.record()
-
-    def wait(self) -> tuple[int, int]:
-        """The numbers. Once: others may have this afterwards."""
-        for _ in range(self.SPINS):
-            if self.seen[0] >= 0:
-                break
-        while self.seen[0] < 0:
-            if (self.event is None or self.event.query()) and self.seen[0] < 0:
-                raise RuntimeError("the kernel that counts targets ended without telling how many there are.")
-            time.sleep(self.PAUSE)
-        ignored, kept = divmod(int(self.seen[0]), 2**32)
-        HostMailbox._idle.setdefault(self.device, []).append(self)
-        return kept, ignored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +141,7 @@ class QuantizedKernels(Protocol):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: TokenRows | TargetCount,
+        rows: TokenRows,
         columns: int,
         codes: Tensor,
         state: Tensor,
@@ -211,8 +149,6 @@ class QuantizedKernels(Protocol):
         """Code the logits of hidden [n, H] on the first `columns` of weight, and find their `state` [4, n].
 
         What the codes are relative to is returned, and the results of the state.
-        A census is of all positions of a call, of which these rows are the first n. It is as in
-        `FusedKernels.accumulate`.
         """
         ...
 
@@ -237,15 +173,11 @@ class FusedKernels(Protocol):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: TokenRows | TargetCount,
+        rows: TokenRows,
         columns: slice,
         state: Tensor,
     ) -> None:
-        """Join the logits of hidden [n, H] on `columns` of weight [V, H] to `state` [4, n]; column 0 begins it anew.
-
-        Of a census, the launch that begins the state tells the host what it counted. If a position has no target, no
-        launch does any more than that, and the state means nothing.
-        """
+        """Join the logits of hidden [n, H] on `columns` of weight [V, H] to `state` [4, n]; column 0 begins it anew."""
 
     def differentiate(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from postlude.ops.linear_logprobs.statistics import (
     Operands,
     Results,
     Slab,
-    TargetCount,
     TokenRows,
     TopK,
     Upstream,
@@ -127,14 +126,9 @@ class FusedProjection:
 
 
 class QuantizedProjection:
-    """`Projection`'s `score` and `differentiate`, with the logits held in sixteen bits between the two.
+    """`Projection`'s `score` and `differentiate`, with the logits held in 16 bits between the two."""
 
-    `rows` may be a census while the first slab is scored.
-    """
-
-    def __init__(
-        self, head: Head, rows: TokenRows | TargetCount, operand: torch.dtype, plan: Plan, shape: Shape
-    ) -> None:
+    def __init__(self, head: Head, rows: TokenRows, operand: torch.dtype, plan: Plan, shape: Shape) -> None:
         self.head = head
         self.rows = rows
         most, columns = plan.largest(shape)
@@ -145,9 +139,10 @@ class QuantizedProjection:
     def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
         """As there; the state begins here, and entropy costs nothing."""
         hidden, weight = self.head.hidden[rows], self.head.weight
-        picked = self.rows if isinstance(self.rows, TargetCount) else self.rows[rows]
         codes = self.codes[: hidden.shape[0], : columns.stop]
-        partial, results = quantized_kernels().encode(hidden, weight, self.bias, picked, columns.stop, codes, state)
+        partial, results = quantized_kernels().encode(
+            hidden, weight, self.bias, self.rows[rows], columns.stop, codes, state
+        )
         operands = Operands(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
         self.current = operands, codes, partial
         return results
@@ -156,7 +151,6 @@ class QuantizedProjection:
         """As there."""
         assert self.current is not None, "nothing was scored"
         (operands, codes, partial), self.current = self.current, None
-        assert isinstance(self.rows, TokenRows), "the census is not over"
         picked, masked = self.rows[operands.row_range], self.bias is not None
         return operands, quantized_kernels().decode(codes, partial, picked, results, upstream, masked=masked)
 
@@ -164,7 +158,7 @@ class QuantizedProjection:
 @dataclass(frozen=True)
 class TokenSweep:
     """One sweep over tokens: its plan, where its state [4, n] and logits are, and whether the weight's gradient is
-    summed in the compute dtype (`exact`). The first slab may have been scored, to `first`.
+    summed in the compute dtype (`exact`).
     """
 
     shape: Shape
@@ -172,12 +166,11 @@ class TokenSweep:
     exact: bool
     state: Tensor
     projection: Projection | QuantizedProjection
-    first: Results | None = None
 
     @staticmethod
     def coded(
         head: Head,
-        rows: TokenRows | TargetCount,
+        rows: TokenRows,
         shape: Shape,
         operand: torch.dtype,
         wanted: GradientsNeeded,
@@ -258,58 +251,7 @@ class Gradients:
         )
 
 
-class EarlyStatistics:
-    """The sweep over a head's logits, begun before the host knows whether every position has a target.
-
-    Where one has none the kernels find that out and leave; the state [4, n] then means nothing.
-    """
-
-    def __init__(self, head: Head) -> None:
-        self.head = head
-        self.state: Tensor | None = None
-
-    def __call__(self, census: TargetCount, columns: int, operand: torch.dtype, memory_budget: int | None) -> bool:
-        """Begin."""
-        shape = Shape(census.targets.shape[0], columns, self.head.hidden.shape[1])
-        self.state = _fused_statistics(self.head, census, shape, memory_budget)
-        return True
-
-    def of(self, problem: Problem) -> Tensor | None:
-        """The state of a problem that turned out to be this one."""
-        return self.state if problem.kept is None else None
-
-
-class EarlySweep:
-    """Likewise the first slab of one sweep over tokens, where logits can be held in sixteen bits each."""
-
-    def __init__(self, head: Head, wanted: GradientsNeeded) -> None:
-        self.head = head
-        self.wanted = wanted
-        self.begun: TokenSweep | None = None
-
-    def __call__(self, census: TargetCount, columns: int, operand: torch.dtype, memory_budget: int | None) -> bool:
-        """Begin."""
-        if operand not in gemm.HALF:
-            return False
-        features, device = self.head.hidden.shape[1], census.targets.device.type
-        shape = Shape(census.targets.shape[0], columns, features, quantized_kernels().QUANTIZED_BYTES, device=device)
-        begun = TokenSweep.coded(self.head, census, shape, operand, self.wanted, memory_budget)
-        rows, vocabulary = next(begun.plan.slabs(shape))
-        first = begun.projection.score(rows, vocabulary, begun.state[:, rows], entropy=True)
-        self.begun = replace(begun, first=first)
-        return True
-
-    def of(self, problem: Problem) -> TokenSweep | None:
-        """The sweep of a problem that turned out to be this one."""
-        begun, self.begun = self.begun, None  # where it is another, its memory is free
-        if begun is None or problem.kept is not None:
-            return None
-        assert isinstance(begun.projection, QuantizedProjection)
-        begun.projection.rows = problem.rows
-        return begun
-
-
-def _fused_statistics(head: Head, rows: TokenRows | TargetCount, shape: Shape, memory_budget: int | None) -> Tensor:
+def _fused_statistics(head: Head, rows: TokenRows, shape: Shape, memory_budget: int | None) -> Tensor:
     fused = kernels()
     tiles = plan_tiles(shape, fused.STATISTICS_TILE[1], fused.PARTIAL_BYTES, memory_budget)
     bias = _fused_bias(head)
