@@ -1,11 +1,11 @@
-"""What the kernels that draw must do. `test_sampler_kernel.py` runs this file: on a GPU, or through the interpreter."""
+"""What the sampling kernels must do. `test_sampler_kernel.py` runs this file: on a GPU, or in the interpreter."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from postlude.generate.paged_cache import COUNT, KEY, LENGTH, LIMIT, TOKEN, TOP_K, Rows, sample_next
+from postlude.generate.decode_rows import COUNT, KEY, LENGTH, LIMIT, TOKEN, TOP_K, DecodeRows, sample_next
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -32,7 +32,7 @@ def test_kernels_draw_what_torch_draws(vocab: int, dtype: torch.dtype, limited: 
     numbers[TOP_K] = chosen(vocab, 1, 7, 100).long()
     settings = torch.stack((chosen(0.0, 1.0, 0.7), chosen(1.0, 0.9, 0.3), chosen(0.0, 0.1).log()))
     for backend in ("torch", "triton"):
-        state = Rows(size, 1, 8, torch.device(DEVICE))
+        state = DecodeRows(size, 1, 8, torch.device(DEVICE))
         state.numbers.copy_(numbers)
         state.settings.copy_(settings)
         state.stops[3] = torch.arange(vocab, device=DEVICE)[:size] * (vocab // size)
@@ -42,16 +42,16 @@ def test_kernels_draw_what_torch_draws(vocab: int, dtype: torch.dtype, limited: 
     assert torch.equal(actual.numbers, expected.numbers)
     told = rows[expected.numbers[TOKEN, rows] > 0]
     assert len(told) > 10
-    assert torch.equal(actual.told[:, 0], expected.told[:, 0])
-    torch.testing.assert_close(actual.told[told], expected.told[told], rtol=0, atol=1e-5)
+    assert torch.equal(actual.results[:, 0], expected.results[:, 0])
+    torch.testing.assert_close(actual.results[told], expected.results[told], rtol=0, atol=1e-5)
 
 
 def test_logits_that_are_not_numbers_are_told_and_give_a_token_of_the_vocabulary() -> None:
     for heat in (0.0, 1.0):
-        state = Rows(2, 1, 8, torch.device(DEVICE))
+        state = DecodeRows(2, 1, 8, torch.device(DEVICE))
         state.numbers[LENGTH], state.numbers[LIMIT], state.settings[0] = 3, 9, heat
         sample_next(
             torch.full((2, 300), float("nan"), device=DEVICE), state.all, state, limited=False, backend="triton"
         )
-        assert state.told[:, 1].isnan().all()
+        assert state.results[:, 1].isnan().all()
         assert (state.numbers[TOKEN] < 300).all()

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from postlude import LanguageModel, pack
-from postlude.generate.completion_state import CompletionState, Move, Schedule
+from postlude.generate.completion_state import CompletionState
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.draft import Drafter
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion
-from postlude.generate.sampler import SamplerSettings, draw
+from postlude.generate.sampler import SamplerSettings, sample
 from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.scheduler import Scheduler
 from postlude.model import OutputInputs
 from tests.generate.test_sampler import surprise
 from tests.model.small import small_model
@@ -79,18 +80,11 @@ def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: py
     asked = [prompts(model)[place] for place in (1, 3, 0)]
     sampling = [replace(SAMPLINGS["sampled"], max_new_tokens=45 + place) for place in range(len(asked))]
     expected = Generator(model).generate(asked, sampling)
-    evict = Schedule.evict
-
-    def counted(schedule: Schedule) -> list[Move]:
-        before = len(schedule.running)
-        moves = evict(schedule)
-        evicted.append(before - len(schedule.running))
-        return moves
-
-    monkeypatch.setattr(Schedule, "evict", counted)
+    evict = Scheduler._evict
+    monkeypatch.setattr(Scheduler, "_evict", lambda *given: (evicted.append(1), evict(*given)))
     found = Generator(model, draft=draft, max_batch_tokens=90).generate(asked, sampling)
     assert_same(found, expected)
-    assert sum(evicted) > 0
+    assert evicted
 
 
 @pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
@@ -140,9 +134,9 @@ def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
     def recorded(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         said.extend(logits)
         numbers.extend(zip(settings.keys.tolist(), counts.tolist(), strict=True))
-        return draw(logits, settings, counts)
+        return sample(logits, settings, counts)
 
-    monkeypatch.setattr("postlude.generate.draft.draw", recorded)
+    monkeypatch.setattr("postlude.generate.draft.sample", recorded)
     found = Generator(model, draft="mtp", max_sequences=4).generate(asked, sampling, n=2)
     rows = dict(zip(numbers, said, strict=True))
     assert len(rows) == len(said) == sum(one.drafted for group in found for one in group)
@@ -154,7 +148,7 @@ def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
             while known < len(one.tokens):
                 logits = expected[len(prompt) + known - 2]  # where the depth has the newest token, and says the next
                 torch.testing.assert_close(rows.pop((key, known)), logits, rtol=0, atol=1e-4)
-                right = int(draw(logits[None], settings, torch.tensor([known]))[0]) == one.tokens[known]
+                right = int(sample(logits[None], settings, torch.tensor([known]))[0]) == one.tokens[known]
                 known, accepted = known + 1 + right, accepted + right
             assert one.accepted == accepted
     assert not rows

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from postlude.generate.completion_state import CompletionState, PromptState, Schedule
+from postlude.generate.buffers import DecodeBuffers
+from postlude.generate.completion_state import CompletionState, PromptState
+from postlude.generate.pages import RowPages, RunningCompletion
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.scheduler import Scheduler
 from postlude.ops.attention import Scores, reference_attention
 from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.packing import Packing
 from tests.equality import assert_equal
 
 WIDTH = 16
+NO_TABLE = torch.empty(0)
 SCORES = {
     "plain": Scores(scale=0.3),
     "window": Scores(scale=0.3, window=4),
@@ -85,33 +90,53 @@ def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
     cache = RowCache(torch.device("cpu"))
     cache.resize(2, 6)
 
-    def forward(decoded: dict[str, int], prefilled: dict[str, int]) -> dict[str, Tensor]:
-        """`decoded`: the place of each row's new token; `prefilled`: how many tokens of each come at once."""
-        parts = [wholes[letter][:, place : place + 1] for letter, place in decoded.items()]
-        parts += [wholes[letter][:, :length] for letter, length in prefilled.items()]
-        lengths = torch.tensor([place + 1 for place in decoded.values()], dtype=torch.int64)
-        prefill = Packing.from_lengths(list(prefilled.values())) if prefilled else None
-        cache.expect(lengths, max(lengths.tolist(), default=0), prefill)
-        output = cache.attend("block", *torch.cat(parts, dim=1), scores)
-        ends = Packing.from_lengths([part.shape[1] for part in parts]).slices()
-        return {letter: output[stop - 1] for letter, (_, stop) in zip([*decoded, *prefilled], ends, strict=True)}
+    def decode(places: dict[str, int]) -> None:
+        """The place of each row's new token."""
+        lengths = torch.tensor([place + 1 for place in places.values()])
+        cache.decode(NO_TABLE, lengths, int(lengths.max()))
+        parts = [wholes[letter][:, place : place + 1] for letter, place in places.items()]
+        check(cache.attend("block", *torch.cat(parts, dim=1), scores), places)
 
-    def check(outputs: dict[str, Tensor], places: dict[str, int]) -> None:
-        for letter, place in places.items():
+    def prefill(row: int, letter: str, length: int) -> None:
+        cache.prefill(Packing.from_lengths([length]), [[row]])
+        check(cache.attend("block", *wholes[letter][:, :length], scores)[-1:], {letter: length - 1})
+
+    def check(outputs: Tensor, places: dict[str, int]) -> None:
+        for output, (letter, place) in zip(outputs, places.items(), strict=True):
             packing = Packing.from_lengths([place + 1])
             whole = reference_attention(*wholes[letter][:, : place + 1], packing, packing, scores)
-            assert_equal(outputs[letter], whole[-1], f"{letter} at {place}")
+            assert_equal(output, whole[-1], f"{letter} at {place}")
 
-    check(forward({}, {"a": 4}), {"a": 3})
-    check(forward({"a": 4}, {"b": 5}), {"a": 4, "b": 4})
+    prefill(0, "a", 4)
+    decode({"a": 4})
+    prefill(1, "b", 5)
     cache.resize(4, 11)
-    check(forward({"a": 5, "b": 5}, {"c": 3}), {"a": 5, "b": 5, "c": 2})
+    decode({"a": 5, "b": 5})
+    prefill(2, "c", 3)
     cache.copy([(2, 0, 3)])  # a is done and c takes its row
-    check(forward({"c": 3, "b": 6}, {}), {"c": 3, "b": 6})
+    decode({"c": 3, "b": 6})
     cache.copy([(1, 2, 7), (0, 1, 4)])  # read before anything is written
     cache.resize(3, 8)
     cache.copy([(2, 0, 7)])
-    check(forward({"b": 7, "c": 4}, {}), {"b": 7, "c": 4})
+    decode({"b": 7, "c": 4})
+    saved = cache.save([0], 8)
+    cache.clear(0)
+    cache.restore(0, saved)
+    decode({"b": 7, "c": 4})
+
+
+def test_padding_is_not_kept_and_idle_rows_disturb_nobody() -> None:
+    """As tensor-parallel ranks fill up their tokens: a sequence of padding, and rows without a sequence."""
+    whole, scores = normal(3, 6, 2, WIDTH), SCORES["plain"]
+    cache = RowCache(torch.device("cpu"))
+    cache.resize(2, 6)
+    cache.prefill(Packing.from_lengths([5, 3]), [[0]], padding=3)
+    cache.attend("block", *torch.cat((whole[:, :5], torch.full((3, 3, 2, WIDTH), 7.0)), 1), scores)
+    cache.decode(NO_TABLE, torch.tensor([6, 0]), 6)
+    output = cache.attend("block", *torch.stack((whole[:, 5], torch.full((3, 2, WIDTH), 7.0)), 1), scores)
+    packing = Packing.from_lengths([6])
+    assert_equal(output[0], reference_attention(*whole, packing, packing, scores)[-1], "the newest token")
+    assert output.isfinite().all()
 
 
 def test_tokens_that_do_not_stay_leave_no_trace() -> None:
@@ -145,15 +170,15 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
         attended = [reference_attention(*each, packing, packing, scores) for each in firsts]
         return attended, [scan((each[0],), packing)[0] for each in firsts]
 
-    begun = Packing.from_lengths([2, 2, 2])
-    cache.expect(torch.empty(0, dtype=torch.int64), 0, begun)
+    cache.prefill(Packing.from_lengths([2, 2, 2]), [[0], [1], [2]])
     forward(wholes[:, :, :2].flatten(1, 2))
+    cache.enter(torch.arange(3), torch.arange(3), [])
     lengths = torch.tensor([2, 2, 2])
     for stays in ([2, 1, 1], [1, 1, 2], [1, 2, 2], [1, 1, 1]):
         kept = torch.tensor(stays)
         tokens = torch.stack([wholes[:, row, length : length + 2] for row, length in enumerate(lengths)], 1).clone()
         tokens[:, kept == 1, 1] = 7.0  # nothing that belongs there
-        cache.expect(lengths + 2, int(lengths.max()) + 2, each=2)
+        cache.decode(NO_TABLE, lengths + 2, int(lengths.max()) + 2, each=2)
         found = [output.unflatten(0, (3, 2)) for output in forward(tokens.flatten(1, 2))]
         cache.settle(kept)
         lengths = lengths + kept
@@ -162,42 +187,65 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
                 assert_equal(output[row, :count], whole[row][-count:], f"row {row} at {length}")
 
 
+class Uniform:
+    """A model that has no preference among 7 tokens, and keeps nothing."""
+
+    config, mesh = SimpleNamespace(vocab_size=7), SimpleNamespace(tp=SimpleNamespace(size=1))
+
+    def __call__(self, microbatch, output_processor, decode_state, output_processor_context=None):
+        rows = len(microbatch) if output_processor_context is None else len(output_processor_context)
+        logits = torch.zeros(rows, self.config.vocab_size)
+        return logits if output_processor_context is None else (logits, torch.empty(len(microbatch), 0))
+
+
 @pytest.mark.parametrize("budget", [70, 150, 400, 5000])
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("drafted", [0, 1])
-def test_a_schedule_keeps_its_budget_and_finishes_everything(budget: int, seed: int, drafted: int) -> None:
-    source = random.Random(seed)
-    answers = []
+def test_a_scheduler_keeps_its_budget_and_finishes_everything(budget: int, seed: int, monkeypatch) -> None:
+    source, model, cache = random.Random(seed), Uniform(), RowCache(torch.device("cpu"))
+    completions = []
     for _ in range(20):
         sampling = SamplingParams(max_new_tokens=source.randrange(1, 40))
-        prompt = PromptState([0] * source.randrange(1, 30), sampling, not_begun=2)
-        answers += [CompletionState(prompt, 0, frozenset(), None) for _ in range(2)]
-    schedule = Schedule(answers, budget, max_sequences=8, prefill_budget=40, drafted=drafted)
-    evictions = steps = 0
-    cached: list[CompletionState] = []  # what each row of the cache belongs to
-    while schedule.waiting or schedule.running:
+        prompt = PromptState([0] * source.randrange(1, 30), sampling, unstarted=2)
+        completions += [CompletionState(prompt, 0, frozenset(), None) for _ in range(2)]
+    buffers = DecodeBuffers.unrecorded(model, cache, completions, budget, 8, drafted=0)
+    scheduler = Scheduler(buffers, completions, max_sequences=8, max_prefill_tokens=40)
+    evictions, evict, prefill = [], scheduler._evict, scheduler._prefill
+
+    def prefilled(sequences, pages):
+        lengths = [len(sequence) for sequence in sequences]
+        assert sum(lengths) <= 40 or len(lengths) == 1
+        return prefill(sequences, pages)
+
+    monkeypatch.setattr(scheduler, "_evict", lambda each: (evictions.append(each), evict(each)))
+    monkeypatch.setattr(scheduler, "_prefill", prefilled)
+    steps = 0
+    while scheduler.step():
         steps += 1
         assert steps < 5000
-        before = len(schedule.running)
-        for move in schedule.evict():
-            cached[move[1]] = cached[move[0]]
-        evictions += before - len(schedule.running)
-        decoded = len(schedule.running)
-        assert cached[:decoded] == schedule.running
-        admission = schedule.admit()
-        assert len(schedule.running) <= schedule.rows <= 8
-        assert schedule.rows * schedule.capacity <= budget
-        assert all(answer.length <= schedule.capacity for answer in schedule.running)
-        assert all(answer.length + drafted <= schedule.capacity for answer in schedule.running[:decoded])
-        prefilled = [answer.length for answer in admission.prefilled]
-        assert sum(prefilled) <= 40 or len(prefilled) == 1
-        cached = list(schedule.running)
-        for answer, row in admission.copied:
-            assert cached[row].prompt is answer.prompt
-            assert row < decoded + len(prefilled)
-        finished = [row for row, answer in enumerate(schedule.running) if answer.add(1, 0.0, 0.0)]
-        for source_row, target, length in schedule.retire(finished):
-            cached[target] = cached[source_row]
-            assert length == cached[target].length - 1
-    assert all(len(answer.tokens) == answer.prompt.sampling.max_new_tokens for answer in answers)
-    assert evictions or budget > 70 or drafted
+        assert len(scheduler.running) <= cache.rows <= 8
+        assert cache.rows * cache.capacity <= budget
+        assert all(each.state.length - 1 <= cache.capacity for each in scheduler.running)
+        assert len({each.row for each in scheduler.running}) == len(scheduler.running)
+    assert all(len(completion.tokens) == completion.prompt.sampling.max_new_tokens for completion in completions)
+    assert evictions or budget > 70
+
+
+@pytest.mark.parametrize("drafted", [0, 1])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_row_has_room_for_its_drafts_and_rows_fill_up_the_ranks(drafted: int, tp: int) -> None:
+    cache = RowCache(torch.device("cpu"))
+    pages = RowPages(cache, 200, 8, drafted=drafted, multiple=tp)
+    prompt = PromptState([0] * 10, SamplingParams(max_new_tokens=60), unstarted=9)
+    state = CompletionState(prompt, 0, frozenset(), None)
+    pages.add([state], 9)
+    running = [RunningCompletion(state, row, [row], 11) for row in range(2)]
+    for reach in range(11, 71):
+        for each in running:
+            each.reach = reach
+        assert pages.extend(running) == []
+        pages.commit(running)
+        assert cache.capacity >= min(reach + drafted, 70)
+        assert cache.rows % tp == 0
+        assert cache.rows >= 2
+    assert cache.capacity == 70
+    assert pages.extend([*running, running[0]]) is None, "three rows of 70 are more than 200"

@@ -11,7 +11,7 @@ from torch import Tensor
 from postlude import load_model, pack
 from postlude.generate.counter_rng import gumbel, mix, rng_key
 from postlude.generate.generator import Generator
-from postlude.generate.sampler import SamplerSettings, draw
+from postlude.generate.sampler import SamplerSettings, sample
 from postlude.generate.sampling_params import MAX_FP32, MIN_FP32, MIN_TEMPERATURE, SamplingParams
 
 WAYS = {
@@ -66,7 +66,7 @@ def surprise(counts: Tensor, probabilities: Tensor) -> float:
 def drawn(logits: Tensor, sampling: SamplingParams, count: int) -> tuple[Tensor, Tensor, Tensor]:
     keys = [rng_key(sampling.seed, number) for number in range(count)]
     settings = SamplerSettings.of([sampling] * count, keys, len(logits), logits.device)
-    return draw(logits.expand(count, -1), settings, torch.zeros(count, dtype=torch.int64))
+    return sample(logits.expand(count, -1), settings, torch.zeros(count, dtype=torch.int64))
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_successive_draws_of_one_stream_are_independent() -> None:
     logits = torch.tensor([0.0, 1.0, -0.5, 0.3])
     count = 20_000
     settings = SamplerSettings.of([SamplingParams()] * count, [rng_key(7)] * count, 4, logits.device)
-    tokens, _, _ = draw(logits.expand(count, -1), settings, torch.arange(count))
+    tokens, _, _ = sample(logits.expand(count, -1), settings, torch.arange(count))
     both = logits.double().softmax(-1)
     assert surprise(torch.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16), torch.outer(both, both).flatten()) < 4
 
@@ -99,10 +99,10 @@ def test_rows_keep_their_own_settings() -> None:
     keys = [rng_key(place) for place in range(len(samplings))]
     for count in range(20):
         counts = torch.full((len(samplings),), count)
-        together = draw(logits, SamplerSettings.of(samplings, keys, 300, logits.device), counts)
+        together = sample(logits, SamplerSettings.of(samplings, keys, 300, logits.device), counts)
         for row, sampling in enumerate(samplings):
             settings = SamplerSettings.of([sampling], [keys[row]], 300, logits.device)
-            alone = draw(logits[row : row + 1], settings, counts[:1])
+            alone = sample(logits[row : row + 1], settings, counts[:1])
             assert together[0][row] == alone[0][0]
             for part, other in zip(together[1:], alone[1:], strict=True):
                 torch.testing.assert_close(part[row], other[0], rtol=0, atol=1e-5)
@@ -124,7 +124,7 @@ def test_rows_keep_their_own_settings() -> None:
 def test_the_most_extreme_values_draw_a_token_of_a_finite_logprob(limits: dict) -> None:
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)) * 100
     settings = SamplerSettings.of([SamplingParams(**limits)] * 3, [1, 2, 3], 300, logits.device)
-    tokens, logprobs, sampled = draw(logits, settings, torch.zeros(3, dtype=torch.int64))
+    tokens, logprobs, sampled = sample(logits, settings, torch.zeros(3, dtype=torch.int64))
     assert torch.isfinite(torch.stack((logprobs, sampled))).all()
     assert ((tokens >= 0) & (tokens < 300)).all()
 
@@ -134,11 +134,11 @@ def test_logits_that_are_no_numbers_spoil_no_other_row() -> None:
     logits[::2] = torch.nan
     samplings = [each for each in WAYS.values() for _ in range(2)]
     keys = list(range(len(samplings)))
-    _, *spoiled = draw(
+    _, *spoiled = sample(
         logits, SamplerSettings.of(samplings, keys, 300, logits.device), torch.zeros(len(keys), dtype=torch.int64)
     )
     own = SamplerSettings.of(samplings[1::2], keys[1::2], 300, logits.device)
-    _, *alone = draw(logits[1::2], own, torch.zeros(len(WAYS), dtype=torch.int64))
+    _, *alone = sample(logits[1::2], own, torch.zeros(len(WAYS), dtype=torch.int64))
     for found, expected in zip(spoiled, alone, strict=True):
         assert found[::2].isnan().all()
         torch.testing.assert_close(found[1::2], expected, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Steps on rows and pages equal the generator's other way, token by token: by torch on a CPU, recorded on a GPU."""
+"""Steps on fixed pages, recorded on a GPU, equal steps on a page a row, token by token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from postlude import load_model, load_tokenizer
+from postlude.generate.buffers import DecodeBuffers
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Request
 from postlude.generate.sampling_params import SamplingParams
-from postlude.generate.scheduler import DecodeBuffers, PagedRun
+from postlude.generate.scheduler import Scheduler
 from postlude.generate.session import Session
 from postlude.hf.builtin import tiny_hybrid
 from postlude.model import LanguageModel
@@ -27,14 +28,14 @@ DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark
 
 
 class Recorded(Generator):
-    """Takes the steps on rows and pages wherever the model is."""
+    """Has fixed pages wherever the model is."""
 
     def graph_obstacle(self) -> str | None:
         return None
 
 
 class Stepped(Generator):
-    """Takes the other way."""
+    """Has a page a row."""
 
     def graph_obstacle(self) -> str | None:
         return "for comparison"
@@ -106,8 +107,8 @@ def test_limits_change_no_answer(device: str, limits: dict[str, int], monkeypatc
         samplings[place] = replace(samplings[place], **limited)
     expected = Stepped(model).generate(asked, samplings, n=2)
     freed: list[int] = []
-    make_room = PagedRun._free_some
-    monkeypatch.setattr(PagedRun, "_free_some", lambda run: (freed.append(len(run.running)), make_room(run)))
+    make_room = Scheduler._free_some
+    monkeypatch.setattr(Scheduler, "_free_some", lambda run: (freed.append(len(run.running)), make_room(run)))
     assert_alike(Recorded(model, **limits).generate(asked, samplings, n=2), expected)
     assert bool(freed) == (limits == {"max_batch_tokens": 260})
 
@@ -129,7 +130,7 @@ def test_bf16_stays_near_a_forward_of_the_whole_answer(pattern: str) -> None:
     generator = Generator(model)
     asked, samplings = uneven(12, 60, seed=2)
     answered = generator.generate(asked, samplings, n=2)
-    assert generator._slots is not None
+    assert generator._buffers is not None
     flat = [one for group in answered for one in group]
     for one, logprobs in zip(flat, teacher_forced(model, asked, answered), strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
@@ -176,26 +177,26 @@ def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
     model = dense(device)
     generator, asked, sampling = Recorded(model), [[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0.0)
     first = generator.generate(asked, sampling)
-    slots = generator._slots
+    buffers = generator._buffers
     (attention, *_) = model.blocks
     assert adjacent_view([layer.weight for layer in attention.fused_projections()[0]]) is not None
     assert generator.generate(asked, sampling)[0][0].tokens == first[0][0].tokens
-    assert generator._slots is slots
+    assert generator._buffers is buffers
     model.reset(seed=1)
     second = generator.generate(asked, sampling)
-    assert generator._slots is slots
+    assert generator._buffers is buffers
     assert second[0][0].tokens != first[0][0].tokens
     assert_alike(second, Stepped(model).generate(asked, sampling))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = torch.randn_like(parameter) * 0.1
     assert_alike(generator.generate(asked, sampling), Stepped(model).generate(asked, sampling))
-    assert generator._slots is not slots
+    assert generator._buffers is not buffers
     generator.release(small=False)
-    assert generator._slots is not None
+    assert generator._buffers is not None
     monkeypatch.setattr(DecodeBuffers, "small", False)
     generator.release(small=False)
-    assert generator._slots is None
+    assert generator._buffers is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -272,8 +273,8 @@ def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
     model = load_model("tiny-dense").to("cuda")
     generator = Generator(model)
     generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
-    assert generator._slots is not None
-    assert list(generator._slots.steps._graphs) == [(8, False)]
+    assert generator._buffers is not None
+    assert list(generator._buffers.steps._graphs) == [(8, False)]
     assert generator.graph_obstacle() is None
     assert "float64" in str(Generator(model.double()).graph_obstacle())
 

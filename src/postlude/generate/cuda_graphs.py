@@ -1,20 +1,19 @@
-"""A generator's step, recorded once for a number of rows and replayed: on a GPU one launch in place of hundreds."""
+"""The decode step of a generator. On a GPU it is recorded once for a number of rows and replayed by one launch."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from postlude.data.microbatch import IGNORE, Microbatch
-from postlude.generate.paged_cache import LENGTH, TOKEN, PagedCache, Rows, sample_next
-from postlude.model import LanguageModel, OutputInputs
+from postlude.generate.decode_cache import DecodeCache
+from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_next
+from postlude.generate.forward import DecodeMicrobatches, all_logits
+from postlude.generate.sampler import SamplerSettings
+from postlude.model import LanguageModel
 from postlude.model.parallel import is_dtensor
 from postlude.ops.kernels.capabilities import why_no_triton
-from postlude.ops.packing import Packing
 
 log = logging.getLogger(__name__)
 
@@ -23,36 +22,37 @@ BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
 def bucket(rows: int) -> int:
-    """The fewest rows, no fewer than these, that a step is recorded for."""
+    """Returns the fewest rows, at least this many, that a step is recorded for."""
     most = BUCKETS[-1]
     return next((size for size in BUCKETS if size >= rows), -(-rows // most) * most)
 
 
-class Steps:
-    """Steps of a model on rows and pages: forward, draw and whether answers end, for the first `size` of the rows.
+class DecodeSteps:
+    """Decode steps of a model: forward, sampling, and whether completions end, for the first `size` of the rows.
 
-    On a GPU each size is recorded when it is first asked for. The recording reads weights, rows and pages where they
-    were then. Where CUDA refuses to record something, that is said once, and the host makes these steps.
+    With `recorded`, each size is recorded when it is first asked for. The recording reads weights, rows and pages where
+    they were then. If CUDA cannot record a step, a warning says so once, and the host launches these steps.
     """
 
-    def __init__(self, model: LanguageModel, rows: Rows, cache: PagedCache) -> None:
+    def __init__(self, model: LanguageModel, rows: DecodeRows, cache: DecodeCache, *, recorded: bool) -> None:
         self.model = model
         self.rows = rows
         self.cache = cache
-        self._weights = addresses(model)
-        self._microbatches: dict[int, Microbatch] = {}
+        self.recorded = recorded
+        self._microbatches = DecodeMicrobatches()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
         self._pool: Any = None  # memory that all recordings share, since one runs at a time
         self._stream: torch.cuda.Stream | None = None  # one for all: each stream keeps memory of its own
 
-    def still_true(self) -> bool:
-        """Whether the model's weights are where they were when the first step was recorded."""
-        return self._weights == addresses(self.model)
+    def __call__(
+        self, size: int, *, limited: bool = True, settings: SamplerSettings | None = None, longest: int = 0
+    ) -> None:
+        """Run one step of the first `size` rows. `longest` is as in `DecodeCache.decode`.
 
-    def __call__(self, size: int, *, limited: bool = True) -> None:
-        """One step of the first `size` rows. See `sample_next` for `limited`."""
-        if not self.rows.numbers.is_cuda:
-            self._step(size, limited)
+        With `settings` only as many rows as they have are sampled: the rest are idle. See `sample_next` for `limited`.
+        """
+        if not self.recorded:
+            self._step(size, limited, settings, longest)
             return
         if (size, limited) not in self._graphs:
             self._graphs[size, limited] = self._record(size, limited)
@@ -92,57 +92,23 @@ class Steps:
         self._pool = graph.pool()
         return graph
 
-    def _step(self, size: int, limited: bool) -> None:
+    def _step(self, size: int, limited: bool, settings: SamplerSettings | None = None, longest: int = 0) -> None:
         rows = self.rows
         lengths = rows.numbers[LENGTH, :size]
-        self.cache.go_on(rows.table[:size], lengths)
-        microbatch = self._microbatch(size, rows.numbers[TOKEN, :size], (lengths - 1).clamp_min(0))
+        self.cache.decode(rows.table[:size], lengths, longest)
+        microbatch = self._microbatches(rows.numbers[TOKEN, :size, None], lengths)
         logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
-        sample_next(logits, rows.all[:size], rows, limited=limited)
-
-    def _microbatch(self, size: int, tokens: Tensor, positions: Tensor) -> Microbatch:
-        if size not in self._microbatches:
-            packing = Packing.from_lengths([1] * size, tokens.device)
-            self._microbatches[size] = microbatch_of(tokens, packing, positions)
-        return replace(self._microbatches[size], tokens=tokens, positions=positions)
-
-
-def microbatch_of(tokens: Tensor, packing: Packing, positions: Tensor) -> Microbatch:
-    """Packed tokens [T] that nothing is to be learned from."""
-    places = torch.arange(packing.total, device=tokens.device)
-    return Microbatch(
-        tokens=tokens,
-        packing=packing,
-        positions=positions,
-        targets=torch.full_like(places, IGNORE),
-        columns={},
-        batch_indices=places,
-        sequences=tuple(range(packing.count)),
-        index=0,
-        count=1,
-        batch_tokens=packing.total,
-        batch_targets=0,
-        target_count=0,
-    )
-
-
-def all_logits(inputs: OutputInputs, context: None) -> Tensor:
-    """An output processor: logits [T, vocab]."""
-    return inputs.head.logits(inputs.hidden)
-
-
-def all_logits_at(inputs: OutputInputs, places: Tensor) -> Tensor:
-    """An output processor: logits [m, vocab] after the tokens at `places` [m]. No other position is projected."""
-    return inputs.head.logits(inputs.hidden[places])
+        count = size if settings is None else len(settings.keys)
+        sample_next(logits[:count], rows.all[:count], rows, limited=limited, settings=settings)
 
 
 def graph_obstacle(model: LanguageModel) -> str | None:
-    """Why steps of this model cannot be recorded, or None if they can."""
+    """Returns why the decode steps of this model cannot be recorded, or None if they can."""
     weight = model.embedding.weight
     if not weight.is_cuda:
         return f"the model is on {weight.device.type}"
     if any(is_dtensor(parameter) for parameter in model.parameters()):
-        return "several ranks share its weights, or they are gathered anew for every forward"
+        return "several ranks share its weights, or they are gathered for every forward"
     return why_no_triton(weight.device, weight.dtype, False) or next(
         (
             f"{block.name} ({type(block).__name__}) is not cuda_graphable"
@@ -154,5 +120,5 @@ def graph_obstacle(model: LanguageModel) -> str | None:
 
 
 def addresses(model: LanguageModel) -> tuple[int, ...]:
-    """Where a model's weights and buffers lie."""
-    return tuple(each.data_ptr() for each in (*model.parameters(), *model.buffers()))
+    """Returns where a model's weights and buffers lie."""
+    return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))

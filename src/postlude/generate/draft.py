@@ -1,9 +1,9 @@
-"""Drafter: guesses the token after the next one of every running answer, so that a step can give two tokens.
+"""Drafter: guesses the next token of every running completion, so that one forward can give two tokens.
 
-A guess is what the model's first multi-token-prediction depth says, drawn with the very random numbers that the token
-itself will be drawn with: the nearer the depth's distribution to the model's, the likelier the same token. The model
-then draws its token as if nobody had guessed, and where the guess was right the token after it is there as well. So
-guesses decide how fast an answer comes, and nothing else about it.
+A draft comes from the model's first multi-token-prediction depth. It is sampled with the random numbers that the token
+itself will be sampled with: the nearer the depth's distribution to the model's, the likelier the same token. The model
+then samples its token as if there were no draft. Where the draft was right, the token after it is there as well. So
+drafts decide how fast a completion comes, and nothing else about it.
 """
 
 from __future__ import annotations
@@ -16,76 +16,91 @@ from torch import Tensor
 
 from postlude.data import Microbatch
 from postlude.generate.completion_state import CompletionState
-from postlude.generate.forward import logits_at, packed
+from postlude.generate.forward import DecodeMicrobatches, all_logits_and_hidden, logits_at, prefill_microbatch
 from postlude.generate.row_cache import RowCache
-from postlude.generate.sampler import SamplerSettings, draw
+from postlude.generate.sampler import SamplerSettings, sample
 from postlude.model import LanguageModel, OutputInputs
 
-WAITING = "drafter"  # by this name the cache keeps the model's states that the depth has yet to take, [rows, 2, H]
+HIDDEN = "drafter"  # the cache keeps under this name the hidden states that the depth has yet to read, [rows, 2, H]
 
 
 class Drafter:
-    """The first multi-token-prediction depth of a model, beside it on the rows of a generator's cache.
+    """The first multi-token-prediction depth of a model, on the rows of its cache.
 
-    At a position it takes the model's state there and the token after. So the newest states of each row wait until a
-    token has come after them: `CompletionState.unseen` have, one or two, when it is next asked for a guess.
-
-    With `together` other ranks need its every forward, with or without rows.
+    At each position the depth reads the model's hidden state and the token after it. So the newest hidden states of a
+    row wait until a token has come after them: `CompletionState.undrafted` have, one or two, at the next guess.
     """
 
-    def __init__(self, model: LanguageModel, cache: RowCache, device: torch.device, *, together: bool) -> None:
+    def __init__(self, model: LanguageModel, cache: RowCache) -> None:
         self.model = model
         self.cache = cache
-        self.device = device
-        self.together = together
+        self.device = cache.device
+        self.tp = model.mesh.tp
+        self._microbatches = DecodeMicrobatches()
+        self._no_table = torch.empty(0, device=cache.device)
 
-    def guess(self, answers: Sequence[CompletionState], settings: SamplerSettings) -> Tensor:
-        """The next token of each answer, [n] int64, as the depth would have it. They run in the first n rows."""
-        if not answers and not self.together:
-            return self._integers([])
-        count, unseen = len(answers), self._integers([answer.unseen for answer in answers])
-        # Where there is one token, something stands in the second's place that will not stay.
-        tokens = self._integers([token for answer in answers for token in [*answer.tokens[-answer.unseen :], 0][:2]])
-        ends = [answer.length - answer.unseen + 1 for answer in answers]
-        microbatch = packed(self.cache, self.model.mesh.tp, tokens.view(count, 2), ends)
-        states = self.cache.kept(WAITING)[0][:count].flatten(0, 1) if count else self._no_states()
-        newest = 2 * torch.arange(count, device=self.device) + unseen - 1
-        logits, _ = logits_at(self._look_ahead(states, microbatch), newest)
-        self.cache.settle(unseen)
-        return draw(logits, settings, self._integers([len(answer.tokens) for answer in answers]))[0]
+    def guess(self, completions: Sequence[CompletionState], settings: SamplerSettings) -> Tensor:
+        """Returns a draft of the next token of each completion, [n] int64. They run in the first n rows."""
+        count, idle = len(completions), -len(completions) % self.tp.size
+        undrafted = self._integers([completion.undrafted for completion in completions])
+        # If there is one token, the second is a placeholder that is not kept.
+        newest = [[*completion.tokens[-completion.undrafted :], 0][:2] for completion in completions]
+        lengths = [completion.length - completion.undrafted + 1 for completion in completions] + [2] * idle
+        tokens, on_device = self._integers([*newest, *[[0, 0]] * idle]), self._integers(lengths)
+        self.cache.decode(self._no_table, on_device, max(lengths), each=2)
+        hidden = self.cache.kept(HIDDEN)[0][: len(lengths)].flatten(0, 1)
+        depth = self._run_depth(hidden, self._microbatches(tokens, on_device))
+        logits, _ = logits_at(depth, 2 * torch.arange(count, device=self.device) + undrafted - 1)
+        self.cache.settle(undrafted)
+        return sample(logits, settings, self._integers([len(completion.tokens) for completion in completions]))[0]
 
-    def follow(self, states: Tensor, going_on: int, begun: Sequence[CompletionState]) -> None:
-        """Take the model's states [T, H] of a forward: two of each of the rows that go on, then those of prompts."""
-        start = 2 * going_on
-        self.cache.keep(WAITING, slice(0, going_on), (states[:start].unflatten(0, (going_on, 2)),))
-        taken: list[int] = []  # where states are that have a token after them
+    def verify(self, newest: Tensor, drafts: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Run the model on the newest token of each row and its draft. Returns the logits after both, [n, 2, vocab].
+
+        `newest` and `lengths` [n], `drafts` [n] or fewer: the last rows may be idle. `longest` is with the draft.
+        """
+        size, count = len(newest), len(drafts)
+        tokens, lengths = torch.stack((newest, F.pad(drafts, (0, size - count))), 1), lengths + 1
+        self.cache.decode(self._no_table, lengths, longest, each=2)
+        logits, hidden = self.model(
+            self._microbatches(tokens, lengths), output_processor=all_logits_and_hidden, decode_state=self.cache
+        )
+        self.cache.keep(HIDDEN, slice(0, count), (hidden[: 2 * count].unflatten(0, (count, 2)),))
+        of_both: Tensor = logits.unflatten(0, (size, 2))
+        return of_both
+
+    def follow_prefill(
+        self, hidden: Tensor, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]
+    ) -> None:
+        """Prefill the depth with the model's hidden states [T, H] of sequences that were just prefilled."""
+        start = 0
+        read: list[int] = []  # indices of hidden states that have a token after them
         last: list[int] = []
-        after: list[list[int]] = []
-        for answer in begun:
-            tokens = [*answer.prompt.tokens, *answer.tokens]
-            # No sequence is empty: after a single token the depth is given any, and then forgets it.
-            after.append(tokens[1:] or [0])
-            taken += range(start, start + len(after[-1]))
+        following: list[Sequence[int]] = []
+        for tokens in sequences:
+            # No sequence is empty: after a single token the depth reads a placeholder, and then forgets it.
+            following.append(tokens[1:] or [0])
+            read += range(start, start + len(following[-1]))
             start += len(tokens)
             last.append(start - 1)
-        if not begun and not self.together:
-            return
-        nothing = self._integers([]).view(0, 2)
-        microbatch = packed(self.cache, self.model.mesh.tp, nothing, [], after, first=going_on)
-        self._look_ahead(states[self._integers(taken)], microbatch)
-        alone = [row for row, answer in enumerate(begun, start=going_on) if answer.length == 1]
-        self.cache.forget(alone, [block.name for layer in self.model.mtp.layers for block in layer.blocks])
-        rows = slice(going_on, going_on + len(begun))
-        self.cache.keep(WAITING, rows, (states[self._integers(last), None].expand(-1, 2, -1),))
+        microbatch = prefill_microbatch(following, self.tp.size, self.device)
+        self.cache.prefill(microbatch.packing, pages, microbatch.padding)
+        self._run_depth(hidden[self._integers(read)], microbatch)
+        single = [index for index, tokens in enumerate(sequences) if len(tokens) == 1]
+        self.cache.reset_last_states(single, [block.name for layer in self.model.mtp.layers for block in layer.blocks])
+        self.cache.set_last_states(HIDDEN, (hidden[self._integers(last), None].expand(-1, 2, -1),))
 
-    def _look_ahead(self, states: Tensor, microbatch: Microbatch) -> OutputInputs:
-        """What the depth makes of the model's states [m, H] and the microbatch's tokens, each that after its state."""
-        states = F.pad(states, (0, 0, 0, len(microbatch) - len(states)))
-        return self.model.draft(states[slice(*self.model.mesh.tp.block(len(states)))], microbatch, self.cache)
-
-    def _no_states(self) -> Tensor:
+    def run_padding(self) -> None:
+        """Take part in the guesses of other ranks."""
         weight = self.model.embedding.weight
-        return torch.empty(0, weight.shape[1], dtype=weight.dtype, device=self.device)
+        microbatch = prefill_microbatch([], self.tp.size, self.device)
+        self.cache.prefill(microbatch.packing, [], microbatch.padding)
+        self._run_depth(torch.empty(0, weight.shape[1], dtype=weight.dtype, device=self.device), microbatch)
 
-    def _integers(self, values: Sequence[int]) -> Tensor:
+    def _run_depth(self, hidden: Tensor, microbatch: Microbatch) -> OutputInputs:
+        """Run the depth on the model's hidden states [m, H], each with the microbatch's token that comes after it."""
+        hidden = F.pad(hidden, (0, 0, 0, len(microbatch) - len(hidden)))
+        return self.model.draft(hidden[slice(*self.tp.block(len(hidden)))], microbatch, self.cache)
+
+    def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

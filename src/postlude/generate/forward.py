@@ -1,77 +1,88 @@
-"""One forward of a generator: tokens of rows that go on, whole sequences for rows that begin, no padding."""
+"""The microbatches of a generator, and the output processors that return its logits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.data.microbatch import IGNORE, Microbatch
-from postlude.generate.row_cache import RowCache
 from postlude.model import OutputInputs
 from postlude.ops.decode_attention import consecutive_positions
-from postlude.ops.packing import Packing
-from postlude.world.mesh import Axis
+from postlude.ops.packing import Packing, to_device
 
 
-def packed(
-    cache: RowCache,
-    tp: Axis,
-    going_on: Tensor,
-    ends: Sequence[int],
-    beginning: Sequence[Sequence[int]] = (),
-    *,
-    first: int | None = None,
-) -> Microbatch:
-    """The microbatch of the next forward, which `cache` is told of.
-
-    `going_on` [n, each] int64 are the next tokens of the first n rows, and `ends` how many tokens each row has up to
-    the last of them. `beginning` are sequences for the rows from `first` on, by default those after the n. What is
-    missing to a multiple of the tensor-parallel ranks, or to anything at all, is filled up at the end.
-    """
-    device, (count, each) = going_on.device, going_on.shape
-    tokens = [token for sequence in beginning for token in sequence]
-    lengths = [len(sequence) for sequence in beginning]
-    total = going_on.numel() + len(tokens)
-    padding = -total % tp.size if total else tp.size
-    if padding:
-        tokens += [0] * padding
-        lengths.append(padding)
-    total += padding
-    keys = torch.tensor(ends, dtype=torch.int64, device=device)
-    prefill = Packing.from_lengths(lengths, device) if lengths else None
-    positions = consecutive_positions(keys - each, each)
-    next_tokens = going_on.flatten()
-    cache.expect(keys, max(ends, default=0), prefill, padding, each=each, first=first)
-    places = torch.arange(total, device=device)
+def microbatch_of(tokens: Tensor, packing: Packing, positions: Tensor, padding: int = 0) -> Microbatch:
+    """Returns packed tokens [T] without targets. The last `padding` tokens are a sequence of padding."""
+    places = torch.arange(packing.total, device=tokens.device)
     return Microbatch(
-        tokens=torch.cat((next_tokens, next_tokens.new_tensor(tokens))) if tokens else next_tokens,
-        packing=Packing.from_lengths([each] * count + lengths, device),
-        positions=positions if prefill is None else torch.cat((positions, prefill.positions())),
+        tokens=tokens,
+        packing=packing,
+        positions=positions,
         targets=torch.full_like(places, IGNORE),
         columns={},
-        batch_indices=places if not padding else places.masked_fill(places >= total - padding, -1),
-        sequences=tuple(range(count + len(lengths))),
+        batch_indices=places if not padding else places.masked_fill(places >= packing.total - padding, -1),
+        sequences=tuple(range(packing.count)),
         index=0,
         count=1,
-        batch_tokens=total,
+        batch_tokens=packing.total,
         batch_targets=0,
         target_count=0,
         padding=padding,
     )
 
 
-def logits_at(inputs: OutputInputs, places: Tensor) -> tuple[Tensor, Tensor]:
-    """An output processor: logits fp32 [m, vocab] after the tokens at `places` [m], and the states [T, H] of all.
+def prefill_microbatch(sequences: Sequence[Sequence[int]], multiple: int, device: torch.device) -> Microbatch:
+    """Returns whole sequences, padded to a multiple of so many tokens, and to at least one token."""
+    tokens = [token for sequence in sequences for token in sequence]
+    lengths = [len(sequence) for sequence in sequences]
+    padding = -len(tokens) % multiple if tokens else multiple
+    if padding:
+        tokens += [0] * padding
+        lengths.append(padding)
+    packing = Packing.from_lengths(lengths, device)
+    packed = to_device(torch.tensor(tokens, dtype=torch.int64), device)
+    return microbatch_of(packed, packing, packing.positions(), padding)
 
-    Alike on every tensor-parallel rank. No other position is projected.
+
+class DecodeMicrobatches:
+    """Microbatches of the next tokens of n rows. What depends on n alone is made once."""
+
+    def __init__(self) -> None:
+        self._by_shape: dict[tuple[int, int], Microbatch] = {}
+
+    def __call__(self, tokens: Tensor, lengths: Tensor) -> Microbatch:
+        """Returns tokens [n, each] of rows that have `lengths` [n] tokens with these."""
+        count, each = tokens.shape
+        positions = consecutive_positions((lengths - each).clamp_min(0), each)
+        tokens = tokens.flatten()
+        if (count, each) not in self._by_shape:
+            packing = Packing.from_lengths([each] * count, tokens.device)
+            self._by_shape[count, each] = microbatch_of(tokens, packing, positions)
+        return replace(self._by_shape[count, each], tokens=tokens, positions=positions)
+
+
+def all_logits(inputs: OutputInputs, context: None) -> Tensor:
+    """An output processor: logits [T, vocab], the same on every tensor-parallel rank."""
+    return inputs.head.logits(inputs.hidden)
+
+
+def all_logits_and_hidden(inputs: OutputInputs, context: None) -> tuple[Tensor, Tensor]:
+    """An output processor: logits [T, vocab] and hidden states [T, H]."""
+    return inputs.head.logits(inputs.hidden), inputs.gather(inputs.hidden)
+
+
+def logits_at(inputs: OutputInputs, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """An output processor: logits [m, vocab] of the tokens at `indices` [m], and the hidden states [T, H] of all.
+
+    The same on every tensor-parallel rank. No other token is projected.
     """
-    head = inputs.head
-    states = inputs.gather(inputs.hidden)
-    hidden = states.index_select(0, places)
-    missing = -len(places) % head.tp.size
-    if missing:
-        hidden = F.pad(hidden, (0, 0, 0, missing))
-    return head.logits(hidden[slice(*head.tp.block(len(hidden)))])[: len(places)].float(), states
+    tp, hidden = inputs.head.tp, inputs.gather(inputs.hidden)
+    chosen = hidden[indices]
+    if tp.size > 1:
+        chosen = F.pad(chosen, (0, 0, 0, -len(indices) % tp.size))
+        chosen = chosen[slice(*tp.block(len(chosen)))]
+    return inputs.head.logits(chosen)[: len(indices)], hidden

@@ -1,4 +1,4 @@
-"""RoutingRecord: which experts every token of a running answer was sent to, for a trainer to send them there again."""
+"""RoutingRecord: the experts that every token of a running completion was routed to, for a trainer to replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from postlude.ops.collectives import gather_alike
 
 
 class RoutingRecord:
-    """Choices beside the keys of a cache, moved and shared as they are: [rows, capacity, routers, top_k] int16."""
+    """Choices of experts beside the keys of a cache, moved and shared with them: [rows, capacity, routers, top_k]."""
 
     def __init__(self, model: LanguageModel, cache: RowCache) -> None:
         self.routers = model.routers
@@ -22,23 +22,26 @@ class RoutingRecord:
         cache.choices = {}
 
     def keep(self) -> None:
-        """Keep what the blocks chose in the forward that was just made."""
-        chosen = self.cache.choices
-        assert chosen is not None
+        """Keep what the blocks chose in the last forward, as int16."""
+        choices = self.cache.choices
+        assert choices is not None
         most = max(top_k for top_k, _ in self.routers.values())
-        alike = [F.pad(chosen[name], (0, most - top_k), value=-1) for name, (top_k, _) in self.routers.items()]
-        together = gather_alike(torch.stack(alike, 1), self.tp.group)
-        self.cache.put(ROUTING, (together.short(),))
+        padded = [F.pad(choices[name], (0, most - top_k), value=-1) for name, (top_k, _) in self.routers.items()]
+        gathered = gather_alike(torch.stack(padded, 1), self.tp.group)
+        self.cache.put(ROUTING, (gathered.short(),))
         self.cache.choices = {}
 
     def of(self, row: int, length: int) -> Tensor:
-        """Those of a row's first `length` tokens, [length, routers, top_k] on the CPU; -1 of the last, no input yet."""
+        """Returns the choices of a row's first `length` tokens, [length, routers, top_k] on the CPU.
+
+        The last token was not an input yet, and has -1.
+        """
         (store,) = self.cache.stored(ROUTING)
         return F.pad(store[row, : length - 1].cpu(), (0, 0, 0, 0, 0, 1), value=-1)
 
 
 def check_routing_record(config: ModelConfig) -> None:
-    """Refuse to record the choices of a model that makes none."""
+    """Refuse to record the choices of a model without routers."""
     if not config.routers:
         raise ValueError(
             f"routing=True records which experts tokens are sent to, but pattern {config.pattern} has none. Leave it "

@@ -1,4 +1,4 @@
-"""What blocks keep of running sequences: a row for each, the same in every block."""
+"""RowCache: one page a sequence, which grows, so that attention reads keys and values where they lie."""
 
 from __future__ import annotations
 
@@ -7,35 +7,26 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from postlude.model.context import AttendCache, DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, States, Stores
+from postlude.generate.decode_cache import Copy, DecodeCache
+from postlude.model.context import AttendCache, DecodeAttend, DecodeStep, Inputs, PrefillAttend, States, Stores
 from postlude.ops.attention import Scores, attend
 from postlude.ops.decode_attention import DecodeAttention, consecutive_positions
 from postlude.ops.packing import Packing
 
 
-class RowCache:
-    """What grows with each of `rows` sequences, with room for `capacity` tokens: [rows, capacity, kv_heads, width].
+class RowCache(DecodeCache):
+    """Page i belongs to row i and has room for `capacity` tokens: stores [rows, capacity, kv_heads, width].
 
-    Beside them, states of blocks that need one of a fixed size for each sequence, [rows, ...].
-
-    The running sequences hold rows 0 to n - 1, so that one view covers them and no key is copied to be attended to.
-    A block's stores are made when it first asks, which is when its shapes are known.
+    The running sequences hold rows 0 to n - 1, so that one view covers them.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.rows = 0
+        super().__init__(0, device)
         self.capacity = 0
-        self._stores: dict[str, Stores] = {}
-        self._states: dict[str, States] = {}
-        self._decode: DecodeAttention | None = None
-        self._decoded = 0
+        self._attention: DecodeAttention | None = None
         self._each = 1
         self._later: dict[str, list[States]] = {}  # by block, the states after each token of a row but the first
-        self._prefill: Packing | None = None
-        self._begun = slice(0, 0)  # rows of the sequences that begin
-        self._places = torch.empty(0, dtype=torch.int64, device=device)
-        self.choices: dict[str, Tensor] | None = None  # of the last forward by block, where someone records them
+        self._places = torch.empty(0, dtype=torch.int64, device=device)  # of the forward's tokens, row by row
 
     def resize(self, rows: int, capacity: int) -> None:
         """Change the room there is. What lies within the old and the new bounds is kept."""
@@ -52,50 +43,29 @@ class RowCache:
             self._states[name] = tuple(_with_rows(state, rows) for state in states)
         self.rows, self.capacity = rows, capacity
 
-    def record_routing(self, name: str, choice: Tensor) -> None:
-        """See `DecodeState.record_routing`."""
-        if self.choices is not None:
-            self.choices[name] = choice
+    def decode(self, table: Tensor, lengths: Tensor, longest: int = 0, each: int = 1) -> None:
+        """See `DecodeCache`. Needs no table: page i is row i's. Idle rows write to where nothing is kept."""
+        lengths = lengths.clamp_min(each)
+        self._prefill, self._each = None, each
+        self._attention = DecodeAttention(lengths, max(longest, each), each)
+        starts = torch.arange(len(lengths), device=self.device) * self.capacity + (lengths - each)
+        self._places = consecutive_positions(starts, each)
 
-    def expect(
-        self,
-        lengths: Tensor,
-        longest: int,
-        prefill: Packing | None = None,
-        padding: int = 0,
-        *,
-        each: int = 1,
-        first: int | None = None,
-    ) -> None:
-        """Say what the next forward holds: `each` tokens of the first n rows, then prompts for rows from `first` on.
-
-        `lengths` [n] int64 are the keys of each row, the new ones included, and `longest` their maximum. `prefill`
-        packs the prompts, for the rows after the n unless `first` says otherwise; its last `padding` tokens are not
-        kept.
-        """
-        decoded = self._decoded = len(lengths)
-        first = decoded if first is None else first
-        self._each = each
-        self._decode = DecodeAttention(lengths, longest, each) if decoded else None
-        self._prefill = prefill
-        self._begun = slice(first, first + (0 if prefill is None else prefill.count - (padding > 0)))
-        places = consecutive_positions(
-            torch.arange(decoded, device=self.device) * self.capacity + (lengths - each), each
-        )
-        if prefill is not None:
-            inside = (prefill.sequence_index() + first) * self.capacity + prefill.positions()
-            places = torch.cat((places, inside[: prefill.total - padding]))
-        self._places = places
+    def prefill(self, packing: Packing, pages: Sequence[Sequence[int]], padding: int = 0) -> None:
+        """See `DecodeCache`. Each sequence has one page, its row's."""
+        super().prefill(packing, pages, padding)
+        rows = torch.tensor([*(row for (row,) in pages), *([0] if padding else [])], device=self.device)
+        places = rows[packing.sequence_index()] * self.capacity + packing.positions()
+        self._places = places[: packing.total - padding]
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """See `DecodeState.attend`."""
 
-        def go_on(inputs: Inputs, stores: Stores, attend_stores: AttendCache) -> Tensor:
-            (query, _, _), (keys, values) = inputs, stores
-            return attend_stores(query, keys, values, scores)
+        def go_on(inputs: Inputs, stores: Stores, attend_cache: AttendCache) -> Tensor:
+            keys, values = stores
+            return attend_cache(query, keys, values, scores)
 
         def begin(inputs: Inputs, packing: Packing) -> Tensor:
-            query, key, value = inputs
             return attend(query, key, value, packing, packing, scores)
 
         return self.attend_latents(name, (query, key, value), (key, value), go_on, begin)
@@ -105,121 +75,98 @@ class RowCache:
     ) -> Tensor:
         """See `DecodeState.attend_latents`."""
         stores = self.put(name, new)
-        if self._prefill is None:
-            assert self._decode is not None  # a forward of nothing is not asked for
-            return go_on(inputs, stores, self._decode)
-        if self._decode is None:
-            return begin(inputs, self._prefill)
-        decoded = self._decoded * self._each
-        going_on = go_on(tuple(each[:decoded] for each in inputs), stores, self._decode)
-        return torch.cat((going_on, begin(tuple(each[decoded:] for each in inputs), self._prefill)))
-
-    def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
-        """See `DecodeState.recur`."""
-        decoded, outputs = self._decoded * self._each, []
-        if decoded:
-            outputs.append(self._steps(name, tuple(each[:decoded] for each in inputs), step))
         if self._prefill is not None:
-            output, new = scan(tuple(each[decoded:] for each in inputs), self._prefill)
-            outputs.append(output)
-            begun = self._begun.stop - self._begun.start
-            self.keep(name, self._begun, tuple(each[:begun] for each in new))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            return begin(inputs, self._prefill)
+        assert self._attention is not None
+        return go_on(inputs, stores, self._attention)
 
-    def _steps(self, name: str, inputs: Inputs, step: DecodeStep) -> Tensor:
-        """The tokens of every row, one after another: [n · each, ...] -> the same. The first one's states are kept."""
-        rows, outputs, after = slice(0, self._decoded), [], []
-        states = tuple(each[rows] for each in self._states[name])  # made when these sequences began
-        by_row = tuple(each.unflatten(0, (-1, self._each)) for each in inputs)
-        for place in range(self._each):
-            output, states = step(tuple(each[:, place] for each in by_row), states)
+    def _recur_rows(self, name: str, inputs: Inputs, step: DecodeStep) -> Tensor:
+        """The tokens of every row one after another, [n · each, ...] -> the same. Keeps the states after the first."""
+        by_row = tuple(part.unflatten(0, (-1, self._each)) for part in inputs)
+        rows, outputs, after = slice(0, len(by_row[0])), [], []
+        states = tuple(state[rows] for state in self._states[name])
+        for index in range(self._each):
+            output, states = step(tuple(part[:, index] for part in by_row), states)
             outputs.append(output)
             after.append(states)
         self.keep(name, rows, after[0])
+        if self._each == 1:
+            return outputs[0]
         self._later[name] = after[1:]
         return torch.stack(outputs, 1).flatten(0, 1)
 
     def settle(self, counts: Tensor) -> None:
-        """Say how many of the tokens of each row that went on are to stay, `counts` [n] int64, from 1 to `each`.
+        """Keep the first `counts` [n] int64 of the tokens that each of the first n rows decoded, from 1 to `each`.
 
-        States then go on from the last that stays. What grows needs no word: later tokens are written over the rest.
+        States go on from the last that is kept. Keys need nothing: later tokens are written over the rest.
         """
         for name, later in self._later.items():
             for number, states in enumerate(later, start=2):
-                for own, new in zip(self._states[name], states, strict=True):
-                    stays = (counts >= number).view(-1, *(1,) * (new.ndim - 1))
-                    own[: len(counts)] = torch.where(stays, new, own[: len(counts)])
+                for state, new in zip(self._states[name], states, strict=True):
+                    kept = (counts >= number).view(-1, *(1,) * (new.ndim - 1))
+                    state[: len(counts)] = torch.where(kept, new[: len(counts)], state[: len(counts)])
         self._later = {}
 
     def keep(self, name: str, rows: slice, states: States) -> None:
-        """Keep states [rows, ...] of these rows under `name`, a block's or one's own."""
-        if name not in self._states:
-            self._states[name] = tuple(each.new_zeros(self.rows, *each.shape[1:]) for each in states)
-        for own, new in zip(self._states[name], states, strict=True):
-            own[rows] = new
+        """Keep states [rows, ...] of these rows under `name`."""
+        for state, new in zip(self._states[name], states, strict=True):
+            state[rows] = new
 
     def kept(self, name: str) -> States:
-        """The states of all rows under `name`."""
+        """Returns the states of all rows under `name`."""
         return self._states[name]
 
-    def forget(self, rows: Sequence[int], names: Sequence[str]) -> None:
-        """Put the states of some blocks back to the beginning of a sequence, in these rows."""
-        for row in rows:
-            for states in (self._states[name] for name in names if name in self._states):
-                for each in states:
-                    each[row] = 0
+    def move(self, sources: Tensor, targets: Tensor, copies: Sequence[Copy]) -> None:
+        """See `DecodeCache`. Moves what grows as well."""
+        super().move(sources, targets, copies)
+        self.copy(copies)
 
-    def clear(self, rows: Sequence[int]) -> None:
-        """Forget all that is kept of these rows: what follows in them meets zeros, since masked keys must be finite."""
-        for tensors in (*self._stores.values(), *self._states.values()) if rows else ():
-            for each in tensors:
-                each[list(rows)] = 0
-
-    def states(self, row: int) -> Mapping[str, States]:
-        """A copy of the states of one row, by block."""
-        return {name: tuple(each[row].clone() for each in states) for name, states in self._states.items()}
-
-    def set_states(self, row: int, states: Mapping[str, States]) -> None:
-        """Give a row the states of another, as `states` returned them."""
-        for name, own in states.items():
-            self.keep(name, slice(row, row + 1), tuple(each[None] for each in own))
-
-    def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """For each (source row, target row, length): the target's first keys become the source's, and its states."""
-        moves = [move for move in moves if move[0] != move[1]]
-        if not moves:
-            return
-        lengths = Packing.from_lengths([length for _, _, length in moves], self.device)
-        rows = torch.tensor([move[:2] for move in moves], device=self.device)[lengths.sequence_index()]  # [T, 2]
-        source, target = (rows * self.capacity + lengths.positions()[:, None]).unbind(1)
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """See `DecodeCache`. Reads all before it writes any."""
+        packing = Packing.from_lengths([length for _, _, length in copies], self.device)
+        rows = torch.tensor([copy[:2] for copy in copies], device=self.device)[packing.sequence_index()]  # [T, 2]
+        sources, targets = (rows * self.capacity + packing.positions()[:, None]).unbind(1)
         for stores in self._stores.values():
             for store in stores:
                 flat = store.flatten(0, 1)
-                flat.index_copy_(0, target, flat.index_select(0, source))
-        source, target = torch.tensor([move[:2] for move in moves], device=self.device).unbind(1)
-        for states in self._states.values():
-            for state in states:
-                state.index_copy_(0, target, state.index_select(0, source))
+                flat.index_copy_(0, targets, flat.index_select(0, sources))
+
+    def save(self, pages: Sequence[int], length: int) -> Mapping[str, Stores]:
+        """See `DecodeCache`. Returns copies, because the page belongs to a row."""
+        (row,) = pages
+        return {name: tuple(store[row, :length].clone() for store in stores) for name, stores in self._stores.items()}
+
+    def restore(self, row: int, saved: Mapping[str, Stores]) -> None:
+        """See `DecodeCache`."""
+        for name, parts in saved.items():
+            for store, part in zip(self._stores[name], parts, strict=True):
+                store[row, : len(part)] = part
+
+    def clear(self, row: int) -> None:
+        """Set what is kept of a row to zero, because masked keys must be finite."""
+        for tensors in (*self._stores.values(), *self._states.values()):
+            for tensor in tensors:
+                tensor[row] = 0
 
     def put(self, name: str, new: Inputs) -> Stores:
-        """Keep what is `new` of the forward's tokens, each [T, ...], under `name`, a block's or one's own.
+        """Keep what is `new` of the forward's tokens, each [T, ...], under `name`.
 
-        Returns all that is kept there, each [rows, capacity, ...]: of a row, by the places of its tokens.
+        Returns all that is kept there, each [rows, capacity, ...], by the positions of a row's tokens.
         """
         if name not in self._stores:
-            self._stores[name] = tuple(each.new_zeros(self.rows, self.capacity, *each.shape[1:]) for each in new)
+            self._stores[name] = tuple(part.new_zeros(self.rows, self.capacity, *part.shape[1:]) for part in new)
         stores, kept = self._stores[name], len(self._places)
-        for store, each in zip(stores, new, strict=True):
-            store.flatten(0, 1).index_copy_(0, self._places, each[:kept])
+        for store, part in zip(stores, new, strict=True):
+            store.flatten(0, 1).index_copy_(0, self._places, part[:kept])
         return stores
 
     def stored(self, name: str) -> Stores:
-        """All that `put` kept under `name`."""
+        """Returns all that `put` kept under `name`."""
         return self._stores[name]
 
 
 def _with_rows(state: Tensor, rows: int) -> Tensor:
-    grown = state.new_zeros(rows, *state.shape[1:])
+    resized = state.new_zeros(rows, *state.shape[1:])
     kept = min(rows, len(state))
-    grown[:kept] = state[:kept]
-    return grown
+    resized[:kept] = state[:kept]
+    return resized

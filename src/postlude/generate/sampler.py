@@ -62,13 +62,13 @@ class SamplerSettings:
             most=max((count for count in counts if count < vocab_size), default=0),
         )
 
-    def first(self, count: int) -> SamplerSettings:
-        """Those of the first `count` rows."""
-        rows: dict[str, Any] = {name: each[:count] for name, each in vars(self).items() if isinstance(each, Tensor)}
-        return replace(self, **rows)
+    def at(self, rows: Tensor) -> SamplerSettings:
+        """Returns the settings of `rows` [m] int64."""
+        columns: dict[str, Any] = {name: each[rows] for name, each in vars(self).items() if isinstance(each, Tensor)}
+        return replace(self, **columns)
 
 
-def draw(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [n, vocab] -> tokens [n] int64, their log-probs and those they were sampled with, fp32 [n].
 
     `counts` [n] int64 is the number of each row's draw: with its key it decides the noise, and nothing else does.

@@ -1,7 +1,8 @@
-"""One call of generate on rows and pages, a step ahead of what the host knows.
+"""Scheduler: decides which completions run, prefills those that join, and steps the rest until every one is done.
 
-The device draws tokens and sees for itself where an answer ends; the host reads what was drawn a step or two later. It
-steps in where answers end, join or need another page. A stop string it finds late: what was drawn after it is dropped.
+The device samples tokens and detects where a completion ends. Recorded steps run ahead: the host reads the tokens up to
+`ahead` steps later. It acts only when completions end, join or need more room. It finds a stop string late, and then
+drops the tokens that were sampled after it.
 """
 
 from __future__ import annotations
@@ -11,302 +12,300 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from postlude.generate.completion_state import MARGIN, CompletionState, PromptState
-from postlude.generate.cuda_graphs import Steps, all_logits_at, bucket, microbatch_of
-from postlude.generate.paged_cache import LOG_MIN_P, PagedCache, Rows, sample_next
-from postlude.model import LanguageModel
-from postlude.model.context import States
-from postlude.model.parallel import fuse_weights
-from postlude.ops.packing import Packing, to_device
-from postlude.ops.paged_attention import PAGE_SIZE
+from postlude.generate.buffers import DecodeBuffers
+from postlude.generate.completion_state import CompletionState, PromptState
+from postlude.generate.decode_cache import Copy
+from postlude.generate.decode_rows import LENGTH, LOG_MIN_P, TOKEN, sample_next
+from postlude.generate.draft import Drafter
+from postlude.generate.forward import logits_at, prefill_microbatch
+from postlude.generate.pages import RunningCompletion
+from postlude.generate.routing_record import RoutingRecord
+from postlude.generate.sampler import SamplerSettings
+from postlude.model.context import States, Stores
+from postlude.ops.packing import to_device
 
-AHEAD = 2  # steps that are under way while the host reads an earlier one's tokens
-SMALL = 8  # a cache is small that takes one part in so many of the device's memory
-STOPS = 8  # tokens that may end an answer, for which there is room at least
-
-
-@dataclass(frozen=True)
-class Need:
-    """What answers ask of rows and pages."""
-
-    rows: int
-    pages: int
-    longest: int
-    """Pages of the longest answer, prompt included."""
-    stops: int
-
-    @staticmethod
-    def of(answers: Sequence[CompletionState], budget: int, max_sequences: int) -> Need:
-        """Of these answers, where the cache holds about `budget` tokens."""
-        lengths = [answer.most for answer in answers]
-        longest, all_of_them = _pages(max(lengths)), sum(_pages(length) + 1 for length in lengths)
-        # One answer alone always fits, beside a copy of its prompt's last page.
-        return Need(
-            rows=bucket(min(len(answers), max_sequences)),
-            pages=max(longest + 1, min(budget // PAGE_SIZE, all_of_them)),
-            longest=longest,
-            stops=max(STOPS, *(len(answer.stop_tokens) for answer in answers)),
-        )
-
-    @staticmethod
-    def of_any(budget: int, max_sequences: int) -> Need:
-        """Of answers that are not known yet, each of which fits into a cache of about `budget` tokens."""
-        pages = _pages(budget)
-        return Need(rows=bucket(max_sequences), pages=pages + 1, longest=pages, stops=STOPS)
-
-
-class DecodeBuffers:
-    """Rows, pages and recorded steps, which one call of generate leaves to the next."""
-
-    def __init__(self, model: LanguageModel, need: Need, device: torch.device) -> None:
-        self.need = need
-        for layers in (layers for block in model.blocks for layers in block.fused_projections()):
-            fuse_weights(layers)
-        self.rows = Rows(need.rows, need.longest, need.stops, device)
-        self.cache = PagedCache(need.pages, need.rows, device)
-        self.steps = Steps(model, self.rows, self.cache)
-
-    @property
-    def small(self) -> bool:
-        """Whether they take no more than a part in `SMALL` of the device's memory."""
-        device = self.cache.device
-        if device.type != "cuda":
-            return True
-        return SMALL * self.cache.size_in_bytes <= torch.cuda.get_device_properties(device).total_memory
-
-    def fit(self, need: Need) -> bool:
-        """Whether they are enough, and the weights still where the recorded steps read them."""
-        own = self.need
-        enough = min(own.rows - need.rows, own.pages - need.pages, own.longest - need.longest, own.stops - need.stops)
-        return enough >= 0 and self.steps.still_true()
-
-
-class Pages:
-    """Which pages are free, and how many hold each of the others."""
-
-    def __init__(self, count: int) -> None:
-        self.free = list(range(count - 1, -1, -1))
-        self._holders = [0] * count
-
-    def take(self, count: int) -> list[int]:
-        """So many that were free."""
-        taken = [self.free.pop() for _ in range(count)]
-        self.share(taken)
-        return taken
-
-    def share(self, pages: Sequence[int]) -> None:
-        """One more holds each of these."""
-        for page in pages:
-            self._holders[page] += 1
-
-    def give_back(self, pages: Sequence[int]) -> None:
-        """One fewer holds each of these."""
-        for page in pages:
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                self.free.append(page)
+RIGHT = -2.0  # in place of a second token: the draft was right, but its completion had ended
 
 
 @dataclass(frozen=True)
-class _PromptPrefill:
-    """A prompt's pages, and the logits [vocab] and states after its last token, for answers that are still to begin."""
+class _PrefillState:
+    """What is after the last token of a prompt, for completions that start from it later."""
 
     pages: list[int]
     logits: Tensor
     states: Mapping[str, States]
-
-
-@dataclass(eq=False)
-class _Running:
-    """An answer in its row."""
-
-    answer: CompletionState
-    row: int
-    pages: list[int]
-    reach: int
-    """How many tokens it has, prompt included, with those that are under way."""
-    most: int
-    """How many it may have."""
-    gone: bool = False
-
-    @property
-    def going_on(self) -> bool:
-        """Whether it may want another token than those under way."""
-        return self.reach < self.most
+    stores: Mapping[str, Stores]
 
 
 @dataclass(frozen=True)
-class _Flight:
-    """A step under way: who gets a token of it, and where it comes to on the host."""
+class _Sampled:
+    """The results of a step on their way to the host: [rows, 3], see `DecodeRows.results`."""
 
-    passengers: list[tuple[int, _Running]]
-    """Each by the row it had then."""
-    told: Tensor
+    completions: list[tuple[int, RunningCompletion]]
+    """Each with the row it had at that step."""
+    results: Tensor
     event: torch.cuda.Event | None
+    drafted: bool
+    """Whether these are second tokens, which there are where the draft was right."""
 
 
 @dataclass
 class _Joining:
-    """Answers that begin together, and what of them has to pass the model first."""
+    """Completions that join together, and the sequences that have to be prefilled for them."""
 
-    answers: list[_Running] = field(default_factory=list)
+    completions: list[RunningCompletion] = field(default_factory=list)
     sources: list[int | PromptState] = field(default_factory=list)
-    """What each begins from: one of `sequences`, or a prompt that has passed the model before."""
+    """What each starts from: an index of `sequences`, or a prompt that was prefilled before."""
     sequences: list[list[int]] = field(default_factory=list)
     pages: list[list[int]] = field(default_factory=list)
-    opened: list[PromptState | None] = field(default_factory=list)
-    """For each of the sequences, whose prompt it is, where more answers begin from it."""
-    copied: list[tuple[int, int]] = field(default_factory=list)
+    prompts: list[PromptState | None] = field(default_factory=list)
+    """For each sequence, the prompt that several completions share, if it is one."""
+    copies: list[Copy] = field(default_factory=list)
     tokens: int = 0
 
-    def passes(self, sequence: Sequence[int], pages: list[int], prompt: PromptState | None = None) -> None:
-        """One more sequence has to pass the model, its keys to these pages."""
+    def prefill(self, sequence: Sequence[int], pages: list[int], prompt: PromptState | None = None) -> None:
+        """Add a sequence to prefill. Its keys go to these pages."""
         self.sequences.append([*sequence])
         self.pages.append(pages)
-        self.opened.append(prompt)
+        self.prompts.append(prompt)
         self.tokens += len(sequence)
 
 
-class PagedRun:
-    """Answers stepped until every one is finished; others may be added meanwhile."""
+class Scheduler:
+    """Runs completions. More can be added while others run.
+
+    With a `group`, its ranks need each other in every forward: they step together until the last has nothing left.
+    """
 
     def __init__(
         self,
-        model: LanguageModel,
-        slots: DecodeBuffers,
-        answers: Sequence[CompletionState],
+        buffers: DecodeBuffers,
+        completions: Sequence[CompletionState],
+        *,
         max_sequences: int,
-        prefill: int,
-    ):
-        self.model, self.rows, self.cache, self.steps = model, slots.rows, slots.cache, slots.steps
-        self.max_sequences, self.prefill_budget = min(max_sequences, self.rows.size), prefill
+        max_prefill_tokens: int,
+        drafter: Drafter | None = None,
+        routing: RoutingRecord | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.model, self.rows, self.cache, self.steps = buffers.model, buffers.rows, buffers.cache, buffers.steps
+        self.pages, self.ahead, self.step_rows = buffers.new_pages(), buffers.ahead, buffers.step_rows
+        self.max_sequences, self.max_prefill_tokens = min(max_sequences, self.rows.size), max_prefill_tokens
+        self.drafter, self.routing, self.group = drafter, routing, group
         self.device = self.rows.numbers.device
         self.waiting: deque[CompletionState] = deque()
-        self.running: list[_Running] = []
-        self.flights: deque[_Flight] = deque()
-        self.pages = Pages(self.cache.pages)
-        self.openings: dict[PromptState, _PromptPrefill] = {}
+        self.running: list[RunningCompletion] = []
+        self.sampled: deque[_Sampled] = deque()
+        self.prefilled: dict[PromptState, _PrefillState] = {}
         self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # as it is to be on the device
         self.table_changed = False
-        self.late: list[int] = []  # rows that go on though their answer has ended
+        self.ended_rows: list[int] = []  # rows that the device would go on with, though their completion has ended
         self.limited = False
+        self._settings: SamplerSettings | None = None  # of the running ones by row; None once they have changed
         self.rows.numbers.zero_()
-        self.add(answers)
+        self.add(completions)
 
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self.waiting or self.running or self.flights)
+        return bool(self.waiting or self.running or self.sampled)
 
-    def room_for(self, answer: CompletionState) -> bool:
-        """Whether it would ever have room."""
-        return len(answer.stop_tokens) <= len(self.rows.stops) and _pages(answer.most) <= self.rows.table.shape[1]
+    def can_ever_hold(self, completion: CompletionState) -> bool:
+        """Whether it has room when it runs alone."""
+        return len(completion.stop_tokens) <= len(self.rows.stops) and self.pages.can_ever_hold(completion)
 
-    def add(self, answers: Sequence[CompletionState]) -> None:
-        """More answers, which join when there is room."""
-        self.waiting.extend(answers)
-        self.limited = self.limited or any(answer.prompt.sampling.limited for answer in answers)
+    def add(self, completions: Sequence[CompletionState]) -> None:
+        """Add completions, which join when there is room."""
+        self.waiting.extend(completions)
+        self.pages.add(completions, len(self.running) + len(self.waiting))
+        self.limited = self.limited or any(completion.prompt.sampling.limited for completion in completions)
 
     def finish(self) -> None:
-        """Step until there is nothing left."""
-        while self.busy:
-            self.step()
+        """Step until this rank, and those that step together with it, have nothing left."""
+        while self.step():
+            pass
 
-    def step(self) -> None:
-        """Let answers join, ask for a token of each, and read those of an earlier step."""
-        while self._may_join():
-            self._join()
-        if any(each.going_on for each in self.running):
-            self._step()
-        while self.flights and (len(self.flights) > AHEAD or not any(each.going_on for each in self.running)):
-            self._land()
+    def step(self) -> bool:
+        """Let completions join, sample a token of each, and read those of an earlier step. Returns if there was work.
+
+        Ranks that step together make the same forwards: those of a rank without work hold padding.
+        """
+        if self.group is None:
+            busy = self.busy
+            while self._may_join():
+                self._join()
+            if any(each.unfinished for each in self.running):
+                self._decode()
+        else:
+            joins, busy = self._any_rank(self._may_join(), self.busy)
+            if joins:
+                self._join()
+            if busy:
+                self._decode()
+        while self.sampled and (len(self.sampled) > self.ahead or not any(each.unfinished for each in self.running)):
+            self._read()
+        return busy
 
     def restart(self) -> None:
-        """Read what is under way, and let all pass the model anew: what is cached of them is forgotten."""
-        while self.flights:
-            self._land()
+        """Read what is on its way, and prefill all again: what is cached of them is forgotten."""
+        while self.sampled:
+            self._read()
         for each in reversed(self.running[:]):
-            self._wait_again(each)
-        while self.openings:
-            self.pages.give_back(self.openings.popitem()[1].pages)
+            self._evict(each)
+        while self.prefilled:
+            self._forget(next(reversed(self.prefilled)))
 
-    def withdraw(self, answer: CompletionState) -> None:
-        """Nobody wants this one any more."""
+    def withdraw(self, completion: CompletionState) -> None:
+        """Stop a completion that nobody wants any more."""
         for each in self.running:
-            if each.answer is answer:
-                self.late.append(each.row)
+            if each.state is completion:
+                self.ended_rows.append(each.row)
                 self._leave(each)
                 return
-        self.waiting.remove(answer)
-        answer.forgo()
-        if not answer.prompt.not_begun and answer.prompt in self.openings:
-            self.pages.give_back(self.openings.pop(answer.prompt).pages)
+        self.waiting.remove(completion)
+        completion.cancel()
+        if not completion.prompt.unstarted and completion.prompt in self.prefilled:
+            self._forget(completion.prompt)
 
-    def _step(self) -> None:
-        """Ask for a token of every running answer."""
+    # --- decode
+
+    def _decode(self) -> None:
+        """Sample a token of every running completion, or two where the second was drafted right."""
+        if not self.running:
+            self._run_padding()
+            return
         self._make_room()
-        self._stop_late()
-        size = self._draw_together()
+        self._stop_ended()
+        size = self._compact()
+        self.pages.commit(self.running)
         self._send_table()
-        self.steps(size, limited=self.limited)
-        self._depart(self.running)
+        if self.drafter is not None:
+            self._decode_drafted(size, self.drafter)
+        else:
+            longest = 0 if self.ahead else max(each.reach for each in self.running)
+            self.steps(size, limited=self.limited, settings=self._row_settings(), longest=longest)
+            if self.routing is not None:
+                self.routing.keep()
+            self._send(self.running)
         for each in self.running:
-            each.reach = min(each.reach + 1, each.most)
+            each.reach = min(each.reach + 1, each.state.max_length)
 
-    # --- what comes back
+    def _decode_drafted(self, size: int, drafter: Drafter) -> None:
+        """Two tokens of every row in one forward. The second is sampled where the first is the drafted one."""
+        by_row, settings = sorted(self.running, key=lambda each: each.row), self._row_settings()
+        assert settings is not None
+        drafts, rows, count = drafter.guess([each.state for each in by_row], settings), self.rows, len(by_row)
+        longest = max(each.reach for each in by_row) + 1
+        logits = drafter.verify(rows.numbers[TOKEN, :size], drafts, rows.numbers[LENGTH, :size], longest)
+        if self.routing is not None:
+            self.routing.keep()
+        sample_next(logits[:count, 0], rows.all[:count], rows, settings=settings)
+        right = rows.numbers[TOKEN, :count] == drafts
+        drafter.cache.settle(1 + right.long())
+        self._send(by_row)
+        rows.results[:count, 0] = torch.where(right, RIGHT, -1.0)
+        second = (right & (rows.numbers[LENGTH, :count] > 0)).nonzero()[:, 0]
+        sample_next(logits[second, 1], second, rows, settings=settings.at(second))
+        self._send(by_row, drafted=True)
 
-    def _depart(self, passengers: Sequence[_Running]) -> None:
-        told = self.rows.told
-        event = None
-        if told.is_cuda:
-            landing = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-            landing.copy_(told, non_blocking=True)
+    def _run_padding(self) -> None:
+        """Take part in the forwards of other ranks."""
+        if self.drafter is not None:
+            self.drafter.run_padding()
+        self._forward([], [])
+
+    def _row_settings(self) -> SamplerSettings | None:
+        """Returns the settings of the running completions by row; None if the device has them all."""
+        if self._settings is None and not self.ahead:
+            by_row = sorted(self.running, key=lambda each: each.row)
+            self._settings = self._settings_of(by_row)
+        return self._settings
+
+    def _settings_of(self, completions: Sequence[RunningCompletion]) -> SamplerSettings | None:
+        if self.ahead:
+            return None
+        sampling, keys = [each.state.prompt.sampling for each in completions], [each.state.key for each in completions]
+        return SamplerSettings.of(sampling, keys, self.model.config.vocab_size, self.device)
+
+    def _any_rank(self, *flags: bool) -> list[bool]:
+        """Returns for each flag whether it is set on any rank that steps together with this one."""
+        on_device = torch.tensor(flags, dtype=torch.float32, device=self.device)
+        dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in on_device.tolist()]
+
+    # --- results
+
+    def _send(self, completions: Sequence[RunningCompletion], *, drafted: bool = False) -> None:
+        """Send the results of a step to the host."""
+        results, event = self.rows.results, None
+        if results.is_cuda:
+            on_host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+            on_host.copy_(results, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         else:
-            landing = told.clone()
-        self.flights.append(_Flight([(each.row, each) for each in passengers], landing, event))
+            on_host = results.clone()
+        self.sampled.append(_Sampled([(each.row, each) for each in completions], on_host, event, drafted))
 
-    def _land(self) -> None:
-        """Give the answers the tokens of the oldest step under way."""
-        flight = self.flights.popleft()
-        if flight.event is not None:
-            flight.event.synchronize()
-        told = flight.told.tolist()
-        for row, each in flight.passengers:
-            token, logprob, sampled = told[row]
+    def _read(self) -> None:
+        """Give completions the tokens of the oldest step that is on its way."""
+        sampled = self.sampled.popleft()
+        if sampled.event is not None:
+            sampled.event.synchronize()
+        results = sampled.results.tolist()
+        for row, each in sampled.completions:
+            token, logprob, sampled_logprob = results[row]
+            if sampled.drafted:
+                each.state.drafted += 1
+                each.state.accepted += token != -1
             if each.gone or token < 0:
                 continue
-            answer = each.answer
-            if answer.add(int(token), logprob, sampled):
-                if answer.stopped_by is not None or answer.error is not None:
-                    self.late.append(each.row)
-                self._leave(each)
+            each.state.undrafted = 1 + sampled.drafted
+            if each.state.add(int(token), logprob, sampled_logprob):
+                self._done(each)
+            elif not self.ahead:
+                each.reach = each.state.length
 
-    def _leave(self, each: _Running) -> None:
+    def _done(self, each: RunningCompletion) -> None:
+        """Let go of a completion that finished or failed."""
+        if self.routing is not None and each.state.error is None:
+            each.state.routing = self.routing.of(each.row, each.state.length)
+        if each.state.stopped_by is not None or each.state.error is not None:
+            self.ended_rows.append(each.row)
+        if each.state.error is not None:
+            self.cache.clear(each.row)
+        self._leave(each)
+
+    def _leave(self, each: RunningCompletion) -> None:
         each.gone = True
         self.running.remove(each)
         self.pages.give_back(each.pages)
+        self._settings = None
 
-    def _wait_again(self, each: _Running) -> None:
-        """Its tokens are kept, and pass the model again later."""
-        self.late.append(each.row)
+    def _evict(self, each: RunningCompletion) -> None:
+        """Let a completion wait again. Its tokens are kept, and are prefilled later."""
+        self.ended_rows.append(each.row)
         self._leave(each)
-        self.waiting.appendleft(each.answer)
+        self.waiting.appendleft(each.state)
 
-    def _stop_late(self) -> None:
-        """Rows whose answer ended by what only the host sees become idle."""
-        if self.late:
-            self.rows.stop(self._integers(self.late))
-            self.late = []
+    def _forget(self, prompt: PromptState) -> None:
+        """Drop what is kept of a prompt."""
+        self.pages.give_back(self.prefilled.pop(prompt).pages)
+
+    def _stop_ended(self) -> None:
+        """Make rows idle whose completion ended by what only the host sees."""
+        if self.ended_rows:
+            self.rows.stop(self._integers(self.ended_rows))
+            self.ended_rows = []
 
     # --- rows and pages
 
-    def _draw_together(self) -> int:
-        """Bring the running answers to as few rows as a step is recorded for; how many those are."""
-        size = bucket(len(self.running))
+    def _compact(self) -> int:
+        """Move the running completions to as few rows as a step takes. Returns how many those are."""
+        size = self.step_rows(len(self.running))
         outside = [each for each in self.running if each.row >= size]
         if outside:
             taken = {each.row for each in self.running}
@@ -314,38 +313,36 @@ class PagedRun:
             moves = list(zip(outside, free, strict=False))
             sources, targets = self._integers([(each.row, row) for each, row in moves]).unbind(1)
             self.rows.move(sources, targets)
-            self.cache.move(sources, targets)
+            self.cache.move(sources, targets, [(each.row, row, each.reach - 1) for each, row in moves])
             for each, row in moves:
                 each.row = row
                 self._set_table(each)
-        return size
+            self._settings = None
+        tp = self.model.mesh.tp.size
+        return -(-size // tp) * tp
 
     def _make_room(self) -> None:
-        """A page for the next token of every answer. Where there are none left, the shortest answers wait again."""
-        while True:
-            wanting = [each for each in self.running if len(each.pages) * PAGE_SIZE < each.reach]
-            if len(wanting) <= len(self.pages.free):
-                break
+        """Take room for the next token of every completion. If there is not enough, the shortest wait again."""
+        while (extended := self.pages.extend(self.running)) is None:
             self._free_some()
-        for each in wanting:
-            each.pages += self.pages.take(1)
+        for each in extended:
             self._set_table(each)
 
     def _free_some(self) -> None:
-        """Let go of prompts that are kept for others, or else of an answer, which then passes the model again later."""
-        while self.flights:
-            self._land()
-        if self.openings:
-            _, opening = self.openings.popitem()
-            self.pages.give_back(opening.pages)
+        """Drop a prompt that is kept for others, or else evict a completion."""
+        while self.sampled:
+            self._read()
+        if self.prefilled:
+            self._forget(next(reversed(self.prefilled)))
         elif len(self.running) > 1:
-            self._wait_again(min(self.running, key=lambda each: len(each.answer.tokens)))
-            self._stop_late()
-        # else what landed gave back enough
+            self._evict(min(self.running, key=lambda each: len(each.state.tokens)))
+            self._stop_ended()
+        # else what was read gave back enough
 
-    def _set_table(self, each: _Running) -> None:
-        self.table[each.row, : len(each.pages)] = torch.tensor(each.pages, dtype=torch.int32)
-        self.table_changed = True
+    def _set_table(self, each: RunningCompletion) -> None:
+        if self.table.shape[1]:
+            self.table[each.row, : len(each.pages)] = torch.tensor(each.pages, dtype=torch.int32)
+            self.table_changed = True
 
     def _send_table(self) -> None:
         if self.table_changed:
@@ -353,121 +350,146 @@ class PagedRun:
             self.rows.table.copy_(pinned, non_blocking=True)
             self.table_changed = False
 
-    # --- answers that join
+    # --- joining
 
     def _may_join(self) -> bool:
-        """Whether there are rows for those that wait: several, since to join costs a forward."""
+        """Whether there are rows for those that wait: several, because a prefill is a forward."""
         if not self.waiting:
             return False
         free = self.max_sequences - len(self.running)
         enough = min(len(self.waiting), max(1, self.max_sequences // 8))
-        return (free >= enough or not self.running) and self._room_for(self.waiting[0])
+        return (free >= enough or not self.running) and self._has_room(self.waiting[0])
 
-    def _room_for(self, answer: CompletionState) -> bool:
-        """Whether there are pages for it and some tokens more; for one alone there always are."""
-        needed = min(answer.length + 1 + MARGIN, answer.most)
-        if not self.running and not self.flights and _pages(needed) + 1 > len(self.pages.free):
-            while self.openings:
-                self.pages.give_back(self.openings.popitem()[1].pages)
-        return _pages(needed) + 1 <= len(self.pages.free)
+    def _has_room(self, completion: CompletionState) -> bool:
+        """Whether there is room for it and some tokens more. One alone always has room."""
+        if not self.running and not self.sampled and not self.pages.has_room(completion, self.running):
+            while self.prefilled:
+                self._forget(next(reversed(self.prefilled)))
+        return self.pages.has_room(completion, self.running)
 
     def _join(self) -> None:
-        """Let answers join as long as there is room, first come first served."""
-        self._stop_late()
+        """Let completions join while there is room, first come first served."""
+        self._stop_ended()
+        if not self.ahead and self.running:
+            self._compact()
+        joining = self._admit()
+        if not joining.completions:
+            self._prefill([], [])
+            return
+        rows = self._integers([each.row for each in joining.completions])
+        logits = self._start(joining, rows)
+        self._enter_rows(joining.completions, rows)
+        settings = self._settings_of(joining.completions)
+        sample_next(logits, rows, self.rows, limited=self.limited, settings=settings)
+        self._send(joining.completions)
+        if not self.ahead:
+            self._read()
+
+    def _admit(self) -> _Joining:
+        """Give rows and pages to those that wait, while there is room."""
+        joining = _Joining()
+        if not self._may_join():  # other ranks have completions that join
+            return joining
         taken = {each.row for each in self.running}
         free = deque(row for row in range(self.rows.size) if row not in taken)
-        joining = _Joining()
-        while self.waiting and len(self.running) < self.max_sequences and self._room_for(self.waiting[0]):
-            if joining.tokens and joining.tokens + self._to_pass(self.waiting[0], joining) > self.prefill_budget:
+        while self.waiting and len(self.running) < self.max_sequences and self._has_room(self.waiting[0]):
+            if joining.tokens and joining.tokens + self._to_prefill(self.waiting[0], joining) > self.max_prefill_tokens:
                 break
             each = self._place(self.waiting.popleft(), free.popleft(), joining)
             self.running.append(each)
-            joining.answers.append(each)
-        rows = self._integers([each.row for each in joining.answers])
-        logits = self._begin(joining, rows)
-        self._enter_rows(joining.answers, rows)
-        sample_next(logits, rows, self.rows, limited=self.limited)
-        self._depart(joining.answers)
+            joining.completions.append(each)
+        self._settings = None
+        return joining
 
-    def _to_pass(self, answer: CompletionState, joining: _Joining) -> int:
-        """How many tokens of it have to pass the model."""
-        shared = not answer.tokens and (answer.prompt in self.openings or answer.prompt in joining.opened)
-        return 0 if shared else answer.length
+    def _to_prefill(self, completion: CompletionState, joining: _Joining) -> int:
+        """Returns how many tokens of it have to be prefilled."""
+        return 0 if not completion.tokens and self._is_prefilled(completion.prompt, joining) else completion.length
 
-    def _place(self, answer: CompletionState, row: int, joining: _Joining) -> _Running:
-        """Give an answer a row and its pages, and say what has to pass the model for it."""
-        prompt, length = answer.prompt, answer.length
-        if answer.tokens or (prompt.not_begun == 1 and prompt not in self.openings and prompt not in joining.opened):
-            pages = self.pages.take(_pages(length + 1))
+    def _is_prefilled(self, prompt: PromptState, joining: _Joining) -> bool:
+        return prompt in self.prefilled or prompt in joining.prompts
+
+    def _place(self, completion: CompletionState, row: int, joining: _Joining) -> RunningCompletion:
+        """Give a completion its pages, and say what has to be prefilled for it."""
+        prompt, length = completion.prompt, completion.length
+        if completion.tokens or (prompt.unstarted == 1 and not self._is_prefilled(prompt, joining)):
+            pages = self.pages.take(row, length + 1)
             joining.sources.append(len(joining.sequences))
-            joining.passes([*prompt.tokens, *answer.tokens], pages)
+            joining.prefill([*prompt.tokens, *completion.tokens], pages)
         else:
-            source = self._prompt_pages(prompt, joining)
-            shared = source[: length // PAGE_SIZE]  # whole ones, which nobody writes to any more
-            self.pages.share(shared)
-            own = self.pages.take(1)
-            if length % PAGE_SIZE:
-                joining.copied.append((source[-1], own[0]))
-            pages = [*shared, *own]
-            joining.sources.append(prompt if prompt in self.openings else joining.opened.index(prompt))
-        if not answer.tokens:
-            prompt.begin()
-        return _Running(answer, row, pages, length + 1, answer.most)
+            if not self._is_prefilled(prompt, joining):
+                joining.prefill(prompt.tokens, self.pages.take(row, length), prompt)
+            index = None if prompt in self.prefilled else joining.prompts.index(prompt)
+            source = self.prefilled[prompt].pages if index is None else joining.pages[index]
+            pages, copies = self.pages.share(source, row, length)
+            joining.copies += copies
+            joining.sources.append(prompt if index is None else index)
+        if not completion.tokens:
+            prompt.unstarted -= 1
+        return RunningCompletion(completion, row, pages, length + 1)
 
-    def _prompt_pages(self, prompt: PromptState, joining: _Joining) -> list[int]:
-        """Those that hold, or will hold, a prompt for several answers."""
-        if prompt in self.openings:
-            return self.openings[prompt].pages
-        if prompt not in joining.opened:
-            joining.passes(prompt.tokens, self.pages.take(_pages(len(prompt.tokens))), prompt)
-        return joining.pages[joining.opened.index(prompt)]
-
-    def _begin(self, joining: _Joining, rows: Tensor) -> Tensor:
-        """Pass through the model what has to, and copy what answers write to: the logits of all, [n, vocab]."""
-        passed = self._pass(joining.sequences, joining.pages)
+    def _start(self, joining: _Joining, rows: Tensor) -> Tensor:
+        """Prefill what has to be, and copy what completions write to. Returns the logits of all, [n, vocab]."""
+        self.pages.commit(self.running)
+        logits = self._prefill(joining.sequences, joining.pages)
         earlier = list(dict.fromkeys(source for source in joining.sources if isinstance(source, PromptState)))
-        older = [self.openings[prompt] for prompt in earlier]
-        for place, prompt in enumerate(joining.opened):
-            if prompt is not None and prompt.not_begun:
-                states = self.cache.last_states(place)
-                self.openings[prompt] = _PromptPrefill(joining.pages[place], passed[place].clone(), states)
+        older = [self.prefilled[prompt] for prompt in earlier]
+        for index, prompt in enumerate(joining.prompts):
+            if prompt is not None and prompt.unstarted:
+                pages, states = joining.pages[index], self.cache.last_states(index)
+                stores = self.cache.save(pages, len(prompt.tokens))
+                self.prefilled[prompt] = _PrefillState(
+                    pages if self.ahead else [], logits[index].clone(), states, stores
+                )
             elif prompt is not None:
-                self.pages.give_back(joining.pages[place])
-        if joining.copied:
-            self.cache.copy(*self._integers(joining.copied).unbind(1))
+                self.pages.give_back(joining.pages[index])
+        if joining.copies:
+            self.cache.copy(joining.copies)
+        for each, source in zip(joining.completions, joining.sources, strict=True):
+            if isinstance(source, PromptState):
+                self.cache.restore(each.row, self.prefilled[source].stores)
         for prompt in earlier:
-            if not prompt.not_begun:
-                self.pages.give_back(self.openings.pop(prompt).pages)
+            if not prompt.unstarted:
+                self._forget(prompt)
         sources = self._integers(
-            [len(passed) + earlier.index(each) if isinstance(each, PromptState) else each for each in joining.sources]
+            [
+                len(logits) + earlier.index(source) if isinstance(source, PromptState) else source
+                for source in joining.sources
+            ]
         )
-        self.cache.enter(rows, sources, [opening.states for opening in older])
-        kept = [torch.stack([opening.logits for opening in older])] if older else []
-        return torch.cat((*([passed] if len(passed) else []), *kept)).index_select(0, sources)
+        self.cache.enter(rows, sources, [prefill.states for prefill in older])
+        kept = [torch.stack([prefill.logits for prefill in older])] if older else []
+        return torch.cat((*([logits] if len(logits) else []), *kept)).index_select(0, sources)
 
-    def _pass(self, sequences: list[list[int]], pages: list[list[int]]) -> Tensor:
-        """Whole sequences through the model, their keys to these pages: the logits after each, [n, vocab]."""
-        if not sequences:
+    def _prefill(self, sequences: list[list[int]], pages: list[list[int]]) -> Tensor:
+        """Prefill sequences to these pages. Returns the logits after each, [n, vocab]."""
+        if not sequences and self.group is None:
             return torch.empty(0, device=self.device)
-        packing = Packing.from_lengths([len(sequence) for sequence in sequences], self.device)
-        tokens = self._integers([token for sequence in sequences for token in sequence])
-        microbatch = microbatch_of(tokens, packing, packing.positions())
-        self.cache.begin(packing, pages)
-        lasts = packing.cu_seqlens[1:].long() - 1
-        passed: Tensor = self.model(
-            microbatch, output_processor=all_logits_at, output_processor_context=lasts, decode_state=self.cache
-        )
-        return passed
+        logits, hidden = self._forward(sequences, pages)
+        if self.drafter is not None:
+            self.drafter.follow_prefill(hidden, sequences, pages)
+        return logits
 
-    def _enter_rows(self, joined: Sequence[_Running], rows: Tensor) -> None:
-        """Write to the device where these answers stand."""
+    def _forward(self, sequences: list[list[int]], pages: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Run the model on whole sequences. Returns the logits after each [n, vocab], and all hidden states [T, H]."""
+        microbatch = prefill_microbatch(sequences, self.model.mesh.tp.size, self.device)
+        self.cache.prefill(microbatch.packing, pages, microbatch.padding)
+        last = microbatch.packing.cu_seqlens[1 : len(sequences) + 1].long() - 1
+        logits, hidden = self.model(
+            microbatch, output_processor=logits_at, output_processor_context=last, decode_state=self.cache
+        )
+        if self.routing is not None:
+            self.routing.keep()
+        return logits, hidden
+
+    def _enter_rows(self, joined: Sequence[RunningCompletion], rows: Tensor) -> None:
+        """Write to the device where these completions stand."""
         numbers, settings, stops, vocab = [], [], [], self.model.config.vocab_size
         for each in joined:
-            answer, sampling = each.answer, each.answer.prompt.sampling
+            state, sampling = each.state, each.state.prompt.sampling
             top_k = min(sampling.top_k or vocab, vocab)
-            numbers.append([0, answer.length, len(answer.tokens), sampling.max_new_tokens, answer.key, top_k])
+            numbers.append([0, state.length, len(state.tokens), sampling.max_new_tokens, state.key, top_k])
             settings.append([sampling.temperature, sampling.top_p, sampling.min_p])
-            ends = list(answer.stop_tokens)
+            ends = list(state.stop_tokens)
             stops.append(ends + [-1] * (len(self.rows.stops) - len(ends)))
             self._set_table(each)
         self.rows.numbers.index_copy_(1, rows, self._integers(numbers).T)
@@ -478,7 +500,3 @@ class PagedRun:
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.device)
-
-
-def _pages(tokens: int) -> int:
-    return -(-tokens // PAGE_SIZE)

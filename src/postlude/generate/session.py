@@ -1,149 +1,114 @@
-"""Session: the generator as something that goes on. Requests join while others run, and weights are renewed between."""
+"""Session: a generator that keeps running. Requests join while others run, and weights are renewed between steps."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from postlude.generate.completion_state import CompletionState
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import FinishedCompletion, Request
-
-
-class Run(Protocol):
-    """Answers under way, by whichever way the generator takes its steps."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is anything left to do."""
-        ...
-
-    @property
-    def waiting(self) -> Sequence[CompletionState]:
-        """Those that have not joined."""
-        ...
-
-    def room_for(self, answer: CompletionState) -> bool:
-        """Whether it would ever have room."""
-        ...
-
-    def add(self, answers: Sequence[CompletionState]) -> None:
-        """More answers, which join when there is room."""
-        ...
-
-    def step(self) -> None:
-        """A token for every running answer."""
-        ...
-
-    def restart(self) -> None:
-        """Let all pass the model anew: what is cached of them is forgotten."""
-        ...
-
-    def withdraw(self, answer: CompletionState) -> None:
-        """Nobody wants this one any more."""
-        ...
+from postlude.generate.scheduler import Scheduler
 
 
 class Session:
-    """Answers of a generator, step by step. An answer is the one that `Generator.generate` gives for its seed and
-    number, whatever runs beside it: token for token, its log-probs to rounding.
+    """Completions of a generator, step by step.
 
-    One thread owns a session, and one rank its model.
+    A completion is the one that `Generator.generate` returns for its seed and number, whatever runs beside it: token
+    for token, its log-probs to rounding. One thread owns a session, and one rank its model.
     """
 
     def __init__(self, generator: Generator, version: str | None = None) -> None:
         self.generator = generator
         self.version = version
-        """What the model's weights are called; None where nobody named them."""
-        self._run: Run | None = None
-        self._late: deque[list[CompletionState]] = deque()  # those that the run has no room for: the next one will
-        self._under_way: dict[tuple[int, int], CompletionState] = {}  # by ticket and number
+        """The name of the model's weights; None if they have none."""
+        self._scheduler: Scheduler | None = None
+        self._postponed: deque[list[CompletionState]] = deque()  # those that only the next scheduler has room for
+        self._active: dict[tuple[int, int], CompletionState] = {}  # by ticket and number
         self._tickets = itertools.count()
 
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self._under_way)
+        return bool(self._active)
 
     def add(self, request: Request) -> int:
-        """Ask for answers. Returns the ticket by which they will be known, or raises a sentence."""
-        group = self.generator.answers("the prompt", request.prompt, request.sampling, request.n, first=request.first)
+        """Ask for completions. Returns the ticket that names them, or raises a ValueError."""
+        group = self.generator.new_completions(
+            "the prompt", request.prompt, request.sampling, request.n, first=request.first
+        )
         ticket = next(self._tickets)
-        self._under_way |= {(ticket, number): answer for number, answer in enumerate(group)}
-        if self._run is None or self._late or not self._run.room_for(group[0]):
-            self._late.append(group)
-            return ticket
-        self._share_prompt(group, self._run.waiting)
-        self._run.add(group)
+        self._active |= {(ticket, number): completion for number, completion in enumerate(group)}
+        if self._scheduler is None or self._postponed or not self._scheduler.can_ever_hold(group[0]):
+            self._postponed.append(group)
+        else:
+            self._schedule(self._scheduler, group)
         return ticket
 
     def step(self) -> list[FinishedCompletion]:
-        """A token for every running answer; those that it finished, and those that failed."""
+        """Sample a token for every running completion. Returns those that finished or failed."""
         with self.generator.stepping():
-            if self._run is None and self._late:
-                self._begin()
-            if self._run is not None:
-                self._run.step()
-                if not self._run.busy:
-                    self._run = None
-        return [self._finished(*key) for key, answer in list(self._under_way.items()) if answer.done]
+            if self._scheduler is None and self._postponed:
+                self._scheduler = self.generator.start(self._postponed.popleft())
+                while self._postponed and self._scheduler.can_ever_hold(self._postponed[0][0]):
+                    self._schedule(self._scheduler, self._postponed.popleft())
+            if self._scheduler is not None:
+                self._scheduler.step()
+                if not self._scheduler.busy:
+                    self._scheduler = None
+        return [self._finished(*key) for key, completion in list(self._active.items()) if completion.done]
 
     def progress(self, ticket: int) -> dict[int, CompletionState]:
-        """The answers of a request that are under way, by number: their tokens so far."""
-        return {number: answer for (owner, number), answer in self._under_way.items() if owner == ticket}
+        """Returns the unfinished completions of a request by number, with their tokens so far."""
+        return {number: completion for (owner, number), completion in self._active.items() if owner == ticket}
 
     def withdraw(self, ticket: int) -> None:
-        """Nobody wants these answers any more."""
-        group = [self._under_way.pop(key) for key in list(self._under_way) if key[0] == ticket]
-        late = next((each for each in self._late if group and group[0] in each), None)
-        if late is not None:
-            self._late.remove(late)
-        elif self._run is not None:
-            for answer in group:
-                self._run.withdraw(answer)
+        """Stop the completions of a request that nobody wants any more."""
+        group = [self._active.pop(key) for key in list(self._active) if key[0] == ticket]
+        postponed = next((other for other in self._postponed if group and group[0] in other), None)
+        if postponed is not None:
+            self._postponed.remove(postponed)
+        elif self._scheduler is not None:
+            for completion in group:
+                self._scheduler.withdraw(completion)
 
     def renew(self, load: Callable[[], None], version: str) -> None:
-        """Let `load` give the model new weights, which are called `version`; if it raises, nothing has changed.
+        """Let `load` give the model new weights, which are called `version`. If it raises, nothing has changed.
 
-        Answers under way are kept, and go on with the new weights: all that comes before passes the model anew.
+        Unfinished completions go on with the new weights: all their tokens are prefilled again.
         """
         load()
-        if self._run is not None:
+        if self._scheduler is not None:
             with self.generator.stepping():
-                self._run.restart()
-        for answer in self._under_way.values():
-            self._name_weights(answer)
+                self._scheduler.restart()
+        for completion in self._active.values():
+            self._name_version(completion)
         self.version = version
 
-    def _begin(self) -> None:
-        first = self._late.popleft()
-        self._run = run = self.generator.begin(first)
-        while self._late and run.room_for(self._late[0][0]):
-            group = self._late.popleft()
-            self._share_prompt(group, run.waiting)
-            run.add(group)
-
-    def _share_prompt(self, group: list[CompletionState], waiting: Sequence[CompletionState]) -> None:
-        """A prompt that others wait to answer as well passes the model once for all of them."""
-        own = group[0].prompt
-        for other in reversed(waiting):
-            found = other.prompt
-            if found.tokens == own.tokens and replace(found.sampling, seed=own.sampling.seed) == own.sampling:
-                found.not_begun += len(group)
-                for answer in group:
-                    answer.prompt = found
-                return
+    def _schedule(self, scheduler: Scheduler, group: list[CompletionState]) -> None:
+        """Add completions. A prompt that others wait to start from as well is prefilled once for all of them."""
+        shared = next((other for other in reversed(scheduler.waiting) if _same(other, group[0])), None)
+        if shared is not None:
+            shared.prompt.unstarted += len(group)
+            for completion in group:
+                completion.prompt = shared.prompt
+        scheduler.add(group)
 
     def _finished(self, ticket: int, number: int) -> FinishedCompletion:
-        answer = self._under_way.pop((ticket, number))
-        if answer.error is not None:
-            return FinishedCompletion(ticket, number, None, answer.error)
-        self._name_weights(answer)
-        return FinishedCompletion(ticket, number, self.generator.completion(answer))
+        completion = self._active.pop((ticket, number))
+        if completion.error is not None:
+            return FinishedCompletion(ticket, number, None, completion.error)
+        self._name_version(completion)
+        return FinishedCompletion(ticket, number, self.generator.finished(completion))
 
-    def _name_weights(self, answer: CompletionState) -> None:
+    def _name_version(self, completion: CompletionState) -> None:
         if self.version is not None:
-            answer.sampled_with(self.version)
+            completion.name_version(self.version)
+
+
+def _same(one: CompletionState, other: CompletionState) -> bool:
+    """Whether two completions have the same prompt and sampling, apart from the seed."""
+    sampling = other.prompt.sampling
+    return one.prompt.tokens == other.prompt.tokens and replace(one.prompt.sampling, seed=sampling.seed) == sampling

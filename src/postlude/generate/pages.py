@@ -1,0 +1,204 @@
+"""Which completion has which pages of a cache, on the host: `PagePool` for fixed pages, `RowPages` for one a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from postlude.generate.completion_state import CompletionState
+from postlude.generate.decode_cache import Copy
+from postlude.generate.row_cache import RowCache
+from postlude.ops.paged_attention import PAGE_SIZE
+
+MARGIN = 32  # tokens; there is room for at least so many more when a completion joins or a row grows
+
+
+@dataclass(eq=False)
+class RunningCompletion:
+    """A completion in its row."""
+
+    state: CompletionState
+    row: int
+    pages: list[int]
+    reach: int
+    """Its tokens, prompt included, with those that are being sampled."""
+    gone: bool = False
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it may want another token than those that are being sampled."""
+        return self.reach < self.state.max_length
+
+
+class Pages(Protocol):
+    """How the scheduler takes and returns pages."""
+
+    def can_ever_hold(self, completion: CompletionState) -> bool:
+        """Whether it has room when it runs alone."""
+        ...
+
+    def add(self, completions: Sequence[CompletionState], total: int) -> None:
+        """More completions will want room, so that `total` run or wait."""
+        ...
+
+    def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
+        """Whether it can join the running ones now, with `MARGIN` tokens to spare."""
+        ...
+
+    def take(self, row: int, tokens: int) -> list[int]:
+        """Returns pages for so many tokens of a sequence in this row."""
+        ...
+
+    def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
+        """Returns the pages of one more sequence with the same first `tokens`, and what has to be copied to them."""
+        ...
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """One fewer holds each of these."""
+        ...
+
+    def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
+        """Take room for the next token of each. Returns those with new pages, or None if there is not enough."""
+        ...
+
+    def commit(self, running: Sequence[RunningCompletion]) -> None:
+        """Make the room that was taken. The running ones are in the first rows."""
+        ...
+
+
+class PagePool:
+    """Pages of `PAGE_SIZE` tokens: which are free, and how many hold each of the others."""
+
+    def __init__(self, count: int, longest: int) -> None:
+        self.longest = longest
+        self.free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+
+    def can_ever_hold(self, completion: CompletionState) -> bool:
+        """See `Pages`."""
+        return pages_for(completion.max_length) <= self.longest
+
+    def add(self, completions: Sequence[CompletionState], total: int) -> None:
+        """See `Pages`. The pool has a fixed size."""
+
+    def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
+        """See `Pages`. Counts a copy of the last page of its prompt."""
+        return pages_for(min(completion.length + 1 + MARGIN, completion.max_length)) + 1 <= len(self.free)
+
+    def take(self, row: int, tokens: int) -> list[int]:
+        """See `Pages`."""
+        return self._take(pages_for(tokens))
+
+    def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
+        """See `Pages`. Full pages are shared, because nobody writes to them any more; the last is copied."""
+        shared = pages[: tokens // PAGE_SIZE]
+        self._hold(shared)
+        (last,) = self._take(1)
+        return [*shared, last], [(pages[-1], last, tokens % PAGE_SIZE)] if tokens % PAGE_SIZE else []
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """See `Pages`."""
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self.free.append(page)
+
+    def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
+        """See `Pages`."""
+        wanting = [each for each in running if len(each.pages) * PAGE_SIZE < each.reach]
+        if len(wanting) > len(self.free):
+            return None
+        for each in wanting:
+            each.pages += self._take(1)
+        return wanting
+
+    def commit(self, running: Sequence[RunningCompletion]) -> None:
+        """See `Pages`. The pool has a fixed size."""
+
+    def _take(self, count: int) -> list[int]:
+        taken = [self.free.pop() for _ in range(count)]
+        self._hold(taken)
+        return taken
+
+    def _hold(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._holders[page] += 1
+
+
+class RowPages:
+    """The pages of a `RowCache`: one a row, all of `capacity` tokens, which grows with the longest sequence.
+
+    The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and `drafted` more. There
+    are a multiple of `multiple` rows.
+    """
+
+    def __init__(
+        self, cache: RowCache, budget: int, max_sequences: int, *, drafted: int = 0, multiple: int = 1
+    ) -> None:
+        self.cache = cache
+        self.budget = budget
+        self.drafted = drafted
+        self.multiple = multiple
+        self.capacity = 0
+        self.longest = 0  # that any completion may become
+        self._max_sequences = max_sequences
+        self._rows = 0  # wanted, up to max_sequences
+        self._needed = 0  # tokens of the longest running sequence
+
+    def can_ever_hold(self, completion: CompletionState) -> bool:
+        """See `Pages`."""
+        return completion.max_length <= self.budget
+
+    def add(self, completions: Sequence[CompletionState], total: int) -> None:
+        """See `Pages`."""
+        self.longest = max(self.longest, *(completion.max_length for completion in completions), 0)
+        if total > self._rows:  # rows at least double, because more rows mean to copy the cache
+            self._rows = min(self._max_sequences, max(total, 2 * self._rows))
+
+    def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
+        """See `Pages`."""
+        needed = max(self._needed if running else 0, completion.length + 1)
+        return self._capacity_for(len(running) + 1, needed) is not None
+
+    def take(self, row: int, tokens: int) -> list[int]:
+        """See `Pages`."""
+        self._needed = max(self._needed, tokens)
+        return [row]
+
+    def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
+        """See `Pages`."""
+        return self.take(row, tokens + 1), [(page, row, tokens) for page in pages if page != row]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """See `Pages`. A page goes with its row."""
+
+    def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
+        """See `Pages`."""
+        self._needed = max((each.reach for each in running), default=0)
+        return None if self._capacity_for(len(running), self._needed) is None else []
+
+    def commit(self, running: Sequence[RunningCompletion]) -> None:
+        """See `Pages`."""
+        capacity = self._capacity_for(len(running), self._needed)
+        assert capacity is not None
+        self.capacity = capacity
+        rows = min(self._rows, self.budget // capacity)
+        self.cache.resize(-(-rows // self.multiple) * self.multiple, capacity)
+
+    def _capacity_for(self, rows: int, needed: int) -> int | None:
+        """Returns the tokens of a row if so many rows of at least `needed` and the drafted tokens fit, else None."""
+        if rows > self._rows:
+            return None
+        rows, needed = max(rows, 1), min(needed + self.drafted, self.longest)
+        if needed <= self.capacity and rows * self.capacity <= self.budget:
+            return self.capacity
+        fits = self.budget // rows
+        if fits < min(needed + MARGIN, self.longest):
+            return None
+        return min(max(needed + MARGIN, needed * 5 // 4), fits, self.longest)
+
+
+def pages_for(tokens: int) -> int:
+    """Returns how many pages of `PAGE_SIZE` hold so many tokens."""
+    return -(-tokens // PAGE_SIZE)
