@@ -1,4 +1,7 @@
-"""activation(gate) · up and its gradients as one Triton kernel each, which reads and writes everything once."""
+"""activation(gate) · up and its gradients, one kernel each, which reads and writes every number once.
+
+Not measured alone: part of the updates in benchmarks/results/train_step_h200.json.
+"""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
 
@@ -13,11 +16,11 @@ from torch import Tensor
 from postlude.ops.kernels.launch import Launcher, contiguous_like
 from postlude.ops.kernels.norm import as_rows
 
-TILE, WIDEST, WARPS = 2048, 1024, 4  # numbers of a program, and at most so many of them of one row
+TILE, WIDEST, WARPS = 2048, 1024, 4  # numbers a program takes, and the most of one row
 
 
 def forward(gate: Tensor | None, up: Tensor, activation: str) -> Tensor:
-    """See `gated`."""
+    """See `gated_activation`."""
     right = as_rows(up)
     left = right if gate is None else as_rows(gate)
     output = contiguous_like(right)
@@ -31,9 +34,9 @@ def forward(gate: Tensor | None, up: Tensor, activation: str) -> Tensor:
 def backward(
     gate: Tensor | None, up: Tensor, activation: str, gradient: Tensor, features: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """The gradients of gate, if there is one, and of up. Into `features`, dense as `up`, goes what `forward` gave.
+    """Returns the gradients of gate (None without one) and up, as columns of one tensor.
 
-    They may be the memory of `gradient`. Both gradients are columns of one tensor, as layers laid together want them.
+    Writes the output of `forward` to `features`, dense like `up`. It may share memory with `gradient`.
     """
     right, arrived = as_rows(up), as_rows(gradient)
     left = right if gate is None else as_rows(gate)
@@ -54,16 +57,16 @@ def backward(
 
 @functools.cache
 def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns: columns that divide the width where they can."""
+    """Returns rows and columns of a tile: columns divide the width where they can."""
     columns = triton.next_power_of_2(width) if width < 128 else min(WIDEST, width & -width)
-    if width >= 128 > columns:  # divided by small powers of two alone
+    if width >= 128 > columns:  # small powers of two divide it only
         columns = min(WIDEST, triton.next_power_of_2(width))
     return max(1, TILE // columns), columns
 
 
 @triton.jit
 def activated(value, ACTIVATION: tl.constexpr):
-    """The activation and its derivative."""
+    """Returns the activation and its derivative."""
     if ACTIVATION == "silu":
         sigmoid = tl.sigmoid(value)
         result = value * sigmoid

@@ -1,4 +1,7 @@
-"""The AdamW step of `adamw.py` as one Triton kernel: every number is read and written once."""
+"""The AdamW step as one kernel, which reads and writes every number once.
+
+Not measured alone: part of every update in benchmarks/results/train_step_h200.json, 8b-whole with 8-bit moments.
+"""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
 # ruff: noqa: PLR0915 (a kernel is one function)
@@ -23,7 +26,7 @@ from postlude.ops.adamw_storage import (
 )
 from postlude.ops.kernels.launch import Kernel
 
-BLOCKS = 16  # that one program looks at
+BLOCKS = 16  # blocks of numbers a program takes
 
 
 def launch(
@@ -38,7 +41,7 @@ def launch(
     key: int,
     place: TensorSlice,
 ) -> None:
-    """As `adamw_step`."""
+    """See `adamw_step`."""
     columns = weight.shape[-1]
     count = weight.numel() // max(columns, 1) * scales_shape((columns,))[0]
     if not count:
@@ -91,7 +94,7 @@ def _step(
     EIGHT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     OCTAVE: tl.constexpr, FIRST_TOP: tl.constexpr, SECOND_TOP: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS` blocks of the rows, counted one row after another: [BLOCKS, BLOCK] numbers."""
+    """Moves [BLOCKS, BLOCK] numbers: `BLOCKS` blocks of the rows, counted one row after another."""
     if tl.load(scale + 1) == 0.0:
         return
     in_row = tl.cdiv(columns, BLOCK)

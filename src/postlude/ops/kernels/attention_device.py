@@ -1,6 +1,6 @@
-"""The Triton kernels of `attention_triton`: forward, the queries' gradient, the keys' and values' gradient.
+"""Device code of `kernels/attention.py`: forward, the queries' gradient, the keys' and values' gradient.
 
-`table` has a row for each tile; programs of all heads of one tile follow one another. Scores are in base 2 inside.
+`table` has a row for each tile. The programs of all heads of one tile follow one another. Scores are in base 2.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-UNSEEN = tl.constexpr(-1.0e30)  # finite: a tile may hide all its keys from a query, which meets its own in the last
+UNSEEN = tl.constexpr(-1.0e30)  # finite: a tile may hide all its keys from a query, which sees its own in the last
 
 
 @triton.jit
 def _load(base, row, row_stride, real, feature, WIDTH: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, WIDE] of rows `row`, zero past the features and, where MASKED, where the row is not real."""
+    """Loads [rows, WIDE]: zero past the features and, where MASKED, in rows that are not real."""
     at = base + row[:, None] * row_stride + feature[None, :]
     if WIDTH != WIDE:
         loaded = tl.load(at, mask=real[:, None] & (feature < WIDTH)[None, :], other=0.0)
@@ -32,7 +32,7 @@ def _load_keys(
     base, row, head, first, place, stride, length, feature,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[KEYS, WIDE]: places `first` on of a sequence that starts at `row`."""
+    """Loads [KEYS, WIDE]: the keys from position `first` on of a sequence that starts at `row`."""
     if TMA:
         loaded = base.load([row + first, head, 0]).reshape(place.shape[0], WIDE)
     else:
@@ -45,7 +45,7 @@ def _load_keys(
 
 @triton.jit
 def _rate(product, scale, softcap, SOFTCAP: tl.constexpr):
-    """The scores, and what they are to be multiplied with to be in base 2: the compiler joins it to what follows."""
+    """Returns scores and the factor that brings them to base 2. The compiler fuses the factor with what follows."""
     if SOFTCAP:
         rated, factor = softcap * (2.0 * tl.sigmoid(product * (2.0 * scale / softcap)) - 1.0), LOG2E
     else:
@@ -55,7 +55,7 @@ def _rate(product, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _bend(rated, softcap, SOFTCAP: tl.constexpr):
-    """The derivative of the score by what it would be without a softcap."""
+    """Returns the derivative of the score with respect to the score without a softcap."""
     if SOFTCAP:
         share = rated * (1.0 / softcap)
         bent = 1.0 - share * share
@@ -66,7 +66,7 @@ def _bend(rated, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _seen(at, place, window, WINDOW: tl.constexpr):
-    """Whether a query at `at` sees the key at `place`; both broadcast."""
+    """Returns whether a query at position `at` sees the key at `place`; both broadcast."""
     seen = place <= at
     if WINDOW:
         seen &= place > at - window
@@ -80,7 +80,7 @@ def _forward_tiles(
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `start` on up to `stop`, all of which every query sees, unless MASKED."""
+    """Attends to keys from `start` to `stop`. Every query sees all of them unless MASKED."""
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     for first in range(start, stop, KEYS):
         place = first + tl.arange(0, KEYS)
@@ -108,8 +108,8 @@ def _forward_tiles(
 
 @triton.jit
 def _key_borders(position, shown, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """Of the keys that `shown` queries from place `position` on see: the first, in whole tiles; from where on all of
-    the queries see them; up to where; and their end."""
+    """Returns bounds of the keys that `shown` queries from `position` on see: the first, in whole tiles; the first and
+    the end of those that all these queries see; the end of all."""
     start, full, full_stop, stop = 0, 0, (position + 1) // KEYS * KEYS, position + shown
     if WINDOW:
         start = tl.maximum(position - window + 1, 0) // KEYS * KEYS
@@ -122,9 +122,9 @@ def _key_borders(position, shown, window, KEYS: tl.constexpr, WINDOW: tl.constex
 def _query_borders(
     position, before, count, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
-    """Of a sequence's `count` queries, the first of which has `before` keys before its own: the first that sees one of
-    the keys from `position` on; from where on each sees all of them, tiles counted from the first; up to where; and
-    the end of those that see any."""
+    """Returns bounds of the queries that see keys from `position` on: the first that sees one; the first and the end,
+    in whole tiles from there, of those that see all of them; the end of those that see any. The sequence has `count`
+    queries, and `before` keys before the first query's own."""
     start = tl.maximum(position - before, 0)
     full = tl.maximum(position + KEYS - 1 - before, start)
     full = tl.minimum(start + (full - start + QUERIES - 1) // QUERIES * QUERIES, count)
@@ -146,7 +146,7 @@ def forward_kernel(
     PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: its output and lse."""
+    """Computes the output and lse of one tile of queries."""
     parts = heads // PACK
     entry, part = table + tl.program_id(0) // parts * 4, tl.program_id(0) % parts
     first, left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
@@ -219,7 +219,7 @@ def query_gradient_kernel(
     PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: its gradient, and `delta`, Σ output · its gradient, which the other kernel reads."""
+    """Computes the gradient of one tile of queries, and `delta`, Σ output · gradient, for the other kernel."""
     parts = heads // PACK
     entry, part = table + tl.program_id(0) // parts * 4, tl.program_id(0) % parts
     first, left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
@@ -261,7 +261,7 @@ def _key_gradient_tiles(
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, PACK: tl.constexpr,
     QUERIES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Queries `start` to `stop` of a sequence's `count`."""
+    """Adds what queries `start` to `stop` of a sequence's `count` give."""
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     lane = tl.arange(0, QUERIES * PACK)
     own_head = head + lane % PACK
@@ -304,7 +304,7 @@ def key_gradient_kernel(
     PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: its gradient and that of its values, over all heads that share them."""
+    """Computes the gradients of one tile of keys and values, over all heads that share them."""
     kv_heads = heads // GROUP
     entry, key_of = table + tl.program_id(0) // kv_heads * 6, tl.program_id(0) % kv_heads
     first, left, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)

@@ -1,4 +1,6 @@
-"""Tokens to rows sorted by expert and back, as one Triton kernel each: what memory can deliver is the limit.
+"""Tokens to rows sorted by expert and back, one kernel each, limited by memory bandwidth.
+
+Not measured alone: part of the 30b-a3b update in benchmarks/results/train_step_h200.json.
 
 Both go token by token, so that a token is read or written once however many experts it has.
 """
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from postlude.ops.kernels.launch import Kernel
 
-SUMMED = 4096  # numbers that a program adds
+SUMMED = 4096  # numbers a program adds
 
 
 def spread(tokens: Tensor, inverse: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
@@ -34,14 +36,14 @@ def collect(rows: Tensor, inverse: Tensor, copies: int, weights: Tensor | None =
 def spread_and_rate(
     tokens: Tensor, inverse: Tensor, copies: int, weights: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`spread` with weights, and of the same read the products [T, copies] of a token with each of its `rows`."""
+    """Returns `spread` with weights, and the products [T, copies] of each token with its `rows`, from one read."""
     spreaded, rated = rows.new_empty(rows.shape), torch.empty_like(weights, memory_format=torch.contiguous_format)
     _run(_spread_kernel, tokens.contiguous(), spreaded, inverse, copies, weights, rows.contiguous(), rated)
     return spreaded, rated
 
 
 def add_to(total: Tensor, gradient: Tensor) -> None:
-    """total += gradient, both dense, of any dtypes."""
+    """Adds `gradient` to `total`, both dense, of any dtypes."""
     size = total.numel()
     _add_kernel[(triton.cdiv(size, SUMMED),)](total, gradient, size, BLOCK=SUMMED, num_warps=4)
 

@@ -1,11 +1,11 @@
-"""The gated delta rule's kernels: what `gated_delta._Scan` does, on packed tokens as they lie. See there for the names.
+"""Device code of the gated delta rule: what `ops/gated_delta._Scan` does, on packed tokens. See there for the names.
 
-Products take operands in the inputs' dtype (bf16) and add up in fp32; states live in fp32 and are rounded where a chunk
-reads them; log decays are summed in float64, so that neighbours' tell apart where both are large. Keys and queries
-enter products as they are: their lengths go onto the result, and cost no rounding.
+Products take operands in the inputs' dtype (bf16) and sum in fp32. States are fp32 and rounded where a chunk reads
+them. Log decays are summed in float64, so that differences of large sums stay exact. Keys and queries enter products as
+they are; their lengths scale the result, which costs no rounding.
 
-In capitals: the heads, the widths KEY and VALUE of keys and values, the tokens of a CHUNK, and the columns in a tile of
-keys (KEYS, all of them) and of values (VALUES, a slice).
+Constants: the numbers of heads, the widths KEY and VALUE of keys and values, the tokens of a CHUNK, and the columns of
+a tile of keys (KEYS, all of them) and of values (VALUES, a slice).
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -23,14 +23,14 @@ _NORM_EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def _tile(base, rows, columns, stride, count, width):
-    """[rows, columns] of a matrix of count × width; zero outside."""
+    """Loads [rows, columns] of a matrix of count × width; zero outside."""
     inside = (rows[:, None] < count) & (columns[None, :] < width)
     return tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def _turned(base, rows, columns, stride, count, width):
-    """[columns, rows] of the same."""
+    """Loads the same transposed, [columns, rows]."""
     inside = (rows[None, :] < count) & (columns[:, None] < width)
     return tl.load(base + rows[None, :] * stride + columns[:, None], mask=inside, other=0.0)
 
@@ -44,7 +44,7 @@ def _put(base, rows, columns, stride, count, width, values):
 
 @triton.jit
 def _over(vectors, NORMALISE: tl.constexpr):
-    """One over the length of each row [C, d], or 1."""
+    """Returns 1 / length of each row [C, d], or 1."""
     wide = vectors.to(tl.float32)
     squares = tl.sum(wide * wide, 1)
     return tl.rsqrt(squares + _NORM_EPS) if NORMALISE else tl.full(squares.shape, 1.0, tl.float32)
@@ -52,7 +52,7 @@ def _over(vectors, NORMALISE: tl.constexpr):
 
 @triton.jit
 def _through_unit(gradient, vectors, over):
-    """The gradient of vectors [C, d], from that of vectors of length one."""
+    """Returns the gradient of vectors [C, d] from that of the vectors of length one."""
     unit = vectors.to(tl.float32) * over[:, None]
     along = tl.sum(unit * gradient, 1)
     return over[:, None] * (gradient - unit * along[:, None])
@@ -60,13 +60,13 @@ def _through_unit(gradient, vectors, over):
 
 @triton.jit
 def _product(left, right):
-    """fp32. Operands of fp32 are taken as they are: that is for tests, which then see more than rounding."""
+    """Returns the product in fp32. fp32 operands are not rounded, which lets tests see more than rounding."""
     return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
 def _between(total, rows, count):
-    """D [C, C], zero above the diagonal and where a chunk is filled up."""
+    """Returns D [C, C], zero above the diagonal and in padding."""
     kept = (rows[:, None] >= rows[None, :]) & (rows[:, None] < count)
     apart = tl.where(kept, total[:, None] - total[None, :], 0.0).to(tl.float32)
     return tl.where(kept, tl.exp(apart), 0.0)
@@ -74,9 +74,9 @@ def _between(total, rows, count):
 
 @triton.jit
 def _inverse_of_one_plus(lower, rows, CHUNK: tl.constexpr):
-    """(1 + A)⁻¹ of a strictly lower triangle [C, C] in fp32: diagonal blocks row by row, then twice as large each time.
+    """Returns (1 + A)⁻¹ of a strictly lower triangle [C, C] in fp32: diagonal blocks row by row, then doubled in size.
 
-    Powers of A would be fewer steps, but cancel: keys that are alike make them as large as binomials.
+    Powers of A would be fewer steps, but cancel: similar keys make them as large as binomials.
     """
     count: tl.constexpr = CHUNK // _BLOCK
     block = tl.arange(0, count)
@@ -100,7 +100,7 @@ def _inverse_of_one_plus(lower, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def _joined(inverse, lower, rows, size: tl.constexpr):
-    """From the inverses of diagonal blocks of `size`, those of blocks twice as large."""
+    """Returns the inverses of blocks twice as large from those of diagonal blocks of `size`."""
     block = rows // size
     below = (block[:, None] % 2 == 1) & (block[None, :] + 1 == block[:, None])
     through = tl.dot(inverse, tl.where(below, lower, 0.0), input_precision="tf32x3")
@@ -114,7 +114,7 @@ def solve_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: G, w and u, the inverse if it is to be kept, and how a key's write leaves the chunk."""
+    """One chunk of one head: G, w and u, the inverse if it is kept, and the decay of a write to the chunk's end."""
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(stops + chunk) - start
@@ -155,7 +155,7 @@ def states_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """A slice of one head's values along one sequence: the state at every chunk's start, and u becomes δ."""
+    """A slice of one head's values along one sequence: the state at every chunk's start. Turns u into δ."""
     slices: tl.constexpr = (VALUE + VALUES - 1) // VALUES
     head = tl.program_id(0) // slices % HEADS
     sequence = tl.load(order + tl.program_id(0) // (slices * HEADS)).to(tl.int64)
@@ -218,7 +218,7 @@ def seen_back_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the gradient of δ through the chunk's own outputs, Pᵀ o; and how queries enter a state."""
+    """One chunk of one head: the gradient of δ through the chunk's outputs, Pᵀ o, and how queries read the state."""
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(stops + chunk) - start
@@ -247,7 +247,7 @@ def states_back_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """A slice of one head's values back along one sequence: the gradient of each state left, and the rest of δ's."""
+    """A slice of one head's values, backwards along a sequence: the gradient of each chunk's last state, and of δ."""
     slices: tl.constexpr = (VALUE + VALUES - 1) // VALUES
     head = tl.program_id(0) // slices % HEADS
     sequence = tl.load(order + tl.program_id(0) // (slices * HEADS)).to(tl.int64)
@@ -311,7 +311,7 @@ def gradients_kernel(  # noqa: PLR0915 - its numbers stay in registers
     VALUES: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
-    """One chunk of one key head and of all heads that go with it: the gradients of the inputs."""
+    """One chunk of one key head and all its heads: the gradients of the inputs."""
     group: tl.constexpr = HEADS // KEY_HEADS
     chunk, key_head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     start = tl.load(starts + chunk).to(tl.int64)

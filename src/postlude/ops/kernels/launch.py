@@ -1,8 +1,8 @@
-"""Launching a small Triton kernel without the 30 µs in which Triton works out anew which of its compilations to take.
+"""Launches small Triton kernels without the 30 µs in which Triton looks up which compilation to take.
 
-A layer launches a dozen kernels that take a few µs each, so what a launch costs the host is what a step costs. The
-short way repeats the last line of `triton.JITFunction.run`, which is no public contract: with a Triton that was not
-looked at it is not taken, and a warning says so.
+A layer launches a dozen kernels of a few µs each, so the host's time per launch is a step's time. The fast path repeats
+the last line of `triton.JITFunction.run`, which is private: it is taken for the Triton releases in
+`capabilities.MEASURED["fast_launch"]`, and others log a warning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from postlude.ops.kernels.capabilities import MEASURED, version_of, was_measured
 
-ALIGNED = 16  # bytes: what Triton compiles for where addresses are multiples of it
+ALIGNED = 16  # bytes: Triton compiles another kernel for addresses that are no multiples
 
 Grid = tuple[int, int, int]
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Kernel:
-    """A Triton kernel that is launched on the device of its tensors: put it above `triton.jit`."""
+    """Decorates a Triton kernel (above `triton.jit`) so that it is launched on the device of its tensors."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -44,16 +44,16 @@ class Kernel:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether a kernel launched now runs on this device. A launch is on the current one, wherever its tensors are."""
+    """Whether this is the current device, on which kernels are launched wherever their tensors are."""
     return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
 class Launcher:
-    """One kernel, whose parameters are tensors, then numbers, then constants, in this order.
+    """Launches one kernel, whose parameters are tensors, then numbers, then constants, in this order.
 
-    It names its numbers in `do_not_specialize`, so that dtypes, None in place of a tensor, alignment and constants are
-    all that a compilation depends on. Strides are best constants: a model has few, and Triton knows what divides them.
-    Of a tensor that the copy engine reads in blocks, their shape follows from the constants.
+    The kernel names its numbers in `do_not_specialize`. A compilation then depends on dtypes, None in place of a
+    tensor, alignment and constants only. Strides are best constants: a model has few, and Triton then knows what
+    divides them. The block shape of a tensor descriptor follows from the constants.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -69,7 +69,7 @@ class Launcher:
         warps: int,
         **options: int,
     ) -> None:
-        """Launch `grid` programs on the device of the tensors. `options` are Triton's others."""
+        """Launches `grid` programs on the device of the tensors. `options` are Triton's."""
         device, addresses = None, 0
         dtypes: list[torch.dtype | None] = []
         given: list[Any] = []
@@ -78,7 +78,7 @@ class Launcher:
                 address = tensor.data_ptr()
                 device, addresses = tensor.device, addresses | address
                 dtypes.append(tensor.dtype)
-                given.append(address)  # of a tensor Triton asks the driver whether the device can read it
+                given.append(address)  # a tensor would make Triton ask the driver whether the device can read it
             else:
                 dtypes.append(None if tensor is None else tensor.base.dtype)
                 given.append(tensor)
@@ -102,12 +102,12 @@ class Launcher:
 
 @functools.cache
 def launches_fast(version: str) -> bool:
-    """Whether this Triton's compilations are launched as here; if not, it is said once."""
+    """Whether the fast path is known for this Triton. If not, logs a warning once."""
     if was_measured("fast_launch", version):
         return True
     log.warning(
-        "kernels are launched by triton %s itself, which takes the host 30 µs more for each: a shorter way is known "
-        "for triton %s to %s. Use one of those where steps wait for the host.",
+        "triton %s launches each kernel 30 µs slower than triton %s to %s, whose fast path is known. Use one of those "
+        "where steps wait for the host.",
         version,
         *(".".join(map(str, each)) for each in MEASURED["fast_launch"].triton or ()),
     )
@@ -115,5 +115,5 @@ def launches_fast(version: str) -> bool:
 
 
 def contiguous_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised, of the same shape and device."""
+    """Returns an uninitialised contiguous tensor of the same shape and device."""
     return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)

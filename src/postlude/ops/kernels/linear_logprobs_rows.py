@@ -1,7 +1,9 @@
-"""The epilogues as two Triton kernels, one program a row. GEMMs stay with cuBLAS, which nobody outruns by hand.
+"""The head's epilogues as kernels of one program a row; cuBLAS multiplies.
 
-Both read a slab of products once at full bandwidth; the softcap, bias, scale and temperature ride along for free. A
-third kernel selects the tokens to project: a dozen small launches would keep the device idle for as long as they take.
+Not measured alone in benchmarks/results: they serve top-k, fp32, and GPUs other than Hopper. A third kernel selects the
+tokens to project in every case, where a dozen small launches would keep the device idle.
+
+Both epilogues read a slab of products once at full bandwidth; softcap, bias, scale and temperature cost nothing extra.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -19,7 +21,7 @@ from postlude.ops.linear_logprobs.statistics import Results, Selection, Slab, To
 
 LOGIT_COPIES = 1
 
-# Columns a program holds at a time, its warps, and how many loads it keeps ahead: by measurement on an H200.
+# Columns a program holds at a time, its warps, and loads ahead, measured on an H200.
 STATISTICS_BLOCK, STATISTICS_WARPS, STATISTICS_STAGES = 1024, 4, 3
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
 SELECTION_BLOCK, SELECTION_WARPS = 8192, 32
@@ -70,7 +72,7 @@ def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
 
 
 def empty_results(state: Tensor) -> Results:
-    """Room for those of a state [4, n]."""
+    """Returns uninitialised results for a state [4, n]."""
     count = state.shape[1]
     return Results(state, state.new_empty(count), state.new_empty(count), state.new_empty(2, count))
 
@@ -98,7 +100,7 @@ def coefficients(
 
 
 def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `Epilogue.differentiate`. In place: a half-precision gradient takes the front half of its row's bytes."""
+    """See `Epilogue.differentiate`. In place: a half-precision gradient takes the first half of its row's bytes."""
     count, columns = slab.products.shape
     stride = slab.products.stride(0)
     whole = slab.products.as_strided((count, stride), (stride, 1)).view(dtype)
@@ -112,7 +114,7 @@ def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def scale(tensor: Tensor, factor: Tensor) -> Tensor:
-    """See `Epilogue.scale`. Where the factor is 1, as of a loss that nothing divides, memory is left alone."""
+    """See `Epilogue.scale`. Where the factor is 1 nothing is read or written."""
     programs = triton.cdiv(tensor.numel(), SCALE_BLOCK * SCALE_BLOCKS)
     if programs:
         _scale_kernel[(programs,)](tensor, tensor.numel(), factor, BLOCK=SCALE_BLOCK, BLOCKS=SCALE_BLOCKS)
@@ -130,7 +132,7 @@ def _select_kernel(
     kept_targets, factors, promised, broken,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program: a token's place depends on all before it, and all there are take it a few microseconds.
+    # One program: a token's row depends on all before it, and all together take a few microseconds.
     kept_before = 0
     ignored_before = 0
     cold_before = 0
@@ -158,12 +160,12 @@ def _select_kernel(
         wrong = (kept_before != promised) | (ignored_before != count - promised) | (cold_before != 0)
         tl.store(broken, wrong)
         if wrong:
-            tl.debug_barrier()  # what was stored above is overwritten here, by other threads
+            tl.debug_barrier()  # other threads overwrite what was stored above
             for first in range(0, count, BLOCK):
                 position = first + tl.arange(0, BLOCK)
                 inside = position < count
                 tl.store(factors + position, float("nan"), mask=inside)
-                # Behind the last, memory holds anything, and the rows that were promised are read as far as there.
+                # Memory after the last token is uninitialised, and the promised rows are read.
                 behind = inside & (position >= kept_before)
                 tl.store(positions + position, 0, mask=behind)
                 tl.store(kept_targets + position, 0, mask=behind)
@@ -171,8 +173,8 @@ def _select_kernel(
 
 @triton.jit
 def tanh(x):
-    """tanh(x) and its slope."""
-    # The exponential form loses its digits near 0, where the series has all of them.
+    """Returns tanh(x) and its slope."""
+    # The exponential form loses digits near 0; the series does not.
     square = x * x
     series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     decay = tl.exp(-2.0 * tl.abs(x))
@@ -183,7 +185,7 @@ def tanh(x):
 
 @triton.jit
 def logit_of(product, factor, inner, SOFTCAP: tl.constexpr):
-    """The logit of a product, and the softcap's slope."""
+    """Returns the logit of a product, and the softcap's slope."""
     slope = 1.0
     if SOFTCAP:
         product, slope = tanh(product * inner)
@@ -192,7 +194,7 @@ def logit_of(product, factor, inner, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def floored(logit):
-    """Minus infinity as the lowest number. Not by tl.maximum, which would turn a NaN into a number and hide it."""
+    """Replaces minus infinity by the lowest number. `tl.maximum` would turn a NaN into a number and hide it."""
     return tl.where(logit < _LOWEST, _LOWEST, logit)
 
 
@@ -206,7 +208,7 @@ def _accumulate_kernel(
     products += row * stride
     state += row
     factor = tl.load(factors + row)
-    # Every lane keeps a maximum and sums of its own: no lane waits for another before the row is read.
+    # Every lane keeps its own maximum and sums, so no lane waits for another before the row is read.
     maximum = tl.full([BLOCK], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
@@ -262,7 +264,7 @@ def _results_kernel(state, logprobs, entropies, normalizer, state_stride, count,
 
 @triton.jit
 def store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, live):
-    """Of the states of some rows."""
+    """Stores the results of some rows' states."""
     log_total = tl.log(total)
     entropy = log_total - moment / total
     tl.store(logprobs + row, (target - maximum) - log_total, mask=live)
@@ -332,7 +334,7 @@ def _differentiate_kernel(
         gradient = tl.where(column == target, at_target, 0.0) - tl.exp(log_p) * (constant + linear * log_p)
         if SOFTCAP:
             gradient *= slope
-        # A narrower gradient lands on products of earlier columns: every thread must have read before any writes.
+        # A narrower gradient overwrites products of earlier columns: every thread reads before any writes.
         tl.debug_barrier()
         tl.store(gradients + column, gradient.to(gradients.dtype.element_ty), mask=inside)
 

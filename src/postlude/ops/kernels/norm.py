@@ -1,7 +1,9 @@
-"""RMSNorm and its gradients as Triton kernels: each reads and writes what it must once.
+"""RMSNorm and its gradients: each kernel reads and writes every number once.
 
-A weight's gradient is a sum over all rows. Each program of the backward sums the rows that it takes, and a second
-kernel sums what the programs found, so the order of summation is fixed.
+Not measured alone: part of the updates in benchmarks/results/train_step_h200.json.
+
+A weight's gradient is a sum over all rows. Each program of the backward sums its rows, and a second kernel sums the
+programs' results, so the order of summation is fixed.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -17,11 +19,11 @@ from torch import Tensor
 
 from postlude.ops.kernels.launch import Launcher, contiguous_like
 
-# By measurement on an H200, at widths of 1024 and 4096.
-TILE = 2048  # numbers that a program takes at once where rows are short
+# Measured on an H200, at widths of 1024 and 4096.
+TILE = 2048  # numbers a program takes at once where rows are short
 PER_WARP = 512
 MOST_WARPS = 16
-BACK_PROGRAMS = 3  # of the backward, on each multiprocessor
+BACK_PROGRAMS = 3  # programs of the backward on each multiprocessor
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 4
 
 
@@ -45,9 +47,9 @@ def backward(
     beside: Tensor | None,
     total: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of vectors and weight. `beside`: what else arrived at the vectors, to be added.
+    """Returns the gradients of vectors and weight. `beside` is the residual's gradient, which is added to the first.
 
-    `total`: what to add the weight's to, in place of returning it.
+    With `total` the weight's gradient is added to it instead of being returned.
     """
     rows, arrived = as_rows(vectors), as_rows(gradient)
     other = None if beside is None else as_rows(beside)
@@ -66,9 +68,9 @@ def backward(
 def sum_partial(
     partial: Tensor, counts: tuple[int, ...], weights: tuple[Tensor, ...], totals: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Of `partial` [programs, width], the sums of the first counts[0] rows and, of a second weight, of the rest.
+    """Sums the first counts[0] rows of `partial` [programs, width] for one weight, and the rest for a second.
 
-    Each is added to its weight's total, or returned if there is none.
+    Each sum is added to its weight's total, or returned if there is none.
     """
     rows, width = partial.shape
     adds = all(total is not None for total in totals)
@@ -79,20 +81,20 @@ def sum_partial(
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """[..., width] -> [rows, width] whose last dimension is dense: itself where that can be."""
+    """[..., width] -> [rows, width] with a dense last dimension, without a copy where possible."""
     rows = tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many the device has; one where there is only the interpreter."""
+    """Returns the number of multiprocessors; 1 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache
 def _tile(width: int) -> tuple[int, int, int]:
-    """Rows at once, columns, warps."""
+    """Returns rows at once, columns and warps."""
     block = triton.next_power_of_2(width)
     rows = max(1, TILE // block)
     return rows, block, max(1, min(MOST_WARPS, rows * block // PER_WARP))
@@ -130,7 +132,7 @@ def _backward_kernel(
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
     of_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     step = tl.num_programs(0) * ROWS
-    # The next rows are on their way while these are worked on.
+    # The next rows are loaded while these are processed.
     next_value = _rows(vectors, program * ROWS, rows, STRIDE, WIDTH, ROWS, BLOCK)
     next_arrived = _rows(gradient, program * ROWS, rows, GRADIENT_STRIDE, WIDTH, ROWS, BLOCK)
     next_other = next_arrived
@@ -162,7 +164,7 @@ def _sum_kernel(
     partial, sums, other_sums, first, rows,
     ADDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # The first rows, or those behind them.
+    # The first rows, or the rest.
     start, stop = 0, first
     if tl.program_id(1) == 1:
         start, stop, sums = first, rows, other_sums

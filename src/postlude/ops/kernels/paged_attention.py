@@ -1,7 +1,11 @@
 """Flash decoding over pages: a program reads the keys of one sequence and key head once, for all heads of its group.
 
-Where few sequences run, the keys of each are split over several programs, and the last of them to end joins their
-parts. How many is fixed by the number of rows alone, so lengths stay on the device.
+Not measured alone. It lets a decode step be recorded as a CUDA graph: 12,124, 56,474 and 92,657 tokens/s at 16, 128 and
+512 completions of a 0.6B on an H200, against 352, 2,541 and 5,035 with steps from the host (docs/benchmarks.md, "The
+generator").
+
+Where few sequences run, several programs share the keys of each, and the last of them to finish joins their parts. How
+many depends on the number of rows only, so lengths stay on the device.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -18,7 +22,7 @@ from postlude.ops.kernels.launch import Kernel
 
 PROGRAMS = 512  # that a kernel should have at least: about four for each of a GPU's multiprocessors
 MOST_SPLITS = 16
-LEAST = 16  # rows of a product
+LEAST = 16  # rows of a product at least
 
 
 def attend(
@@ -103,7 +107,7 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
 ):
     row, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
-    last = length - 1  # where the newest token's key goes: those before it are read
+    last = length - 1  # the newest token's key goes there; those before it are read
     first = tl.maximum(length - window, 0) if WINDOW else 0
     begin = first // BLOCK
     blocks = tl.where(last > first, tl.cdiv(last, BLOCK), begin)
@@ -119,7 +123,7 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     seen = tl.zeros((ROWS, VALUES), tl.float32)
-    if (split == 0) & (length > 0):  # one program has the newest token
+    if (split == 0) & (length > 0):  # one program handles the newest token
         newest = tl.load(key + row * key_token + key_head * key_head_stride + feature, mask=feature < WIDTH, other=0.0)
         own_value = tl.load(
             value + row * value_token + key_head * value_head_stride + made, mask=made < VALUE, other=0.0
@@ -134,7 +138,7 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
             highest = softcap * (2.0 * tl.sigmoid(2.0 * highest / softcap) - 1.0)
         total += 1.0
         seen += own_value.to(tl.float32)[None, :]
-    for block in range(begin, end):  # each of them holds at least one key that is seen
+    for block in range(begin, end):  # each holds at least one visible key
         place = block * BLOCK + tl.arange(0, BLOCK)
         its_page = tl.load(table + row * table_row + block * BLOCK // PAGE).to(tl.int64)
         visible = (place >= first) & (place < last)
@@ -166,14 +170,14 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
         tl.store(parts + part[:, None] * VALUE + made[None, :], seen, mask=held)
         tl.store(weights + part * 2, highest, mask=own)
         tl.store(weights + part * 2 + 1, total, mask=own)
-        tl.debug_barrier()  # all threads have stored before one says so
+        tl.debug_barrier()  # all threads have stored before one counts
         counter = counters + row * tl.num_programs(1) + key_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
             tl.debug_barrier()
-            highest = tl.full((ROWS,), -1e30, tl.float32)  # of an idle row there is none
+            highest = tl.full((ROWS,), -1e30, tl.float32)  # an idle row has none
             total = tl.zeros((ROWS,), tl.float32)
             seen = tl.zeros((ROWS, VALUES), tl.float32)
-            for number in range(SPLITS):  # in their order, whichever came last
+            for number in range(SPLITS):  # in order, whichever finished last
                 part = first_part + number
                 best = tl.load(weights + part * 2, mask=own, other=float("-inf"), cache_modifier=".cg")
                 theirs = tl.load(weights + part * 2 + 1, mask=own, other=0.0, cache_modifier=".cg")

@@ -1,7 +1,9 @@
-"""Queries and keys normalised and turned, and the gradients of that, as one Triton kernel each.
+"""Head norms and rotary embedding of queries and keys, and their gradients, one kernel each.
+
+Not measured alone: part of the updates in benchmarks/results/train_step_h200.json.
 
 A program takes some heads of some tokens, all of queries or all of keys. A head is three tiles: the first and the
-second features of its pairs, and the rest, which is not turned.
+second features of its pairs, and the rest, which is not rotated.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -18,8 +20,8 @@ from torch import Tensor
 from postlude.ops.kernels.launch import Grid, Launcher, contiguous_like
 from postlude.ops.kernels.norm import multiprocessors, sum_partial
 
-TILE, WARPS = 2048, 4  # features of a program's heads of one token
-BACK_PROGRAMS = 2  # of the backward, on each multiprocessor: by measurement, like the tile
+TILE, WARPS = 2048, 4  # features of one token that a program takes
+BACK_PROGRAMS = 2  # programs of the backward on each multiprocessor; measured, like the tile
 
 Table = tuple[Tensor, Tensor]
 Weights = tuple[Tensor, Tensor]
@@ -49,10 +51,10 @@ def backward(
     totals: tuple[Tensor | None, Tensor | None],
     room: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of query, key and both weights. Without weights, what was turned is not needed.
+    """Returns the gradients of query, key and both weights. Without weights, query and key are not needed.
 
-    Those of query and key are columns of one tensor, as layers laid together want them: of `room` if given, dense
-    [T, at least as many heads, width]. `totals`: what to add the weights' to, in place of returning them.
+    The gradients of query and key are columns of one tensor: of `room` if given, dense [T, enough heads, width]. With
+    `totals` the weights' gradients are added to them instead of being returned.
     """
     arrived = _laid_out(gradients[0]), _laid_out(gradients[1])
     (tokens, heads, width), both = arrived[0].shape, arrived[0].shape[1] + arrived[1].shape[1]
@@ -79,13 +81,13 @@ def _laid_out(heads: Tensor) -> Tensor:
 
 
 def _strides(heads: Tensor) -> tuple[int, int]:
-    """Of tokens and of heads."""
+    """Returns the strides of tokens and heads."""
     return heads.stride(0), heads.stride(1)
 
 
 @functools.cache
 def _tiles(heads: int, kv_heads: int, width: int, turned: int) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """How many programs share a token's queries, and its keys; and the constants of the kernels from HEADS on."""
+    """Returns how many programs share a token's queries and its keys, and the kernels' constants from HEADS on."""
     half, rest = triton.next_power_of_2(turned // 2), width - turned
     block = triton.next_power_of_2(rest) if rest else 0
     at_once = max(1, min(TILE // (2 * half + block), triton.next_power_of_2(max(heads, kv_heads))))
@@ -98,7 +100,7 @@ def _head(
     vectors, row_at, row_held,
     HALF: tl.constexpr, WIDTH: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The tiles of heads at `row_at` [AT_ONCE, 1]; the last is of no use where nothing is left unturned.
+    # The tiles of heads at `row_at` [AT_ONCE, 1]. The last is unused where all features are rotated.
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     held = row_held & (pair < HALF)
     first = tl.load(vectors + row_at + pair, mask=held, other=0.0)
@@ -119,7 +121,7 @@ def _wide(first, second, rest):
 def _weights(
     weight, offset, HALF: tl.constexpr, WIDTH: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr
 ):
-    # Of a norm, as the tiles of one head.
+    # A norm's weight as the tiles of one head.
     row = tl.arange(0, 1)[:, None]
     first, second, rest = _head(weight, row, row == 0, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
     first, second, rest = _wide(first, second, rest)
@@ -149,7 +151,7 @@ def _summed(first, second, rest, REST_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _turned(
+def _rotate(
     vectors,
     token_stride: tl.constexpr, head_stride: tl.constexpr, cos, sin, weight, output, token, block,
     heads: tl.constexpr, eps, offset, WIDTH: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -185,26 +187,26 @@ def _forward_kernel(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if block < QUERY_BLOCKS:
-        _turned(
+        _rotate(
             query, QUERY_TOKEN, QUERY_HEAD, cos, sin, query_weight, query_output, token, block, HEADS, eps, offset,
             WIDTH, HALF, AT_ONCE, HALF_BLOCK, REST_BLOCK,
         )  # fmt: skip
     else:
-        _turned(
+        _rotate(
             key, KEY_TOKEN, KEY_HEAD, cos, sin, key_weight, key_output, token, block - QUERY_BLOCKS, KEY_HEADS, eps,
             offset, WIDTH, HALF, AT_ONCE, HALF_BLOCK, REST_BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
-def _turned_back(
+def _rotate_back(
     vectors,
     token_stride: tl.constexpr, head_stride: tl.constexpr, gradient, gradient_token: tl.constexpr,
     gradient_head: tl.constexpr, cos, sin, weight, output, partial, tokens, block, heads: tl.constexpr,
     output_token: tl.constexpr, eps, offset, WIDTH: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr,
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # `partial` [WIDTH] is this program's own.
+    # `partial` [WIDTH] belongs to this program.
     head = block * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
     held = head < heads
     pair = tl.arange(0, HALF_BLOCK)[None, :]
@@ -215,7 +217,7 @@ def _turned_back(
         of_rest = tl.zeros((AT_ONCE, REST_BLOCK), tl.float32)
     if weight is not None:
         by_first, by_second, by_rest = _weights(weight, offset, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
-    # The next token is on its way while one is worked on.
+    # The next token is loaded while one is processed.
     step = tl.num_programs(0)
     token = tl.program_id(0).to(tl.int64)
     arriving, also_arriving, rest_arriving = _head(
@@ -239,7 +241,7 @@ def _turned_back(
         if weight is not None:
             at = after * token_stride + head * head_stride
             coming, also_coming, rest_coming = _head(vectors, at, there, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
-            # Two sums that do not wait for each other.
+            # Two independent sums.
             squares = _summed(value * value, second_value * second_value, rest_value * rest_value, REST_BLOCK)
             scaled, second_scaled, rest_scaled = first * by_first, second * by_second, rest * by_rest
             along = _summed(scaled * value, second_scaled * second_value, rest_scaled * rest_value, REST_BLOCK)
@@ -277,13 +279,13 @@ def _backward_kernel(
     if partial is not None:
         partial += (block * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * WIDTH
     if block < QUERY_BLOCKS:
-        _turned_back(
+        _rotate_back(
             query, QUERY_TOKEN, QUERY_HEAD, of_query, OF_QUERY_TOKEN, OF_QUERY_HEAD, cos, sin, query_weight,
             query_output, partial, tokens, block, HEADS, RESULT_TOKEN, eps, offset, WIDTH, HALF, AT_ONCE, HALF_BLOCK,
             REST_BLOCK,
         )  # fmt: skip
     else:
-        _turned_back(
+        _rotate_back(
             key, KEY_TOKEN, KEY_HEAD, of_key, OF_KEY_TOKEN, OF_KEY_HEAD, cos, sin, key_weight, key_output, partial,
             tokens, block - QUERY_BLOCKS, KEY_HEADS, RESULT_TOKEN, eps, offset, WIDTH, HALF, AT_ONCE, HALF_BLOCK,
             REST_BLOCK,

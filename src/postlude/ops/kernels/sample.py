@@ -1,6 +1,8 @@
-"""`draw` and what follows it, as Triton kernels: how likely each block of tokens is, then everything else of a row.
+"""Sampling of the next token of every row: the weight of each block of tokens, then everything else of a row.
 
-The same function of a row's key and count as `draw` is, with the same noise; see there and in `noise`.
+Not measured alone: part of the recorded decode step in benchmarks/results/generate_h200.json.
+
+The same function of a row's key and count, with the same noise, as the reference in `generate/sampler.py`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -15,7 +17,7 @@ from torch import Tensor
 from postlude.ops.kernels.launch import Kernel
 from postlude.ops.kernels.sample_threshold import edges
 
-EACH = 16  # blocks that a program takes
+EACH = 16  # blocks a program takes
 BLOCK, WITHIN = 256, 1 << 40  # those of the reference, `sample` in the generate package
 
 

@@ -1,7 +1,9 @@
-"""The least logit that a token may have, by top-k, top-p and min-p, of each row: what `draw` finds by sorting.
+"""The least logit that a token may have, by top-k, top-p and min-p, of each row: the reference finds it by sorting.
 
-An edge is the lowest number with fewer than k tokens, or less than p of the probability, above it. It is looked for
-among all fp32 numbers in their order, four bits at a time: eight looks at the row, and no sorting.
+Not measured alone: part of the recorded decode step in benchmarks/results/generate_h200.json.
+
+The threshold is the lowest number with fewer than k tokens, or less than p of the probability, above it. It is searched
+among all fp32 numbers in their order, four bits at a time: eight passes over the row and no sorting.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from postlude.ops.kernels.launch import Kernel
 
-TOKENS = 1024  # of a turn
+TOKENS = 1024  # read at a time
 
 
 def edges(logits: Tensor, rows: Tensor, weights: Tensor, numbers: Tensor, settings: Tensor) -> Tensor:
@@ -43,13 +45,13 @@ def _ordered(values):
 
 @triton.jit
 def _number(ordered):
-    # The way back.
+    # int32 in order -> fp32.
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _above(logits, heat, total, vocab, bounds, TOKENS: tl.constexpr):
-    # How many tokens are above each of `bounds` [16] int32, and what probability they have: fp64 [16] each.
+    # How many tokens are above each of `bounds` [16] int32, and their probability: fp64 [16] each.
     many, mass = tl.zeros((16,), tl.float64), tl.zeros((16,), tl.float64)
     for first in range(0, vocab, TOKENS):
         token = first + tl.arange(0, TOKENS)

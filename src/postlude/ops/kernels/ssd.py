@@ -1,9 +1,13 @@
-"""Mamba-2's scan and its gradients by Triton kernels; the mathematics and the names are those of `ssd.py`.
+"""Mamba-2's scan and its gradients; the mathematics and the names are those of `ops/ssd.py`.
 
-One program a head and a tile of the state walks over the chunks and leaves the state before each; then all chunks give
-their outputs side by side. The gradient of the states goes the same way backwards. Products take operands of x's dtype
-and sum in fp32; decays are fp32, and logarithms of decays are summed in float64 and kept as two fp32 numbers, since
-what is left of their differences must be exact where they are large.
+18 times as fast as torch forward and 13 times both ways: 1.09 against 20.2 ms and 5.66 against 71.6 ms for 16,384
+tokens of 128 heads of 64 with states of 128, bf16 on an H200. flash-linear-attention's forward takes 4.25 ms
+(benchmarks/results/scans_h200.json).
+
+One program for each head and tile of the state walks over the chunks and stores the state before each. Then all chunks
+compute their outputs at the same time. The gradient of the states goes the same way backwards. Products take operands
+of x's dtype and sum in fp32. Decays are fp32. Logarithms of decays are summed in float64 and kept as two fp32 numbers,
+since the differences of large sums must stay exact.
 """
 
 from __future__ import annotations
@@ -16,30 +20,30 @@ from torch import Tensor
 
 from postlude.ops.kernels import ssd_device as kernels
 
-BLOCK = 64  # tokens, state or width that a product takes at once
-LONGEST, SHORTEST = 2 * BLOCK, 16  # tokens of a chunk, a power of 2; the gradient of dt knows of two blocks at most
+BLOCK = 64  # tokens, state or width of a product
+LONGEST, SHORTEST = 2 * BLOCK, 16  # tokens of a chunk, a power of 2; the gradient of dt handles two blocks
 STEP_HEADS = 16  # heads whose time steps a program sums
 
-# Warps, and how many loads a loop keeps ahead: by measurement on an H200.
+# Warps, and loads ahead, measured on an H200.
 STATES, OUTPUTS, HEADS_GRADIENT, GROUPS_GRADIENT = (4, 3), (4, 2), (4, 1), (4, 2)
 
 
 class Scan(NamedTuple):
-    """What all kernels read. `x` [T, heads, p]; `B` and `C` [T, groups, n]; their last dimensions are contiguous."""
+    """What all kernels read. `x` [T, heads, p]; `B` and `C` [T, groups, n]; last dimensions are contiguous."""
 
     x: Tensor
     A: Tensor
     B: Tensor
     C: Tensor
     sequence: Tensor
-    """[T] int32: which sequence a token is of."""
+    """[T] int32: the sequence of each token."""
     steps: Tensor
     """[3, heads, chunks · length] fp32: dt, and high and low part of the sum of dt · A since the chunk began."""
     length: int
 
     @classmethod
     def of(cls, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, sequence: Tensor, chunk: int) -> Scan:
-        """Of the inputs of `ssd`. Chunks have about `chunk` tokens, as many as kernels like."""
+        """Builds it from the inputs of `ssd`. Chunks have about `chunk` tokens, a power of 2."""
         tokens, heads = dt.shape
         length = min(LONGEST, max(SHORTEST, triton.next_power_of_2(min(chunk, tokens))))
         chunks = triton.cdiv(tokens, length)
@@ -52,12 +56,12 @@ class Scan(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """The number of chunks."""
         return self.steps.shape[2] // self.length
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Constants of every kernel."""
+        """The constants of every kernel."""
         (_, heads, width), (_, groups, state) = self.x.shape, self.B.shape
         return {
             "HEADS": heads,
@@ -70,15 +74,15 @@ class Scan(NamedTuple):
 
     @property
     def tiles(self) -> dict[str, int]:
-        """The whole width and state, as blocks."""
+        """The whole width and state as blocks."""
         return {"P": _block(self.x.shape[2]), "N": _block(self.B.shape[2])}
 
     def states(self) -> Tensor:
-        """The state before each chunk, [chunks, heads, n, p]."""
+        """Returns the state before each chunk, [chunks, heads, n, p]."""
         return self._walk(self.B, self.x, back=False)
 
     def ahead(self, gradient: Tensor) -> Tensor:
-        """The gradient of the state after each chunk, [chunks, heads, n, p], from that of y."""
+        """Returns the gradient of the state after each chunk, [chunks, heads, n, p], from that of y."""
         return self._walk(self.C, gradient, back=True)
 
     def _walk(self, keys: Tensor, values: Tensor, *, back: bool) -> Tensor:
@@ -93,7 +97,7 @@ class Scan(NamedTuple):
         return states
 
     def outputs(self, D: Tensor | None) -> Tensor:
-        """y [T, heads, p], of x's dtype."""
+        """Returns y [T, heads, p] in x's dtype."""
         states, y = self.states(), torch.empty_like(self.x, memory_format=torch.contiguous_format)
         x, B, C = self.x, self.B, self.C
         kernels.outputs[(x.shape[1] * self.chunks * (self.length // self.sizes["BLOCK"]),)](
@@ -103,7 +107,7 @@ class Scan(NamedTuple):
         return y
 
     def gradients(self, D: Tensor | None, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Of x, dt, A, B, C and D, from that of y [T, heads, p]. All but x's, B's and C's are fp32."""
+        """Returns the gradients of x, dt, A, B, C and D from that of y [T, heads, p]; dt's, A's and D's are fp32."""
         x, A, B, C, gradient = self.x, self.A, self.B, self.C, _dense(gradient)
         tokens, heads, _ = x.shape
         states, ahead = self.states(), self.ahead(gradient)
@@ -139,5 +143,5 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _block(size: int) -> int:
-    """The least power of 2 that holds `size` and that a product takes."""
+    """Returns the least power of 2 that holds `size`, at least 16 as products need."""
     return int(max(16, triton.next_power_of_2(size)))

@@ -1,6 +1,6 @@
-"""The kernels of `ssd_triton.py`.
+"""Device code of `kernels/ssd.py`.
 
-`steps` is [3, heads, padded], where `padded` is all chunks' tokens: dt, and the high and the low part of the sum of
+`steps` is [3, heads, padded], where `padded` counts all chunks' tokens: dt, and the high and low part of the sum of
 dt · A since the chunk began. States are [chunks, heads, STATE, WIDTH]. The blocks P and N hold WIDTH and STATE.
 """
 
@@ -17,8 +17,8 @@ from postlude.ops.kernels.launch import Kernel
 @Kernel
 @triton.jit
 def steps(dt, A, steps, tokens, heads, dt_token, padded, LENGTH: tl.constexpr, HEADS: tl.constexpr):
-    """Fill `steps`, of one chunk and some heads."""
-    # Programs are in one dimension: of the others CUDA has no more than 65,535.
+    """Fills `steps` of one chunk and some heads."""
+    # A grid of one dimension: CUDA limits the others to 65,535.
     along = tl.cdiv(heads, HEADS)
     place = tl.program_id(0) // along * LENGTH + tl.arange(0, LENGTH)
     head = tl.program_id(0) % along * HEADS + tl.arange(0, HEADS)
@@ -57,7 +57,7 @@ def _step(steps, head, place, padded):
 
 @triton.jit
 def _passed(steps, head, place, padded, HEADS: tl.constexpr):
-    # The two parts of the logarithm of what is left, at a token, of the state before its chunk.
+    # The two parts of the log decay from the chunk's start to a token.
     high = steps + tl.cast(head + HEADS, tl.int64) * padded + place
     return tl.load(high), tl.load(high + tl.cast(padded, tl.int64) * HEADS)
 
@@ -83,7 +83,7 @@ def states(
     BACK: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr,
     LENGTH: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Of a head and a tile: the state before each chunk, or with BACK the gradient of the state after each."""
+    """One head and tile: the state before each chunk, or with BACK the gradient of the state after each."""
     head = tl.program_id(0)
     n = tl.program_id(1) * N + tl.arange(0, N)
     p = tl.program_id(2) * P + tl.arange(0, P)
@@ -119,7 +119,7 @@ def outputs(
     HEADS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr, LENGTH: tl.constexpr,
     BLOCK: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The y of a head and of a block of tokens."""
+    """One head and block of tokens: y."""
     head, block = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     group, chunk = head // SHARE, block * BLOCK // LENGTH
     n, p = tl.arange(0, N), tl.arange(0, P)
@@ -186,7 +186,7 @@ def heads_gradient(  # noqa: PLR0915
     P: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Of one head in one chunk: x, and what the gradient of dt is made of, `parts` and `through` (see `rates`)."""
+    """One head and chunk: the gradient of x, and the parts of dt's gradient, `parts` and `through` (see `rates`)."""
     head, chunk = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     group = head // SHARE
     n, p = tl.arange(0, N), tl.arange(0, P)
@@ -261,10 +261,10 @@ def heads_gradient(  # noqa: PLR0915
 def rates(steps, parts, through, A, of_dt, of_A, tokens, heads, padded, LENGTH: tl.constexpr, HEADS: tl.constexpr):
     """The gradient of dt, and of A.
 
-    That of dt · A at a token k is the sum of all that decays by it: what tokens s < k write to the state after the
-    chunk (part 0), pairs s < k ≤ t (part 1 at k - 1, part 2 at k), the state before as tokens t ≥ k read it (part
-    3), and the state that goes through. No sum has anything to be taken off again: a difference would be lost in
-    its rounding. Part 4 is the gradient of dt · x times x.
+    The gradient of dt · A at token k sums all that decays by it: what tokens s < k write to the state after the chunk
+    (part 0), pairs s < k ≤ t (part 1 at k - 1, part 2 at k), the state before as tokens t ≥ k read it (part 3), and the
+    state that passes through. Nothing is subtracted, since a difference would be lost in rounding. Part 4 is the
+    gradient of dt · x times x.
     """
     along = tl.cdiv(heads, HEADS)
     head = tl.program_id(0) % along * HEADS + tl.arange(0, HEADS)
