@@ -98,10 +98,10 @@ def test_the_assistants_turns_are_learned_with_their_ends(template: str) -> None
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
 def test_a_learned_turn_follows_exactly_what_a_rollout_starts_from(template: str | None) -> None:
     one = encoder(template)
-    encoded, start = one.answer([USER, HELLO, MORE], "Bye"), one.prompt([USER, HELLO, MORE])
+    encoded, start = one.completion([USER, HELLO, MORE], "Bye"), one.prompt([USER, HELLO, MORE])
     assert encoded.tokens[: len(start)] == start
     assert encoded.mask[: len(start) + 1] == [0] * len(start) + [1]
-    assert one.answer([USER, HELLO, MORE], [{"role": "assistant", "content": "Bye"}]) == encoded
+    assert one.completion([USER, HELLO, MORE], [{"role": "assistant", "content": "Bye"}]) == encoded
 
 
 def test_without_a_template_a_conversation_is_plain_text() -> None:
@@ -115,7 +115,7 @@ def test_without_a_template_a_conversation_is_plain_text() -> None:
 def test_a_template_that_rewrites_what_comes_before_a_turn_is_refused() -> None:
     for refused in (
         lambda: encoder(REWRITES).conversation(TALK[:2]),
-        lambda: encoder(REWRITES).answer([USER], "Hi"),
+        lambda: encoder(REWRITES).completion([USER], "Hi"),
         lambda: encoder(REWRITES).observation("Go on", [], chat=True),
     ):
         with pytest.raises(ValueError, match=r"Use a template with {% generation %} marks"):
@@ -127,7 +127,7 @@ def test_a_template_that_leaves_earlier_reasoning_out_is_refused() -> None:
     one = encoder(THINKS_SINCE_ASKED)
     for heard in ("Go on", [MORE], [{"role": "tool", "content": "4"}, MORE]):
         with pytest.raises(
-            ValueError, match=r"leaves out what the assistant thought .* once a message of user follows"
+            ValueError, match=r"removes the assistant\'s reasoning of earlier turns once a message of user follows"
         ):
             one.observation(heard, [], chat=True)
         assert one.observation(heard, [], chat=True, keep_reasoning=True)[-len(b"assistant\n") :] == [*b"assistant\n"]
@@ -138,20 +138,21 @@ def test_a_template_that_leaves_earlier_reasoning_out_is_refused() -> None:
 
 def test_an_answer_of_several_turns_learns_what_is_said() -> None:
     one = encoder(None)
-    encoded = one.answer("1+1:", ["?1+1", "=2;", "2"])
+    encoded = one.completion("1+1:", ["?1+1", "=2;", "2"])
     assert text(encoded.tokens) == "1+1:?1+1<|end|>=2;2<|end|>"
     assert learned(encoded) == "?1+1<|end|>2<|end|>"
-    assert one.answer("1+1:", ["2"]) == one.answer("1+1:", "2")
-    with pytest.raises(ValueError, match="the answer of row 3 has 2 turns, but it begins and ends with what is said"):
-        one.answer("1+1:", ["?1+1", "=2;"], "row 3")
+    assert one.completion("1+1:", ["2"]) == one.completion("1+1:", "2")
+    refusal = "the completion of row 3 has 2 turns, but it begins and ends with the model's"
+    with pytest.raises(ValueError, match=refusal):
+        one.completion("1+1:", ["?1+1", "=2;"], "row 3")
 
 
 def test_marks_are_believed_whatever_else_a_template_does() -> None:
     rewriting = encoder("{{ messages | length }}" + MARKED)
     assert learned(talked(rewriting, TALK)) == "Hello.<|im_end|>Bye\n<|im_end|>"
-    assert learned(rewriting.answer([USER], "Hello.")) == "Hello.<|im_end|>"
+    assert learned(rewriting.completion([USER], "Hello.")) == "Hello.<|im_end|>"
     with pytest.raises(ValueError, match="differently once that message is there"):
-        rewriting.answer([USER, HELLO, MORE], "Bye")
+        rewriting.completion([USER, HELLO, MORE], "Bye")
 
 
 @pytest.mark.parametrize("ending", ["🙂", "好", "é", "e", " ", "\n", "  \n "])
@@ -215,9 +216,13 @@ def with_bos(template: str = CHAT_TEMPLATE) -> Any:
 def test_what_a_text_already_begins_and_ends_with_is_not_written_twice(prompt: str, answer: str) -> None:
     made = with_bos()
     one, bos = Encoder(tokenizer=made), made.bos_token_id
-    assert one.answer(prompt, answer) == EncodedSequence([bos, *b"qa", END], [0, 0, 1, 1])
+    assert one.completion(prompt, answer) == EncodedSequence([bos, *b"qa", END], [0, 0, 1, 1])
     assert one.prompt(prompt) == [bos, *b"q"]
-    assert one.answer("", f"<s>{answer}") == one.answer("", answer) == EncodedSequence([bos, *b"a", END], [0, 1, 1])
+    assert (
+        one.completion("", f"<s>{answer}")
+        == one.completion("", answer)
+        == EncodedSequence([bos, *b"a", END], [0, 1, 1])
+    )
 
 
 @pytest.mark.parametrize("marks", [True, False])
@@ -250,7 +255,7 @@ def test_the_forms_of_a_preference_pair_are_equal(prompt: Any, chosen: Any, reje
 
 def test_batches_carry_the_columns_that_objectives_read() -> None:
     one = encoder()
-    batch = sft_batch([*one.conversation(TALK), one.answer("a", "b")])
+    batch = sft_batch([*one.conversation(TALK), one.completion("a", "b")])
     assert list(batch.columns) == ["loss_mask"]
     (microbatch,) = pack(batch.sequences, columns=batch.columns, budget=1000)
     targets = microbatch.targets[microbatch.column("loss_mask") == 1]
@@ -262,14 +267,14 @@ def test_batches_carry_the_columns_that_objectives_read() -> None:
 
 def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
     with pytest.raises(TooLongError, match=r"line 3 of x\.jsonl has 10 tokens, but max_length is 9\. "):
-        encoder(max_length=9).answer("2 + 2 =", " 4", "line 3 of x.jsonl")
+        encoder(max_length=9).completion("2 + 2 =", " 4", "line 3 of x.jsonl")
     with pytest.raises(TooLongError, match=r"row 7 has 9 tokens"):
         encoder(max_length=5).prompt("2 + 2 = 4", "row 7")
     cut = encoder(max_length=9, truncate=True)
-    assert cut.answer("2 + 2 =", " 4") == EncodedSequence([*b"2 + 2 = 4"], [0] * 7 + [1] * 2)
+    assert cut.completion("2 + 2 =", " 4") == EncodedSequence([*b"2 + 2 = 4"], [0] * 7 + [1] * 2)
     assert cut.prompt("12345678901234") == [*b"678901234"]
-    with pytest.raises(TooLongError, match="what row 7 has to learn lies past token 9, where it is cut"):
-        cut.answer("2 + 2 + 2 =", " 6", "row 7")
+    with pytest.raises(TooLongError, match="what row 7 has to train on lies past token 9, where it is cut"):
+        cut.completion("2 + 2 + 2 =", " 6", "row 7")
     with pytest.raises(TooLongError, match=r"row 7 \(rejected\) has 5 tokens"):
         encoder(max_length=4).preference("a", "b", "bcd", "row 7")
 
@@ -306,21 +311,30 @@ def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
             )
             for role in ("assistant", "tool", "system")
         ),
-        (lambda e: e.answer([USER], [CALLING], "row 1"), "message 0 .* row 1 has tool calls"),
+        (lambda e: e.completion([USER], [CALLING], "row 1"), "message 0 .* row 1 has tool calls"),
         (lambda e: e.preference(None, [USER, HELLO], [USER, CALLING], "row 1"), "row 1 has tool calls"),
         (lambda e: e.observation([SEEN], [], chat=True), "the observation has the part"),
         (lambda e: e.conversation(TALK, "row 1", tools=TOOLS), "row 1 has tools, which .* template does not write"),
         (lambda e: e.conversation(TALK, "row 1", tools="{"), "the tools of row 1 are text that is not JSON"),
         (lambda e: e.conversation(TALK, "row 1", tools=["look"]), "the tools of row 1 are .*, but tools are a list"),
-        (lambda e: e.answer("q", 5, "row 1"), "the answer of row 1 is 5, but an answer is text or messages"),
-        (lambda e: e.answer([USER], 5, "row 1"), "the answer of row 1 is 5, but an answer is text or messages"),
-        (lambda e: e.answer([USER], [USER, HELLO], "row 1"), "the answer of row 1 begins with a message of user"),
-        (lambda e: e.preference("q", 5, "a", "row 1"), r"the answer of row 1 \(chosen\) is 5"),
+        (lambda e: e.completion("q", 5, "row 1"), "the completion of row 1 is 5, but a completion is text or messages"),
+        (
+            lambda e: e.completion([USER], 5, "row 1"),
+            "the completion of row 1 is 5, but a completion is text or messages",
+        ),
+        (
+            lambda e: e.completion([USER], [USER, HELLO], "row 1"),
+            "the completion of row 1 begins with a message of user",
+        ),
+        (lambda e: e.preference("q", 5, "a", "row 1"), r"the completion of row 1 \(chosen\) is 5"),
         (lambda e: e.conversation([USER], "row 1"), "row 1 has no message of the assistant"),
-        (lambda e: e.answer("text", [HELLO], "row 1"), "the prompt of row 1 is text but its answer is messages"),
+        (
+            lambda e: e.completion("text", [HELLO], "row 1"),
+            "the prompt of row 1 is text but its completion is messages",
+        ),
         (lambda e: e.preference(None, "a", "b", "row 1"), "row 1 has no prompt"),
-        (lambda e: e.preference(None, [USER], [USER, HELLO], "row 1"), "one answer of row 1 is the beginning of"),
-        (lambda e: e.preference(None, [USER, HELLO], [MORE, BYE], "row 1"), "one answer of row 1 begins unlike"),
+        (lambda e: e.preference(None, [USER], [USER, HELLO], "row 1"), "one completion of row 1 is the beginning of"),
+        (lambda e: e.preference(None, [USER, HELLO], [MORE, BYE], "row 1"), "one completion of row 1 begins unlike"),
         (
             lambda e: e.preference(None, [SYSTEM, USER, HELLO], [SYSTEM, MORE, HELLO], "row 1"),
             r"the prompts of row 1 differ at message 1 \(user and user\)",
@@ -336,7 +350,7 @@ def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
         (lambda e: e.preference([USER], "Bye", [USER, HELLO], "row 1"), r"row 1 \(rejected\) begins with a message"),
         (
             lambda e: e.preference([SYSTEM, USER], [USER, HELLO], [USER, BYE], "row 1"),
-            "the answers of row 1 are conversations that do not begin with its prompt",
+            "the completions of row 1 are conversations that do not begin with its prompt",
         ),
         (lambda e: e.observation([USER], [], chat=False), "the observation is messages but the prompt was text"),
         (lambda e: Encoder(tokenizer=e.tokenizer, max_length=1), "max_length is 1"),
@@ -357,7 +371,7 @@ def test_what_a_template_or_a_tokenizer_raises_names_the_row(template: str) -> N
     broken = {"role": "assistant", "content": "bad \ud83d end"}
     names = [f"row {number}" for number in range(3)]
     template_fails, tokenizer_fails = (
-        rf"^row 1 cannot be encoded: the {part}.*Mend the row"
+        rf"^row 1 cannot be encoded: the {part}.*Fix the row"
         for part in ("chat template fails: No system.", "tokenizer fails: ")
     )
     for call, sentence in (
@@ -403,7 +417,7 @@ def test_a_text_beside_calls_that_a_template_would_lose_is_refused() -> None:
 def test_tools_are_written_by_the_template(template: Any, tools: Any) -> None:
     one = encoder(template)
     assert text(talked(one, TALK, tools=tools).tokens).startswith("[look]<|im_start|>user")
-    assert text(one.answer([USER], "Hi", tools=tools).tokens).startswith("[look]<|im_start|>user")
+    assert text(one.completion([USER], "Hi", tools=tools).tokens).startswith("[look]<|im_start|>user")
     pair = one.preference([USER], "Hi", "Bye", tools=tools)
     assert all(text(side.tokens).startswith("[look]<|im_start|>user") for side in pair)
     assert one.encode_rows("conversation", [(TALK, tools), (TALK, None)], ["a", "b"])[0] == one.conversation(
@@ -441,7 +455,7 @@ def test_rows_encoded_together_equal_each_alone(template: str | None, turns: Any
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
 def test_an_observation_is_what_the_template_writes_between_two_turns(template: str | None) -> None:
     one = encoder(template)
-    first = one.answer([USER], "Hello.")
+    first = one.completion([USER], "Hello.")
     end = len(first) - first.mask[::-1].index(1)  # what was sampled ends with the token that ends a turn
     between = one.observation("Go on\n", first.tokens[:end], chat=True)
     assert first.tokens[:end] + between == one.prompt([USER, HELLO, MORE])

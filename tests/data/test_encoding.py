@@ -175,7 +175,7 @@ def test_what_is_damaged_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         again = data.read(byte_tokenizer(), 500, tmp_path / "cache")
     assert "are damaged" in caplog.text
-    assert "made anew" in caplog.text
+    assert "encoded again" in caplog.text
     assert rows_of(again) == rows_of(fresh)
     again.store()
     assert EncodedDataset.load(tmp_path / "cache", again.digest) is not None
@@ -211,7 +211,7 @@ def test_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
 def test_a_row_that_is_neither_text_nor_messages_is_named(tmp_path: Path) -> None:
     for row in ({"prompt": "q", "completion": 5}, {"text": 5}, {"prompt": talk(1)[:1], "completion": 5}):
         path = rows_in(tmp_path / "a.jsonl", [row])
-        with pytest.raises(ValueError, match=r"the answer of line 1 of a\.jsonl is 5, but an answer is text"):
+        with pytest.raises(ValueError, match=r"the completion of line 1 of a\.jsonl is 5, but a completion is text"):
             Examples(path=path).read(byte_tokenizer(), 400)
 
 

@@ -159,7 +159,8 @@ def test_to_moves_every_tensor_and_keeps_the_rest(microbatch):
         ),
         (
             {"batch_indices": torch.zeros(4, dtype=torch.int64)},
-            "places is torch.int64 of shape (4,), but the packing holds 5 tokens. Give torch.int64 of shape (5,).",
+            "batch_indices is torch.int64 of shape (4,), but the packing holds 5 tokens. Give torch.int64 of shape "
+            "(5,).",
         ),
         (
             {"columns": {"mask": torch.zeros(6)}},

@@ -223,7 +223,8 @@ def test_a_pair_of_answers_is_two_sequences(template: str) -> None:
 
 def test_an_answer_of_several_rewritten_turns_cannot_be_one_of_a_pair() -> None:
     one = Encoder(tokenizer=tokenizer(QWEN3))
-    with pytest.raises(ValueError, match=r"the answer of row 3 \(chosen\) has 2 turns, and the chat template writes"):
+    refusal = r"the completion of row 3 \(chosen\) has 2 turns, and the chat template writes"
+    with pytest.raises(ValueError, match=refusal):
         one.preference(TALK[:1], TALK[1:], "2", "row 3")
     assert len(one.encode_rows("completion", [(TALK[:1], TALK[1:])], ["row 3"])[0]) == 2
 

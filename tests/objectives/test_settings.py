@@ -23,7 +23,7 @@ from postlude.objectives import (
     load_objective,
     weights,
 )
-from postlude.objectives.kl import estimate
+from postlude.objectives.kl import estimate_kl
 from tests.model.small import sequences, small_config, small_model
 
 
@@ -34,7 +34,7 @@ from tests.model.small import sequences, small_config, small_model
         (lambda: SFT(z_loss=-1.0), "z_loss is -1"),
         (lambda: Preference(loss_type="hinge"), "loss_type is 'hinge', but the choices are 'sigmoid', 'ipo'"),
         (lambda: Preference(beta=0.0), "beta is 0, but it must be a number above 0"),
-        (lambda: Preference(label_smoothing=0.5), "Swap the answers"),
+        (lambda: Preference(label_smoothing=0.5), "Swap the completions"),
         (lambda: Preference(loss_type="ipo", margin=1.0), "a margin of its own"),
         (lambda: PolicyGradient(surrogate="trpo"), "'clip', 'cispo', 'reinforce'"),
         (lambda: PolicyGradient(ratio="none"), "'token', 'sequence', 'on_policy'"),
@@ -86,7 +86,7 @@ def test_missing_columns_are_named() -> None:
 
 def test_columns_of_the_wrong_shape() -> None:
     two = [torch.ones(length, 2) for length in (5, 4, 6, 3)]
-    with pytest.raises(ValueError, match="weights are one number a token"):
+    with pytest.raises(ValueError, match="one per token"):
         run(SFT(over="mask"), mask=two)
     with pytest.raises(ValueError, match=r"must both be \[tokens, k\]"):
         run(Distill(), teacher_ids=two, teacher_logprobs=[1.0] * 4)
@@ -104,11 +104,11 @@ def test_a_split_pair_is_refused() -> None:
     (loss,) = run(objective)
     one, two = run(objective, budget=9)  # by luck, a pair in each
     torch.testing.assert_close(torch.cat([one.values, two.values]).sort().values, loss.values.sort().values)
-    with pytest.raises(ValueError, match=r"sequence \d, the .* answer of pair \d, is in microbatch \d without"):
+    with pytest.raises(ValueError, match=r"sequence \d, the .* completion of pair \d, is in microbatch \d without"):
         run(objective, budget=7)
     model = small_model("[*-]")
     (odd,) = pack(sequences(5, 4, 6), budget=64)
-    with pytest.raises(ValueError, match=r"sequence 2, the chosen answer of pair 1.*sequence 3"):
+    with pytest.raises(ValueError, match=r"sequence 2, the chosen completion of pair 1.*sequence 3"):
         model(odd, output_processor=lambda inputs, _: objective(inputs))
 
 
@@ -162,8 +162,8 @@ def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> 
         torch.testing.assert_close(found(estimator, gradient), wanted)
     assert (found("k3", "estimator") - wanted).abs().max() > 0.01  # biased, as documented
     exact = (p * (logprobs - reference)).sum()
-    torch.testing.assert_close((p * estimate(logprobs, reference, "k3")).sum(), exact)
-    torch.testing.assert_close((p * estimate(logprobs, reference, "k1")).sum(), exact)
+    torch.testing.assert_close((p * estimate_kl(logprobs, reference, "k3")).sum(), exact)
+    torch.testing.assert_close((p * estimate_kl(logprobs, reference, "k1")).sum(), exact)
 
 
 @pytest.mark.parametrize("gap", [-45.0, -19.0, -3.0, 0.5, 5.0, 18.0, 19.75, 20.25, 25.0, 60.0])
@@ -181,7 +181,7 @@ def test_the_penalty_pulls_towards_the_reference_however_far_it_is(gap: float) -
         penalty = ReferenceKL(coefficient=2.0, estimator=estimator, gradient=gradient)
         value = penalty(logprob, logprob.detach() + gap, logprob.detach() - 0.25)
         value.backward()
-        expected = estimate(logprob.detach(), logprob.detach() + gap, estimator)
+        expected = estimate_kl(logprob.detach(), logprob.detach() + gap, estimator)
         torch.testing.assert_close(value.detach(), 2.0 * expected * (math.exp(0.25) if gradient == "importance" else 1))
         torch.testing.assert_close(logprob.grad, torch.tensor([-2.0 * pull]), msg=f"{estimator} {gradient}")
 

@@ -1,7 +1,7 @@
-"""Messages, and what a tokenizer's chat template writes of them.
+"""ChatTemplate: renders messages with a tokenizer's chat template, and checks what the template can render.
 
-A template is a small program. One that was not written for a content of null, for tool calls or for tools leaves them
-out, or writes their Python form, without a word. So each is tried on the template before it is believed.
+A template that was not written for a content of null, for tool calls or for tools omits them, or writes their Python
+form, without an error. So each is tried on the template first.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ PLAIN_TEMPLATE = (
 )
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\b")
 
-ASKED: Message = {"role": "user", "content": "?"}
-THOUGHT = "reasoning-probe"
-THINKING: tuple[Message, ...] = (  # the ways in which templates are told what the assistant thought
-    {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n."},
-    {"role": "assistant", "content": ".", "reasoning_content": THOUGHT},
-    {"role": "assistant", "content": ".", "thinking": THOUGHT},
+QUESTION: Message = {"role": "user", "content": "?"}
+PROBE = "reasoning-probe"
+REASONING_PROBES: tuple[Message, ...] = (  # the ways in which templates take reasoning
+    {"role": "assistant", "content": f"<think>\n{PROBE}\n</think>\n\n."},
+    {"role": "assistant", "content": ".", "reasoning_content": PROBE},
+    {"role": "assistant", "content": ".", "thinking": PROBE},
 )
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The keys under which a message may hold what the assistant thought."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 OPEN, CLOSE = "<think>", "</think>"
 OPENED = re.compile(rf"{OPEN}(\s*)\Z")
 NAME = "probe_function"
@@ -48,12 +47,12 @@ TOOL = {
 
 
 class EncodingError(Exception):
-    """The template or the tokenizer failed. Whoever knows the row raises a ValueError that names it."""
+    """The template or the tokenizer failed. The caller raises a ValueError that names the row."""
 
 
 @contextmanager
 def as_encoding_error(what: str) -> Iterator[None]:
-    """Within, whatever is raised becomes `EncodingError` with its reason."""
+    """Turns any exception into an `EncodingError` with its reason."""
     try:
         yield
     except Exception as error:  # whatever templates, transformers and tokenizers raise
@@ -63,13 +62,13 @@ def as_encoding_error(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template, called with `options`."""
+    """The chat template of a tokenizer, with `options` for it."""
 
     tokenizer: ChatTokenizer
     options: Mapping[str, Any]
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, header: bool = False) -> str:
-        """The text of messages, with `header` followed by what the assistant's next turn begins with."""
+        """Returns the text of messages; with `header`, followed by the header of the assistant's next turn."""
         with as_encoding_error("the chat template fails"):
             text: str = self.tokenizer.apply_chat_template(
                 list(messages),
@@ -81,7 +80,7 @@ class ChatTemplate:
         return text
 
     def render_marked(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[tuple[int, int]]]:
-        """The text of messages, and where in it each part between generation marks begins and ends."""
+        """Returns the text of messages, and the spans between generation marks in it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with as_encoding_error("the chat template fails"):
@@ -94,11 +93,11 @@ class ChatTemplate:
         return rendered[0][0], list(rendered[1][0])
 
     def is_marked(self, tools: Tools = None) -> bool:
-        """Whether it marks what the assistant generates, and the tokenizer can say which tokens that is."""
+        """Whether it has generation marks, and the tokenizer can map them to tokens."""
         return bool(GENERATION_MARK.search(self.source(tools))) and getattr(self.tokenizer, "is_fast", False)
 
     def source(self, tools: Tools = None) -> str:
-        """The template's text. Of several by name, the one for tools where there are any."""
+        """Returns the template's source. Of several named ones, the one for tools if there are tools."""
         template = self.tokenizer.chat_template
         if isinstance(template, Mapping):
             for_tools = template.get("tool_use") if self._settings(tools).get("tools") else None
@@ -109,9 +108,9 @@ class ChatTemplate:
         return {**self.options, "tools": list(tools)} if tools else dict(self.options)
 
     def checked(self, messages: Any, row: str, tools: Tools = None) -> list[Message]:
-        """The messages as a list, if every one can be written as it is meant; else a ValueError that names it.
+        """Returns the messages as a list, or raises a ValueError that names one that the template cannot render.
 
-        Keys that are null are left out, and a content of several texts is joined into one.
+        Keys that are null are left out, and a content of several texts is joined.
         """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
             raise ValueError(f"{row} holds {shorten(messages)}, but messages are a list of at least one.")
@@ -130,32 +129,32 @@ class ChatTemplate:
         elif content is not None and not isinstance(content, str):
             raise ValueError(f"the content of {where} is {shorten(content)}, but a content is text.")
         if message.get("tool_calls"):
-            content = self._beside_calls(content, where, tools)
+            content = self._content_with_calls(content, where, tools)
         elif content is None:
             raise ValueError(f"the content of {where} is null. Give it text, or leave the row out.")
         return {name: value for name, value in message.items() if value is not None} | {"content": content}
 
-    def _beside_calls(self, content: str | None, where: str, tools: Tools) -> str | None:
-        """The content beside tool calls with which the template writes both. One that is empty may have to be null."""
-        for tried in (content,) if content else ("", None):
-            if self._writes_calls(tried, tools):
-                return tried
+    def _content_with_calls(self, content: str | None, where: str, tools: Tools) -> str | None:
+        """Returns a content with which the template renders tool calls too. An empty one may have to be null."""
+        for candidate in (content,) if content else ("", None):
+            if self._renders_calls(candidate, tools):
+                return candidate
         beside = " beside a text" if content else ""
         raise ValueError(
             f"{where} has tool calls, which the tokenizer's chat template does not write{beside}. Use a tokenizer "
             f"whose template does, or leave the row out."
         )
 
-    def _writes_calls(self, content: str | None, tools: Tools) -> bool:
+    def _renders_calls(self, content: str | None, tools: Tools) -> bool:
         key = (self.source(tools), content and "text")
         if key not in self._known:
-            said = {"role": "assistant", "content": key[1], "tool_calls": [CALL]}
-            text, asked = (self._attempt(messages, tools) for messages in ([ASKED, said], [ASKED]))
-            self._known[key] = NAME in text and text.count("None") <= asked.count("None")
+            turn = {"role": "assistant", "content": key[1], "tool_calls": [CALL]}
+            text, question = (self._try_render(messages, tools) for messages in ([QUESTION, turn], [QUESTION]))
+            self._known[key] = NAME in text and text.count("None") <= question.count("None")
         return self._known[key]
 
     def checked_tools(self, tools: Any, row: str) -> Tools:
-        """The tools of a row, from a list or its JSON; None where there are none. Else a ValueError."""
+        """Returns the tools of a row, given as a list or its JSON; None if there are none. Raises ValueError."""
         if isinstance(tools, str) and tools.strip():
             try:
                 tools = json.loads(tools)
@@ -167,7 +166,7 @@ class ChatTemplate:
             raise ValueError(f"the tools of {row} are {shorten(tools)}, but tools are a list of JSON schemas.")
         key = (self.source(tools), "tools")
         if key not in self._known:
-            self._known[key] = NAME in self._attempt([ASKED], [TOOL])
+            self._known[key] = NAME in self._try_render([QUESTION], [TOOL])
         if not self._known[key]:
             raise ValueError(
                 f"{row} has tools, which the tokenizer's chat template does not write. Use a tokenizer whose template "
@@ -176,20 +175,20 @@ class ChatTemplate:
         return tools
 
     def before_turn(self, messages: Sequence[Message], index: int, tools: Tools = None) -> str:
-        """What a model reads before message `index`, which is the assistant's: all before it, and the turn's header."""
+        """Returns what a model reads before the assistant's message `index`: all before it, and the turn's header."""
         if index:
             return self.render(messages[:index], tools, header=True)
-        asked, headed = (self.render([ASKED], tools, header=header) for header in (False, True))
-        header, text = headed.removeprefix(asked), self.render(messages[:1], tools)
-        return text[: text.find(header) + len(header)] if header != headed and header in text else header
+        without, with_header = (self.render([QUESTION], tools, header=header) for header in (False, True))
+        header, text = with_header.removeprefix(without), self.render(messages[:1], tools)
+        return text[: text.find(header) + len(header)] if header != with_header and header in text else header
 
     def turn(self, messages: Sequence[Message], index: int, tools: Tools = None) -> tuple[str, str] | None:
-        """What a model reads before message `index`, which is the assistant's, and what it then writes.
+        """Returns what a model reads before the assistant's message `index`, and what it then writes.
 
-        What it writes is the template's own text of the turn as the last one. A template may leave out what was thought
-        even there (DeepSeek-R1), or begin the turn with a thought that the message does not have: then the thought is
-        written as the model writes it, before what the template makes of the rest. None where the template writes
-        what comes before the turn differently once the turn is there.
+        What it writes is the template's text of the turn as the last one. A template may remove reasoning even there
+        (DeepSeek-R1), or start the turn with reasoning that the message does not have. Then the reasoning is written as
+        the model writes it, before what the template makes of the rest. Returns None if the template renders what comes
+        before the turn differently once the turn is there.
         """
         before, text = self.before_turn(messages, index, tools), self.render(messages[: index + 1], tools)
         message = messages[index]
@@ -200,23 +199,23 @@ class ChatTemplate:
         if is_whole and opened is None:
             return None
         start = before[: opened.start()] if opened else before
-        thought, answer = _thought_and_answer(message)
+        reasoning, answer = _reasoning_and_answer(message)
         rest = text[len(start) :].lstrip()
         if not text.startswith(start) or not rest.startswith(answer):
             return None
         if opened:
-            thought = thought.removeprefix(OPEN).removeprefix(opened[1])
-        return before, thought + rest
+            reasoning = reasoning.removeprefix(OPEN).removeprefix(opened[1])
+        return before, reasoning + rest
 
-    def drops_reasoning(self, heard: list[Message]) -> bool:
-        """Whether what the assistant thought is written in its last turn, and no more once `heard` follows it."""
+    def drops_reasoning(self, messages: list[Message]) -> bool:
+        """Whether the reasoning of the last turn is rendered, but no more once `messages` follow it."""
         return any(
-            THOUGHT in self._attempt([ASKED, said]) and THOUGHT not in self._attempt([ASKED, said, *heard])
-            for said in THINKING
+            PROBE in self._try_render([QUESTION, turn]) and PROBE not in self._try_render([QUESTION, turn, *messages])
+            for turn in REASONING_PROBES
         )
 
-    def _attempt(self, messages: Sequence[Message], tools: Tools = None) -> str:
-        """The text of messages, or none if the template does not know them."""
+    def _try_render(self, messages: Sequence[Message], tools: Tools = None) -> str:
+        """Returns the text of messages, or an empty one if the template refuses them."""
         try:
             return self.render(messages, tools)
         except EncodingError:
@@ -228,39 +227,39 @@ class ChatTemplate:
 
 
 def reasoning_of(message: Message) -> str:
-    """What the assistant thought before a message, by itself; empty if nothing is known of it."""
-    for key in REASONING:
+    """Returns the reasoning of a message without its tags; empty if there is none."""
+    for key in REASONING_KEYS:
         if isinstance(message.get(key), str):
             return str(message[key]).strip()
-    thought = (message.get("content") or "").rpartition(CLOSE)[0]
-    return (thought.partition(OPEN)[2] if OPEN in thought else thought).strip()
+    reasoning = (message.get("content") or "").rpartition(CLOSE)[0]
+    return (reasoning.partition(OPEN)[2] if OPEN in reasoning else reasoning).strip()
 
 
-def _thought_and_answer(message: Message) -> tuple[str, str]:
-    """A message's thought as a model writes it, with the tags around it, and the answer after it."""
+def _reasoning_and_answer(message: Message) -> tuple[str, str]:
+    """Returns a message's reasoning as a model writes it, with its tags, and the answer after it."""
     content = message.get("content") or ""
-    if CLOSE in content and not any(message.get(key) for key in REASONING):
-        thought, _, answer = content.rpartition(CLOSE)
+    if CLOSE in content and not any(message.get(key) for key in REASONING_KEYS):
+        reasoning, _, answer = content.rpartition(CLOSE)
         gap = answer[: len(answer) - len(answer.lstrip())]
-        opening = "" if thought.lstrip().startswith(OPEN) else f"{OPEN}\n"
-        return f"{opening}{thought.lstrip()}{CLOSE}{gap}", answer.strip()
+        opening = "" if reasoning.lstrip().startswith(OPEN) else f"{OPEN}\n"
+        return f"{opening}{reasoning.lstrip()}{CLOSE}{gap}", answer.strip()
     return f"{OPEN}\n{reasoning_of(message)}\n{CLOSE}\n\n", content.strip()
 
 
 def shared_prompt(one: Sequence[Message], other: Sequence[Message], row: str) -> int:
-    """How many messages two conversations begin with before the assistant's answers differ."""
+    """Returns the number of messages that two conversations share before the assistant's completions differ."""
     both = min(len(one), len(other))
     shared = next((i for i in range(both) if dict(one[i]) != dict(other[i])), both)
     if shared == len(one) == len(other) and one[-1]["role"] == "assistant":
         return shared - 1
     if shared in (0, both):
         fault = "is the beginning of the other" if shared else "begins unlike the other"
-        raise ValueError(f"one answer of {row} {fault}. Give two answers to one prompt.")
+        raise ValueError(f"one completion of {row} {fault}. Give two completions of one prompt.")
     roles = one[shared]["role"], other[shared]["role"]
     if roles != ("assistant", "assistant"):
         raise ValueError(
-            f"the prompts of {row} differ at message {shared} ({roles[0]} and {roles[1]}). Give two answers of the "
-            f"assistant to one prompt."
+            f"the prompts of {row} differ at message {shared} ({roles[0]} and {roles[1]}). Give two completions "
+            f"of one prompt."
         )
     return shared
 
@@ -269,14 +268,14 @@ def _joined(parts: list[Any], where: str) -> str:
     other = next((part for part in parts if not _is_text(part)), None)
     if other is not None or not parts:
         raise ValueError(
-            f"the content of {where} has the part {shorten(other)}, but models here read text alone. "
+            f"the content of {where} has the part {shorten(other)}, but models here read only text. "
             'Keep parts such as {"type": "text", "text": "..."}, or leave the row out.'
         )
     return "".join(part["text"] for part in parts)
 
 
 def shorten(value: Any) -> str:
-    """A value as an error shows it."""
+    """Returns a value as an error message shows it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

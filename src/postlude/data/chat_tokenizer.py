@@ -1,4 +1,4 @@
-"""ChatTokenizer: what this package asks of a tokenizer."""
+"""ChatTokenizer: the part of a tokenizer's interface that this package uses."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Any, Protocol
 
 
 class ChatTokenizer(Protocol):
-    """The part of a transformers tokenizer that an encoder uses."""
+    """The part of a transformers tokenizer that `Encoder` uses."""
 
     chat_template: Any
     eos_token_id: int | None
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
-        """The special tokens by their names, as templates see them."""
+        """The special tokens by name, as templates see them."""
         ...
 
     def __call__(self, text: Any, *, add_special_tokens: bool = ..., return_offsets_mapping: bool = ...) -> Any:
-        """The tokens of text, or of each of several, under "input_ids"."""
+        """Returns the tokens of one or several texts under "input_ids"."""
         ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """The tokens of messages."""
+        """Returns the text or tokens of messages."""
         ...
 
     def decode(self, token_ids: Any, **options: Any) -> str:
-        """The text of tokens."""
+        """Returns the text of tokens."""
         ...
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Those tokens by their number, with how they are found in text."""
+        """The tokens outside the ordinary vocabulary by id, with how they are matched in text."""
         ...
 
     def get_added_vocab(self) -> dict[str, int]:
-        """The tokens that stand outside the ordinary vocabulary, special ones among them."""
+        """The tokens outside the ordinary vocabulary, special ones included."""
         ...

@@ -1,4 +1,4 @@
-"""Rows of a dataset from JSONL, JSON, CSV or parquet files, and the order they are visited in."""
+"""Rows of a dataset from JSONL, JSON, CSV or parquet files, and the order in which they are visited."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ READABLE = ".jsonl, .json, .csv (each also as .gz) and .parquet"
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that describe a dataset and hold no rows of it."""
 DOCUMENTS = (".", "_", "README", "LICENSE")
-"""What the names of files begin with that are skipped without a word."""
+"""Prefixes of files that are skipped without a warning."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Every row of a dataset, in memory. `rows.location(i)` names row i to whoever must mend it."""
+    """Every row of a dataset, in memory. `rows.location(i)` is where row i is, for error messages."""
 
     name: str
     """The file's name, or the folder's."""
     rows: Sequence[Mapping[str, Any]]
-    places: Sequence[str]
-    """Where each row stands, such as "line 7 of train.jsonl"."""
+    locations: Sequence[str]
+    """Where each row is, such as "line 7 of train.jsonl"."""
 
     def __len__(self) -> int:
         """The number of rows."""
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """One row, by the names of its columns."""
+        """One row, by column name."""
         return self.rows[index]
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self.rows)
 
     def location(self, index: int) -> str:
-        """Where row `index` stands, for an error about it."""
-        return self.places[index]
+        """Returns where a row is, for error messages."""
+        return self.locations[index]
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column that a row has, in the order they first appear."""
+        """Every column, in the order of first appearance."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row))
 
     def require(self, *columns: str) -> Rows:
-        """Return these rows, having made sure that every one has a value in each of `columns`."""
+        """Returns these rows. Raises if one has no value in one of `columns`."""
         for column in columns:
             missing = [index for index, row in enumerate(self.rows) if row.get(column) is None]
             if len(missing) == len(self.rows):
@@ -73,39 +73,39 @@ class Rows:
 
 
 def read_rows(path: str | Path, require: Sequence[str] = ()) -> Rows:
-    """Read a .jsonl, .json, .csv or .parquet file, or a folder of such files in the order of their names.
+    """Reads a .jsonl, .json, .csv or .parquet file, or a folder of such files in the order of their names.
 
-    Every row is read and checked here, so that a broken one stops a run before it starts. `require` names the columns
-    in which every row must have a value. JSONL has one object a line, in UTF-8; blank lines count but hold no row. A
-    .json file is the same, or one list of objects. All but parquet may be compressed: `rows.jsonl.gz`.
+    Every row is read and checked here, so that a broken one stops a run before it starts. `require` names columns in
+    which every row must have a value. JSONL has one object per line, in UTF-8; blank lines are skipped. A .json file is
+    the same, or one list of objects. All but parquet may be compressed: `rows.jsonl.gz`.
     """
     path = Path(path)
     rows: list[Mapping[str, Any]] = []
-    places: list[str] = []
+    locations: list[str] = []
     for file in dataset_files(path):
-        for place, row in _read(file):
+        for location, row in _read(file):
             rows.append(row)
-            places.append(place)
+            locations.append(location)
     if not rows:
         raise ValueError(f"dataset {path} has no rows. Give a file with at least one.")
-    return Rows(path.name, rows, places).require(*require)
+    return Rows(path.name, rows, locations).require(*require)
 
 
 def dataset_files(path: Path) -> list[Path]:
-    """The files that a dataset is, in their order. A folder's files that cannot be read are named in a warning."""
+    """Returns the files of a dataset in order. Logs files of a folder that cannot be read."""
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.is_file() and not _is_description(file))
-        files = [file for file in found if _format(file) is not None]
+        candidates = sorted(file for file in path.iterdir() if file.is_file() and not _is_description(file))
+        files = [file for file in candidates if _format(file) is not None]
         if not files:
-            folders = sorted(each.name for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+            folders = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and entry.name[0] != ".")
             hint = f" It has the folder {folders[0]}: did you mean {path / folders[0]}?" if folders else ""
             raise FileNotFoundError(f"folder {path} has no rows to read, which are {READABLE}.{hint}")
-        skipped = [file.name for file in found if _format(file) is None]
+        skipped = [file.name for file in candidates if _format(file) is None]
         if skipped:
             log.warning("folder %s: not read, since rows are %s: %s.", path, READABLE, ", ".join(skipped))
         return files
     if not path.is_file():
-        siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, siblings, 1)
         hint = f"did you mean {path.parent / near[0]}?" if near else f"the current directory is {Path.cwd()}."
         raise FileNotFoundError(f"there is no dataset {path}; {hint}")
@@ -119,7 +119,7 @@ def _is_description(file: Path) -> bool:
 
 
 def _format(file: Path) -> str | None:
-    """The suffix that says how a file is read, without that of compression; None if it cannot be."""
+    """Returns the suffix of a file's format, without that of compression; None if the format is unknown."""
     name = file.name.lower()
     bare = name.removesuffix(".gz")
     suffix = Path(bare).suffix
@@ -146,7 +146,7 @@ def _read(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _is_list(file: io.BufferedIOBase) -> bool:
-    """Whether a file of JSON is one list of objects, and not an object a line."""
+    """Whether a JSON file is one list of objects, not one object per line."""
     start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     file.seek(0)
     return start.startswith(b"[") and start[1:].lstrip()[:1] in (b"{", b"", b"]")
@@ -165,32 +165,32 @@ def _read_list(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mappin
 
 def _read_lines(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in enumerate(file, start=1):
-        place = f"line {number} of {name}"
+        location = f"line {number} of {name}"
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             row = json.loads(text) if text else None
         except UnicodeDecodeError as error:
-            raise ValueError(f"{place} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+            raise ValueError(f"{location} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
         except json.JSONDecodeError as error:
             torn = "" if line.endswith(b"\n") else " It is the last line and has no end: was the file cut off?"
-            raise ValueError(f"{place} is not JSON: {error.msg} at column {error.colno}.{torn}") from error
+            raise ValueError(f"{location} is not JSON: {error.msg} at column {error.colno}.{torn}") from error
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-            raise ValueError(f"{place} cannot be read: {error}. Leave it out.") from error
+            raise ValueError(f"{location} cannot be read: {error}. Leave it out.") from error
         if text:
-            yield _checked_row(row, place, "Write one object a line.")
+            yield _checked_row(row, location, "Write one object per line.")
 
 
-def _checked_row(row: Any, place: str, mend: str) -> tuple[str, Mapping[str, Any]]:
+def _checked_row(row: Any, location: str, fix: str) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(row, dict):
         raise ValueError(
-            f'{place} holds a JSON {type(row).__name__}, but a row is an object such as {{"prompt": "..."}}. {mend}'
+            f'{location} holds a JSON {type(row).__name__}, but a row is an object such as {{"prompt": "..."}}. {fix}'
         )
-    return place, row
+    return location, row
 
 
 def _read_csv(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows of text by the names in the first line. An empty cell has no value."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a conversation may be longer than csv's own limit
+    """Yields rows of text by the column names in the first line. An empty cell has no value."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a conversation may be longer than csv's default limit
     binary: Any = file
     reader = csv.reader(io.TextIOWrapper(binary, encoding="utf-8-sig", newline=""), strict=True)
     try:
@@ -230,27 +230,27 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _unpadded(value: Any) -> Any:
-    """A value without the keys that are null within it.
+    """Returns a value without the keys that are null in it.
 
-    In parquet every object of a column has the keys of all of them, so that a key which only others have is null here.
+    In parquet every object of a column has the keys of all objects, and the missing ones are null.
     """
     if isinstance(value, dict):
-        return {name: _unpadded(each) for name, each in value.items() if each is not None}
-    return [_unpadded(each) for each in value] if isinstance(value, list) else value
+        return {name: _unpadded(entry) for name, entry in value.items() if entry is not None}
+    return [_unpadded(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _no_column(name: str, column: str, columns: Sequence[str]) -> str:
     near = difflib.get_close_matches(column, columns, 1)
     hint = f'; did you mean "{near[0]}"?' if near else "."
-    listed = ", ".join(f'"{each}"' for each in columns) or "none"
+    listed = ", ".join(f'"{name}"' for name in columns) or "none"
     return f'dataset {name} has no column "{column}"; it has: {listed}{hint}'
 
 
 class HeldOutRows:
-    """`count` of `size` rows that are never trained on, nor is any other row with the same content as one of them.
+    """`count` of `size` rows that are held out, together with every row of the same content.
 
-    `content` gives what a row is compared by. The rows held out are the last ones with different contents. Contents are
-    read as they are needed, since making a task may take long. `what` and `fix` are for the sentence about too few.
+    `content` returns what a row is compared by. The last rows with different contents are held out. Contents are read
+    when needed, since generating a task may take long. `what` and `fix` are for the error about too few rows.
     """
 
     def __init__(self, size: int, content: Callable[[int], bytes], count: int, *, what: str, fix: str) -> None:
@@ -275,10 +275,10 @@ class HeldOutRows:
 
 
 class Sampler:
-    """The order in which `size` rows are visited: each once an epoch, shuffled anew by `seed` and the epoch's number.
+    """The order in which `size` rows are visited: each once per epoch, shuffled by `seed` and the epoch's number.
 
-    Rows in `skip` are left out; it must not hold all of them. `state()` is plain JSON. A sampler restored from it goes
-    on with exactly the rows that would have come.
+    Rows in `skip` are left out; it must not hold all of them. `state()` is plain JSON. A sampler restored from it
+    continues with exactly the rows that would have followed.
     """
 
     def __init__(self, size: int, seed: int = 0, *, shuffle: bool = True, skip: Container[int] = ()) -> None:
@@ -291,11 +291,11 @@ class Sampler:
         self.shuffle = shuffle
         self.skip = skip
         self.epoch = 0
-        self.position = 0  # rows of this epoch already given or skipped
+        self.position = 0  # rows of this epoch already returned or skipped
         self._order = self._permutation()
 
     def take(self, count: int) -> list[int]:
-        """The next `count` rows. They may run from one epoch into the next."""
+        """Returns the next `count` rows. They may run from one epoch into the next."""
         if count < 0:
             raise ValueError(f"count is {count}, but the least is 0.")
         taken: list[int] = []
@@ -312,11 +312,11 @@ class Sampler:
 
     @property
     def progress(self) -> float:
-        """Epochs done, with the share of the one that is going on."""
+        """Epochs done, with the fraction of the current one."""
         return self.epoch + self.position / self.size
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as JSON."""
+        """Returns its position as JSON."""
         return {
             "size": self.size,
             "seed": self.seed,
@@ -326,12 +326,12 @@ class Sampler:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state` was taken, by a sampler of the same size, seed and shuffling."""
+        """Continues from a state of a sampler of the same size, seed and shuffling."""
         for name in ("size", "seed", "shuffle"):
             if state.get(name) != getattr(self, name):
                 raise ValueError(
                     f"the saved order has {name} {state.get(name)}, but this one has {getattr(self, name)}, so the "
-                    f"rows already visited cannot be told. Start anew, or bring back the dataset and its settings."
+                    f"rows already visited are unknown. Start again, or restore the dataset and its settings."
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position <= self.size:
@@ -346,7 +346,7 @@ class Sampler:
             return list(range(self.size))
         import numpy as np
 
-        # Of numpy's generators this one is frozen: the same order in every version, so a run resumes anywhere.
+        # This generator of numpy is frozen: the order is the same in every version, so a run resumes anywhere.
         generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, self.epoch])))
         order: list[int] = generator.permutation(self.size).tolist()
         return order

@@ -1,7 +1,7 @@
-"""Rows as tokens, kept on disk under a name that is made of all they depend on, so that a start encodes nothing twice.
+"""EncodedDataset: the tokens of a dataset, cached on disk under a digest of all they depend on.
 
-Arrays are memory-mapped: ranks of one machine share what they read. They are written aside and renamed, so that what
-has its name is whole; what a disk made of it since is known by checksums, and made anew.
+Arrays are memory-mapped, so that ranks of one machine share them. They are written aside and renamed, so that a cache
+under its final name is complete. Checksums detect later damage, and the rows are then encoded again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 2  # of how rows are encoded and kept; raise it where either changes
+VERSION = 2  # raise it when the encoding or the format of the cache changes
 ABOUT = "about.json"
 PREFIX = "rows-"
 ARRAYS = ("tokens", "mask", "starts", "sources")
@@ -37,66 +37,67 @@ ARRAYS = ("tokens", "mask", "starts", "sources")
 
 @dataclass(frozen=True)
 class EncodedDataset:
-    """Every row as tokens: `sequences_per_row` sequences each.
+    """The tokens of every row, `sequences_per_row` sequences each.
 
-    Sequence i is tokens[starts[i] : starts[i + 1]], as is its mask.
+    Sequence i is tokens[starts[i] : starts[i + 1]], and likewise its mask.
     """
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.uint8]
     starts: NDArray[np.int64]
     sources: NDArray[np.int64]
-    """The row of the dataset that each sequence is of."""
+    """The row of the dataset that each sequence comes from."""
     sequences_per_row: int = 1
     dropped: int = 0
-    """Sequences of the dataset that are not here."""
+    """The number of sequences that were left out."""
 
     def __len__(self) -> int:
         """The number of rows."""
         return (len(self.starts) - 1) // self.sequences_per_row
 
     def row(self, index: int) -> list[EncodedSequence]:
-        """The sequences of one row."""
-        return [self._sequence(index * self.sequences_per_row + side) for side in range(self.sequences_per_row)]
+        """Returns the sequences of one row."""
+        return [self._sequence(index * self.sequences_per_row + offset) for offset in range(self.sequences_per_row)]
 
     def first_of(self, index: int) -> int:
-        """The first of the rows here that are of the same row of the dataset: a conversation may be one a turn."""
+        """Returns the first row that comes from the same row of the dataset: a conversation may be one row per turn."""
         return (
             int(np.searchsorted(self.sources, self.sources[index * self.sequences_per_row])) // self.sequences_per_row
         )
 
     def content(self, index: int) -> bytes:
-        """What tells rows apart that are held out: all tokens before the first learned one; without a prompt, the row.
+        """Returns what held-out rows are compared by: the tokens of the prompt, or of the whole row if it has none.
 
-        Of a conversation that is one row a turn, it is the first turn's. No more is read than that, as every row is
-        asked for it.
+        For a conversation of one row per turn, it is that of the first turn. Only these tokens are read.
         """
         first = self.first_of(index) * self.sequences_per_row
         end, start = first + self.sequences_per_row, int(self.starts[first])
         prompt = int(self.mask[start : int(self.starts[first + 1])].view(bool).argmax())
-        stop = start + prompt if prompt > 1 else int(self.starts[end])  # more than a token that begins every text
+        stop = (
+            start + prompt if prompt > 1 else int(self.starts[end])
+        )  # a prompt of one token is the beginning-of-sequence token
         return self.tokens[start:stop].tobytes()
 
     def _sequence(self, index: int) -> EncodedSequence:
-        part = slice(int(self.starts[index]), int(self.starts[index + 1]))
-        return EncodedSequence(self.tokens[part].tolist(), self.mask[part].tolist())
+        span = slice(int(self.starts[index]), int(self.starts[index + 1]))
+        return EncodedSequence(self.tokens[span].tolist(), self.mask[span].tolist())
 
     @classmethod
     def of(cls, chunks: Iterable[EncodedChunk], *, sequences_per_row: int) -> EncodedDataset:
-        """All chunks of a dataset."""
-        found = list(chunks)
-        lengths = np.concatenate([np.zeros(1, np.int64), *(each.lengths for each in found)])
+        """Joins the chunks of a dataset."""
+        parts = list(chunks)
+        lengths = np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in parts)])
         return cls(
-            np.concatenate([each.tokens for each in found]),
-            np.concatenate([each.mask for each in found]),
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.mask for part in parts]),
             np.cumsum(lengths),
-            np.concatenate([each.sources for each in found]),
+            np.concatenate([part.sources for part in parts]),
             sequences_per_row,
-            sum(len(each.too_long) for each in found),
+            sum(len(part.too_long) for part in parts),
         )
 
     def store(self, folder: Path, digest: str) -> None:
-        """Keep the rows, in place of those that were kept under other digests."""
+        """Writes the cache and removes caches with other digests."""
         target = folder / f"{PREFIX}{digest[:16]}"
         if target.is_dir():
             return
@@ -107,14 +108,14 @@ class EncodedDataset:
         sums = {name: _checksum(aside / f"{name}.npy") for name in ARRAYS}
         about = {
             "digest": digest,
-            "sequences_per_row": self.sequences_per_row,
+            "sides": self.sequences_per_row,
             "dropped": self.dropped,
             "checksums": sums,
         }
         (aside / ABOUT).write_text(json.dumps(about))
         try:
             aside.rename(target)
-        except OSError:  # another machine's first rank was faster, with the same
+        except OSError:  # rank 0 of another machine was faster
             shutil.rmtree(aside, ignore_errors=True)
         for old in folder.glob(f"{PREFIX}*"):
             if old != target:
@@ -122,7 +123,7 @@ class EncodedDataset:
 
     @classmethod
     def load(cls, folder: Path, digest: str) -> EncodedDataset | None:
-        """What was kept under a digest; None where nothing was, or it is damaged, which is said and cleared away."""
+        """Returns the cache with a digest, or None. A damaged one is logged and removed."""
         target = folder / f"{PREFIX}{digest[:16]}"
         if not target.is_dir():
             return None
@@ -134,20 +135,20 @@ class EncodedDataset:
                 if _checksum(target / f"{name}.npy") != about["checksums"][name]:
                     raise ValueError(f"{name}.npy is not what was written")
             arrays: Any = {name: np.load(target / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
-            return cls(**arrays, sequences_per_row=about["sequences_per_row"], dropped=about["dropped"])
+            return cls(**arrays, sequences_per_row=about["sides"], dropped=about["dropped"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("the encoded rows in %s are damaged (%s); they are made anew.", target, error)
+            log.warning("the encoded rows in %s are damaged (%s); they are encoded again.", target, error)
             shutil.rmtree(target, ignore_errors=True)
             return None
 
 
 def cache_key(files: Sequence[Path], tokenizer: ChatTokenizer, settings: Mapping[str, Any]) -> str:
-    """What encoded rows depend on, in a word: the dataset's bytes, the tokenizer, its template, all settings."""
-    whole = hashlib.sha256()
+    """Returns a digest of all that encoded rows depend on: dataset files, tokenizer, template and settings."""
+    digest = hashlib.sha256()
 
     def add(part: str | bytes) -> None:
         data = part.encode() if isinstance(part, str) else part
-        whole.update(len(data).to_bytes(8, "little") + data)
+        digest.update(len(data).to_bytes(8, "little") + data)
 
     add(json.dumps([VERSION, version("transformers"), version("tokenizers")]))
     add(json.dumps(dict(settings), sort_keys=True, default=str))
@@ -162,7 +163,7 @@ def cache_key(files: Sequence[Path], tokenizer: ChatTokenizer, settings: Mapping
     for file in files:
         add(file.suffix)
         add(_hash(file))
-    return whole.hexdigest()
+    return digest.hexdigest()
 
 
 def _hash(file: Path) -> bytes:
@@ -171,8 +172,8 @@ def _hash(file: Path) -> bytes:
 
 
 def _checksum(file: Path) -> int:
-    found = 0
+    checksum = 0
     with file.open("rb") as opened:
         while block := opened.read(1 << 20):
-            found = zlib.crc32(block, found)
-    return found
+            checksum = zlib.crc32(block, checksum)
+    return checksum

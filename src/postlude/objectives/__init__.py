@@ -1,6 +1,6 @@
-"""What to minimise: functions of the output seam that return a `Loss`. They know tokens, no ranks and no scale.
+"""Objectives: functions of `OutputInputs` that return a `Loss`. They know tokens, but no ranks and no scale.
 
-Their settings are what configs are made of, so the room is entered without torch: what makes tensors imports it there.
+Configs use their settings, so importing this package does not import torch.
 """
 
 from postlude.objectives.correction import RolloutCorrection

@@ -1,7 +1,7 @@
-"""From rewards to advantages: plain functions on plain numbers, before a batch is made.
+"""Advantages from rewards: functions on plain numbers, called before a batch is made.
 
-`groups` names the prompt of each answer: equal names are one group, wherever they stand. A result of one number an
-answer is a column as it is; results with one number a token are lists of [length], as columns are.
+`groups` names the prompt of each completion; equal names are one group. Results have one number per completion, [N], or
+are lists of one number per token, [length] each. Both are columns of a batch as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def grpo(
 ) -> Tensor:
     """(reward - mean of its group) / (standard deviation of its group + eps), [N] fp32.
 
-    With `leave_one_out` the mean is of the others in the group. Without `scale_by_std` nothing is divided (Dr. GRPO).
+    With `leave_one_out` the mean is of the others in the group. Without `scale_by_std` it is not divided (Dr. GRPO).
     Where all rewards of a group are equal, or there is only one, advantages are exactly 0.
     """
     Bounds(least=0).check("eps", eps)
@@ -46,7 +46,7 @@ def grpo(
 
 
 def rloo(rewards: Numbers, groups: Sequence[Hashable]) -> Tensor:
-    """Reward - mean reward of the others in its group, [N] fp32."""
+    """reward - mean reward of the others in its group, [N] fp32."""
     return grpo(rewards, groups, leave_one_out=True, scale_by_std=False)
 
 
@@ -59,11 +59,11 @@ def reinforce_plus_plus(
     gamma: float = 1.0,
     eps: float = 1e-8,
 ) -> list[Tensor]:
-    """Returns, normalised over every token of the batch: (G - mean G) / (std G + eps), [length] fp32 each.
+    """(G - mean G) / (std G + eps) over every token of the batch, [length] fp32 each.
 
-    Gₜ sums γ^(s - t) · rₛ over the answer's tokens from t on, where r is the answer's reward at its last token, less
-    the token's own `penalties` (such as a KL to the reference). With `groups` the mean of its group is taken from the
-    reward first (REINFORCE++-baseline). `masks` are 1 for the answer's tokens, and advantages are 0 elsewhere.
+    Gₜ sums γ^(s - t) · rₛ over the completion's tokens from t on, where r is the reward at the last token, minus
+    `penalties` at each token (such as a KL to the reference). With `groups` the mean of the group is first subtracted
+    from the reward (REINFORCE++-baseline). `masks` are 1 for the completion's tokens; advantages are 0 elsewhere.
     """
     values = _read(rewards)
     if groups is not None:
@@ -73,29 +73,26 @@ def reinforce_plus_plus(
         _same_count("penalties", penalties, len(values))
     returns, kept = [], []
     for row, mask in enumerate(masks):
-        answer = _read(mask) != 0
-        earned = torch.zeros(len(answer), dtype=torch.float64)
-        if bool(answer.any()):
-            earned[int(answer.nonzero()[-1])] = values[row].double()
+        is_completion = _read(mask) != 0
+        token_rewards = torch.zeros(len(is_completion), dtype=torch.float64)
+        if bool(is_completion.any()):
+            token_rewards[int(is_completion.nonzero()[-1])] = values[row].double()
         if penalties is not None:
-            earned -= _read(penalties[row]) * answer
-        kept.append(answer)
-        returns.append(_discounted(earned, answer, gamma))
+            token_rewards -= _read(penalties[row]) * is_completion
+        kept.append(is_completion)
+        returns.append(_discounted(token_rewards, is_completion, gamma))
     return whiten(returns, kept, eps=eps)
 
 
 def whiten(values: Sequence[Numbers], masks: Sequence[Numbers], *, eps: float = 1e-8) -> list[Tensor]:
-    """(value - mean) / (standard deviation + eps) over all tokens of the batch that are masked in; 0 elsewhere."""
+    """(value - mean) / (standard deviation + eps) over all tokens of the batch with mask 1; 0 elsewhere."""
     _same_count("masks", masks, len(values))
-    read = [_read(each) for each in values]
-    kept = [_read(mask) != 0 for mask in masks]
-    chosen = torch.cat([each[mask] for each, mask in zip(read, kept, strict=True)])
-    if not len(chosen):
-        return [torch.zeros(len(each)) for each in read]
-    average, deviation = chosen.mean(), chosen.std(correction=0)
-    return [
-        ((each - average) / (deviation + eps)).where(mask, 0.0).float() for each, mask in zip(read, kept, strict=True)
-    ]
+    rows = [(_read(row), _read(mask) != 0) for row, mask in zip(values, masks, strict=True)]
+    kept = torch.cat([row[mask] for row, mask in rows])
+    if not len(kept):
+        return [torch.zeros(len(row)) for row, _ in rows]
+    average, deviation = kept.mean(), kept.std(correction=0)
+    return [((row - average) / (deviation + eps)).where(mask, 0.0).float() for row, mask in rows]
 
 
 def gae(
@@ -106,15 +103,13 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Generalised advantage estimates and the returns a critic learns, [length] fp32 each.
+    """Aₜ = δₜ + γ · λ · A(t + 1),   δₜ = rₜ + γ · V(t + 1) - V(t),   returnₜ = Aₜ + V(t)
 
-        δₜ = rₜ + γ · V(t + 1) - V(t),   Aₜ = δₜ + γ · λ · A(t + 1),   returnₜ = Aₜ + V(t)
-
-    `rewards` and `values` are [length] per sequence: what token t earned, and what was expected before it was chosen,
-    as `engine.values` gives it. V is 0 after the end. Tokens masked out (prompts, tool output) are stepped over: the
-    next token that counts is the one t + 1 means. Advantages and returns are 0 there. A reward on one of them, such as
-    an environment's beside its answer, is earned by the last token before it that counts; before the first there is
-    none, and it is left out. (verl's gae leaves out all of them.)
+    Returns the advantages A and the returns, which a critic is trained on, [length] fp32 each. `rewards` and `values`
+    are [length] per sequence: the reward of token t, and the value before it was sampled, from `engine.values`. V is 0
+    after the end. Tokens with mask 0 (prompts, tool output) are skipped: t + 1 is the next token with mask 1, and
+    advantages and returns are 0 there. A reward on such a token, such as an environment's, is added to the last token
+    before it with mask 1; before the first such token it is ignored. (verl's gae ignores all of them.)
     """
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0.0 <= factor <= 1.0:
@@ -123,45 +118,45 @@ def gae(
     if masks is not None:
         _same_count("masks", masks, len(rewards))
     advantages, returns = [], []
-    for row, each in enumerate(rewards):
-        earned, expected = _read(each), _read(values[row])
-        counted = torch.ones(len(earned), dtype=torch.bool) if masks is None else _read(masks[row]) != 0
-        if not len(earned) == len(expected) == len(counted):
+    for row, row_rewards in enumerate(rewards):
+        earned, expected = _read(row_rewards), _read(values[row])
+        kept = torch.ones(len(earned), dtype=torch.bool) if masks is None else _read(masks[row]) != 0
+        if not len(earned) == len(expected) == len(kept):
             raise ValueError(
-                f"sequence {row} has {len(earned)} rewards, {len(expected)} values and {len(counted)} masks. "
+                f"sequence {row} has {len(earned)} rewards, {len(expected)} values and {len(kept)} masks. "
                 "Give one of each for every token."
             )
-        found = torch.zeros(len(earned), dtype=torch.float64)
-        following, later = 0.0, 0.0
-        steps = counted.nonzero()[:, 0].tolist()
+        estimates = torch.zeros(len(earned), dtype=torch.float64)
+        next_value, advantage = 0.0, 0.0
+        steps = kept.nonzero()[:, 0].tolist()
         ends = [*steps[1:], len(earned)]
         for step, end in zip(reversed(steps), reversed(ends), strict=True):
             value = float(expected[step])
-            later = float(earned[step:end].sum()) + gamma * following - value + gamma * lam * later
-            found[step], following = later, value
-        advantages.append(found.float())
-        returns.append((found + expected).where(counted, 0.0).float())
+            advantage = float(earned[step:end].sum()) + gamma * next_value - value + gamma * lam * advantage
+            estimates[step], next_value = advantage, value
+        advantages.append(estimates.float())
+        returns.append((estimates + expected).where(kept, 0.0).float())
     return advantages, returns
 
 
-def _discounted(earned: Tensor, counted: Tensor, gamma: float) -> Tensor:
-    found = torch.zeros_like(earned)
+def _discounted(rewards: Tensor, kept: Tensor, gamma: float) -> Tensor:
+    returns = torch.zeros_like(rewards)
     later = 0.0
-    for step in reversed(counted.nonzero()[:, 0].tolist()):
-        later = float(earned[step]) + gamma * later
-        found[step] = later
-    return found
+    for step in reversed(kept.nonzero()[:, 0].tolist()):
+        later = float(rewards[step]) + gamma * later
+        returns[step] = later
+    return returns
 
 
 def _read(numbers: Numbers) -> Tensor:
-    read = torch.as_tensor(numbers).detach().to("cpu", torch.float64)
-    if read.ndim != 1:
-        raise ValueError(f"numbers have shape {tuple(read.shape)}, but these are one after the other, [length].")
-    return read
+    tensor = torch.as_tensor(numbers).detach().to("cpu", torch.float64)
+    if tensor.ndim != 1:
+        raise ValueError(f"numbers have shape {tuple(tensor.shape)}, but they must have one dimension, [length].")
+    return tensor
 
 
 def _grouped(rewards: Numbers, groups: Sequence[Hashable]) -> tuple[Tensor, Tensor, int]:
-    """Rewards [N] fp64, which group each is of [N] int64, and the number of groups."""
+    """Returns rewards [N] fp64, the index of each one's group [N] int64, and the number of groups."""
     values = _read(rewards)
     _same_count("groups", groups, len(values))
     numbers: dict[Hashable, int] = {}

@@ -1,4 +1,4 @@
-"""Where the engine that sampled a token and the one that trains on it disagree: weigh the token, or leave it out."""
+"""Importance weights for the difference between the engine that sampled a token and the one that trains on it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from postlude.checks import check_choice
-from postlude.objectives.checks import interval
-from postlude.objectives.kl import bounded
-from postlude.objectives.weights import sequence_mean, spread
+from postlude.objectives.checks import check_interval
+from postlude.objectives.kl import clamp_log_ratio
+from postlude.objectives.weights import broadcast_to_tokens, sequence_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ Bounds = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Corrected:
+class CorrectionWeights:
     """Importance weights [T] without gradient, and 1.0 where a bound changed the weight or dropped the token [T]."""
 
     weights: Tensor
@@ -29,46 +29,46 @@ class Corrected:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrection:
-    """Importance weights of the policy that computed "old_logprobs" over the one that sampled "rollout_logprobs":
+    """w = exp(old - rollout), the ratio of "old_logprobs" to "rollout_logprobs".
 
-        w = exp(old - rollout)                     of each token; with level="sequence", exp Σₜ(old - rollout) for all
-                                                   tokens of a sequence
+    With level="token" it is computed for each token; with "sequence" it is exp Σₜ(old - rollout) for all tokens of a
+    sequence. Then, each if given, with bounds (low, high):
 
-    then, each if given, with bounds (low, high):
-
-        truncate        w held to [low, high]                                        TIS; (0, 2) bounds it above only
+        truncate        w clamped to [low, high]                                     TIS; (0, 2) has no lower bound
         mask            w, but 0 outside [low, high]                                 IcePop
         sequence_mask   0 for the sequences whose geometric mean of exp(old - rollout) is outside [low, high]
 
-    Dropped tokens stay in the mean's count.
+    Masked tokens still count in the denominator of the mean.
     """
 
     level: Level = "token"
-    """Whether weights are of tokens or of whole sequences."""
+    """Whether weights belong to tokens or to whole sequences."""
     truncate: Bounds | None = (0.0, 2.0)
-    """Bounds that weights are held to."""
+    """Bounds to which weights are clamped."""
     mask: Bounds | None = None
-    """Bounds outside which a token counts for nothing."""
+    """Bounds outside which a token has weight 0."""
     sequence_mask: Bounds | None = None
-    """Bounds outside which a sequence counts for nothing."""
+    """Bounds outside which a sequence has weight 0."""
 
     def __post_init__(self) -> None:
         check_choice("level", self.level, get_args(Level))
         for name in ("truncate", "mask", "sequence_mask"):
-            interval(name, getattr(self, name))
+            check_interval(name, getattr(self, name))
 
-    def __call__(self, microbatch: Microbatch, old: Tensor, rollout: Tensor, kept: Tensor) -> Corrected:
-        """Weigh the tokens [T] of a microbatch, given both log-probs of each. `kept` [T]: those that are learned."""
-        gap = (old - rollout).detach().where(kept, 0.0)
-        logs = gap if self.level == "token" else spread(microbatch, microbatch.sequence_sum(gap))
-        raw = bounded(logs).exp()
+    def __call__(self, microbatch: Microbatch, old: Tensor, rollout: Tensor, kept: Tensor) -> CorrectionWeights:
+        """Returns the weights of the tokens [T] of a microbatch. `kept` [T]: the tokens trained on."""
+        difference = (old - rollout).detach().where(kept, 0.0)
+        log_weights = difference
+        if self.level == "sequence":
+            log_weights = broadcast_to_tokens(microbatch, microbatch.sequence_sum(difference))
+        raw = clamp_log_ratio(log_weights).exp()
         weights = raw if self.truncate is None else raw.clamp(*self.truncate)
         if self.mask is not None:
             weights = weights.where(_inside(raw, self.mask), 0.0)
         if self.sequence_mask is not None:
-            average = bounded(sequence_mean(microbatch, gap, kept)).exp()
-            weights = weights.where(spread(microbatch, _inside(average, self.sequence_mask)), 0.0)
-        return Corrected(weights, (weights != raw).float())
+            average = clamp_log_ratio(sequence_mean(microbatch, difference, kept)).exp()
+            weights = weights.where(broadcast_to_tokens(microbatch, _inside(average, self.sequence_mask)), 0.0)
+        return CorrectionWeights(weights, (weights != raw).float())
 
 
 def _inside(values: Tensor, bounds: Bounds) -> Tensor:

@@ -1,4 +1,4 @@
-"""An objective of your own, named on a command line or in a config: `load_objective("path/to/file.py:name")`."""
+"""Loads an objective of the user: `load_objective("path/to/file.py:name")`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from postlude.user_code import load_callable
 
 
 def load_objective(where: str, settings: Mapping[str, Any] | None = None) -> Objective:
-    """Load `name` from a Python file. The file is run, so name only files you trust.
+    """Loads `name` from a Python file. The file is run, so name only files you trust.
 
-    `name` is a function of `OutputInputs`, an object that can be called with them, or a class of such objects. A class
-    is built with `settings` as keywords; a function gets them as keywords at every call.
+    `name` is a function of `OutputInputs`, a callable object, or a class of such objects. A class is built with
+    `settings` as keywords; a function gets them as keywords at every call.
     """
-    found = load_callable(where, kind="function of OutputInputs that returns a Loss")
-    _check_settings(found, settings or {}, where)
+    target = load_callable(where, kind="function of OutputInputs that returns a Loss")
+    _check_settings(target, settings or {}, where)
     try:
-        objective = _with_settings(found, settings or {})
+        objective = _with_settings(target, settings or {})
         inspect.signature(objective).bind(None)
     except (TypeError, ValueError) as error:
         raise TypeError(
@@ -31,12 +31,12 @@ def load_objective(where: str, settings: Mapping[str, Any] | None = None) -> Obj
     return objective
 
 
-def _check_settings(found: Any, settings: Mapping[str, Any], where: str) -> None:
-    """Refuse a setting that it does not take, with the nearest that it does."""
-    parameters = list(inspect.signature(found).parameters.values())
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+def _check_settings(target: Any, settings: Mapping[str, Any], where: str) -> None:
+    """Refuses an unknown setting. The message names the nearest known one."""
+    parameters = list(inspect.signature(target).parameters.values())
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = [each.name for each in (parameters if inspect.isclass(found) else parameters[1:])]
+    known = [parameter.name for parameter in (parameters if inspect.isclass(target) else parameters[1:])]
     for name in settings:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -44,10 +44,10 @@ def _check_settings(found: Any, settings: Mapping[str, Any], where: str) -> None
             raise TypeError(f'{where} has no setting "{name}"; {hint}')
 
 
-def _with_settings(found: Any, settings: Mapping[str, Any]) -> Objective:
-    if inspect.isclass(found):
-        objective = found(**settings)
+def _with_settings(target: Any, settings: Mapping[str, Any]) -> Objective:
+    if inspect.isclass(target):
+        objective = target(**settings)
         if not callable(objective):
             raise TypeError("its objects cannot be called")
         return cast(Objective, objective)
-    return functools.partial(found, **settings) if settings else cast(Objective, found)
+    return functools.partial(target, **settings) if settings else cast(Objective, target)

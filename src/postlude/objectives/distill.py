@@ -1,4 +1,4 @@
-"""Distillation: take on a teacher's distribution, given its k likeliest tokens at every position."""
+"""Distillation from a teacher's k likeliest tokens at every position."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_choice
-from postlude.objectives.checks import per_token
+from postlude.objectives.checks import check_per_token
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import learned
+from postlude.objectives.weights import weighted_targets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from postlude.model import OutputInputs
 
 TEACHER_IDS = "teacher_ids"
-"""[length, k] per sequence: the ids the teacher finds likeliest in place of each token, as `engine.topk` gives them."""
+"""[length, k] per sequence: the teacher's likeliest ids in place of each token, from `engine.topk`."""
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """[length, k] per sequence: their log-probs under the teacher."""
@@ -24,46 +24,44 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 Outside = Literal["bucket", "renormalise", "ignore"]
 
 LEAST_MASS = 1e-7
-"""What is left outside of k tokens is known no better than this in fp32."""
+"""The least mass of the tokens outside the k: fp32 does not resolve less."""
 
 LEAST_LOGPROB = -100.0
-"""A teacher may rule a token out; its log-prob is taken as this."""
+"""The least log-prob of a teacher's token, which may be -inf."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distill:
-    """Divergence of student q and teacher p over the teacher's k likeliest tokens of each position:
+    """forward · Σ p · log(p / q) + (1 - forward) · Σ q · log(q / p) + nll · (-log q(token))
 
-        forward · Σ p · log(p / q) + (1 - forward) · Σ q · log(q / p) + nll · (-log q(token))
+    for student q and teacher p, summed over the teacher's k likeliest tokens of each position and averaged by the
+    weights that `over` names. `forward` is 1 for the forward divergence (mode-covering), 0 for the reverse one
+    (mode-seeking), between for a mixture. `outside` chooses how the rest of the vocabulary counts:
 
-    averaged by the weights `over` names. `forward` is 1 for the forward divergence (cover all the teacher does), 0 for
-    the reverse one (do nothing the teacher does not), between for a mixture. `outside` says what becomes of the rest of
-    the vocabulary:
-
-    - "bucket": it is one more token, of probability 1 - Σ p and 1 - Σ q. Both divergences are then proper ones.
+    - "bucket": as one more token, of probability 1 - Σ p and 1 - Σ q. Both divergences are then exact for k + 1 tokens.
     - "renormalise": p and q are divided by their sums over the k tokens.
-    - "ignore": it is left out of the sums.
+    - "ignore": not at all.
 
-    `temperature` is the student's, and should be the one the teacher's log-probs were made at.
+    `temperature` is the student's, and should be that of the teacher's log-probs.
 
-    Columns: "teacher_ids" and "teacher_logprobs", [k] a token; the weights that `over` names.
+    Columns: "teacher_ids" and "teacher_logprobs", [k] per token; the weights that `over` names.
     """
 
     forward: Annotated[float, Bounds(least=0, most=1)] = 1.0
     """Fraction of the forward divergence; the rest is the reverse one."""
     outside: Outside = "bucket"
-    """What becomes of tokens that are not among the teacher's k."""
+    """How tokens outside the teacher's k count."""
     nll: NonNegative = 0.0
     """Weight of the tokens' own negative log-likelihood."""
     temperature: Positive = 1.0
-    """Of teacher and student."""
+    """Temperature of teacher and student."""
     over: str = "tokens"
     """The weights: "tokens", or a column."""
 
     def __post_init__(self) -> None:
         check_choice("outside", self.outside, get_args(Outside))
         check_bounds(self)
-        per_token(self.over)
+        check_per_token(self.over)
         if self.forward < 1.0 and self.outside == "ignore":
             raise ValueError(
                 'outside="ignore" lets the reverse divergence fall by moving the student away from all k tokens. '
@@ -71,18 +69,18 @@ class Distill:
             )
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """What it is a mean over: the name of weights, and how many tokens further ahead than the next they are."""
+        """Returns the weights it is a mean over: their name, and the MTP depth of their tokens."""
         return ((self.over, 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Evaluate it on one microbatch."""
+        """Returns the loss of one microbatch."""
         ids, teacher = inputs.microbatch.column(TEACHER_IDS), inputs.microbatch.column(TEACHER_LOGPROBS).float()
         if ids.shape != teacher.shape or ids.ndim != 2:
             raise ValueError(
                 f"teacher_ids {tuple(ids.shape)} and teacher_logprobs {tuple(teacher.shape)} must both be [tokens, k]."
             )
         _check_ids(inputs)
-        targets, _, count = learned(inputs.microbatch, self.over)
+        targets, _, count = weighted_targets(inputs.microbatch, self.over)
         stats, student = inputs.head.logprobs_at(
             inputs.hidden, targets, ids, target_count=count, temperature=self.temperature
         )
@@ -101,7 +99,7 @@ class Distill:
         return Loss(values, self.over, metrics)
 
     def logs(self, logprobs: Tensor) -> Tensor:
-        """Log-probs [T, k] of k tokens -> those that are compared: [T, k], or [T, k + 1] with a bucket."""
+        """Returns the log-probs to compare, given those of k tokens [T, k]: [T, k], or [T, k + 1] with a bucket."""
         import torch
 
         if self.outside == "renormalise":
@@ -113,7 +111,7 @@ class Distill:
 
 
 def _check_ids(inputs: OutputInputs) -> None:
-    """Refuse a teacher of another vocabulary, by what the host saw of its ids."""
+    """Refuses ids outside the vocabulary, by the column's range on the host."""
     facts, size = inputs.microbatch.column_stats.get(TEACHER_IDS), inputs.config.vocab_size
     if facts is not None and (facts.least < 0 or facts.most >= size):
         wrong = facts.least if facts.least < 0 else facts.most

@@ -1,4 +1,4 @@
-"""How far a policy has moved, estimated from the tokens that were sampled; and the penalty for it."""
+"""KL divergence estimated from sampled tokens, and the penalty for leaving a reference policy."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Estimator = Literal["k1", "k2", "k3"]
 Gradient = Literal["expectation", "importance", "estimator"]
 
 LOG_BOUND = 20.0
-"""Differences of log-probs are held to ± this before they are exponentiated: beyond, no weight is meant seriously."""
+"""Differences of log-probs are clamped to ± this before they are exponentiated."""
 
 
-def bounded(difference: Tensor) -> Tensor:
-    """A difference of log-probs that can be exponentiated. Beyond the bound it is constant."""
+def clamp_log_ratio(difference: Tensor) -> Tensor:
+    """Returns a difference of log-probs, clamped to ± `LOG_BOUND`."""
     return difference.clamp(-LOG_BOUND, LOG_BOUND)
 
 
-def estimate(logprob: Tensor, other: Tensor, estimator: Estimator = "k3") -> Tensor:
-    """Estimate KL(p ‖ q) at tokens sampled from p, given log p = `logprob` and log q = `other`, [...] each.
+def estimate_kl(logprob: Tensor, other: Tensor, estimator: Estimator = "k3") -> Tensor:
+    """Returns an estimate of KL(p ‖ q) at tokens sampled from p, given log p = `logprob` and log q = `other`, [...].
 
-    With d = log q - log p, held to ± 20:
+    With d = log q - log p, clamped to ± 20:
 
         k1 = -d          unbiased, of either sign
         k2 = d² / 2      biased, never negative
         k3 = eᵈ - 1 - d  unbiased, never negative
     """
     check_choice("estimator", estimator, get_args(Estimator))
-    difference = bounded(other - logprob)
+    difference = clamp_log_ratio(other - logprob)
     if estimator == "k1":
         return -difference
     if estimator == "k2":
@@ -42,27 +42,26 @@ def estimate(logprob: Tensor, other: Tensor, estimator: Estimator = "k3") -> Ten
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceKL:
-    """A penalty for leaving the reference policy: coefficient · w · k, with k of `estimate(log p, log p_ref)`.
+    """coefficient · w · k,   k = `estimate_kl(log p, log p_ref)`: a penalty for leaving the reference policy.
 
-    An estimator's value at a token is one thing, the gradient of the divergence another: the policy also decides how
-    often the token is drawn. `gradient` says what w is:
+    The derivative of k is not the gradient of the divergence, since the policy also decides how often a token is
+    sampled. `gradient` chooses w:
 
-    - "expectation": w = p / sg(p), which is 1 and whose gradient is that of log p. The gradient is that of the mean of
-      k under the policy itself; of k1 and k3, it is the divergence's own: (log p - log p_ref) · ∇log p for k3.
-    - "importance": w = p / p_old. Likewise, and the value too is corrected for tokens drawn from the old policy.
-    - "estimator": w = 1, the derivative of k alone, as in the published GRPO. Of k2 it is the divergence's own
-      gradient, of k3 a biased one. Of k1 it is ∇log p, which is zero on average and no penalty: that is refused.
+    - "expectation": w = p / sg(p), which is 1 and has the gradient of log p. The result is the gradient of the mean of
+      k under the policy. For k1 and k3 that is the gradient of the divergence, for k3 (log p - log p_ref) · ∇log p.
+    - "importance": w = p / p_old. The same, and the value too is corrected for tokens sampled from the old policy.
+    - "estimator": w = 1, the derivative of k alone, as in the published GRPO. For k2 it is the gradient of the
+      divergence, for k3 a biased one. For k1 it is ∇log p, which is zero on average: that is refused.
 
-    Where log p_ref - log p is beyond ± 20, value and gradient are those at the bound: the penalty still pulls, the same
-    way, and no harder.
+    Where log p_ref - log p is beyond ± 20, value and gradient are those at the bound.
     """
 
     coefficient: Positive
     """Weight of the penalty."""
     estimator: Estimator = "k3"
-    """How the divergence is estimated at a token."""
+    """Estimator of the divergence at a token."""
     gradient: Gradient = "expectation"
-    """Whose gradient it has."""
+    """Which gradient it has."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -75,16 +74,16 @@ class ReferenceKL:
             )
 
     def __call__(self, logprob: Tensor, reference: Tensor, old: Tensor) -> Tensor:
-        """The penalty at each token, [...], given log-probs of the policy, the reference and the old policy."""
+        """Returns the penalty at each token, [...], given log-probs of the policy, the reference and the old policy."""
         now = logprob.detach()
-        values, difference = estimate(now, reference, self.estimator), bounded(reference - now)
+        values, difference = estimate_kl(now, reference, self.estimator), clamp_log_ratio(reference - now)
         if self.gradient == "estimator":
             slopes = -difference.expm1() if self.estimator == "k3" else -difference
         elif self.estimator == "k3":
-            slopes = -difference  # k + dk / d log p: written out, since both are huge where the reference is likelier
+            slopes = -difference  # k + dk / d log p, simplified: both terms are huge where the reference is likelier
         else:
             slopes = values + (1.0 if self.estimator == "k1" else -difference)
         if self.gradient == "importance":
-            weights = bounded(now - old).exp()
+            weights = clamp_log_ratio(now - old).exp()
             values, slopes = values * weights, slopes * weights
         return self.coefficient * (values + slopes * (logprob - now))

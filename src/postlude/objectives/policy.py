@@ -1,13 +1,13 @@
-"""Policy gradients: PPO and what came of it, from token-level clipping to sequence-level ratios.
+"""Policy gradients: PPO, GRPO, DAPO, CISPO, GSPO, REINFORCE.
 
-Columns, each one number a token:
+Columns, each one number per token:
 
-- "advantages": how much better than expected the token, or its whole answer, turned out.
+- "advantages": the advantage of the token or of its completion.
 - "old_logprobs": its log-prob under the policy that this step started from. Not read with ratio="on_policy".
-- "rollout_logprobs": its log-prob as the engine that sampled it said. Read with `correction`; if it is there without,
-  the mismatch is reported.
+- "rollout_logprobs": its log-prob as the sampling engine reported it. Read with `correction`; without, if it is there,
+  the mismatch is logged.
 - "reference_logprobs": its log-prob under the reference policy. Read with `kl`.
-- "positive": 1 for the tokens of answers that were right. Read with `positive_nll`.
+- "positive": 1 for the tokens of correct completions. Read with `positive_nll`.
 - the weights that `over` names.
 """
 
@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_choice
-from postlude.objectives.checks import per_token
-from postlude.objectives.correction import Corrected, RolloutCorrection
-from postlude.objectives.kl import ReferenceKL, bounded, estimate
+from postlude.objectives.checks import check_per_token
+from postlude.objectives.correction import CorrectionWeights, RolloutCorrection
+from postlude.objectives.kl import ReferenceKL, clamp_log_ratio, estimate_kl
 from postlude.objectives.loss import Loss, Metric, largest, mean
-from postlude.objectives.weights import learned, sequence_mean, spread
+from postlude.objectives.weights import broadcast_to_tokens, sequence_mean, weighted_targets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ Ratio = Literal["token", "sequence", "on_policy"]
 
 @dataclass(frozen=True)
 class PolicyColumns:
-    """What is known of each token beside its log-prob, [T] each; None where it is not wanted."""
+    """The columns of each token, [T] each; None where the settings do not need it."""
 
     weights: Tensor
     advantages: Tensor
@@ -47,14 +47,14 @@ class PolicyColumns:
     reference: Tensor | None = None
     positive: Tensor | None = None
     correction: Tensor | None = None
-    log_ratio: Tensor | None = None  # of whole sequences, with its gradient; None: each token's own
+    log_ratio: Tensor | None = None  # of whole sequences, with its gradient; None: that of each token
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient:
-    """A token's loss, averaged by the weights `over` names over the whole batch:
+    """w_rollout · surrogate + kl.coefficient · KL(p ‖ p_ref) - entropy · H(p) + positive_nll · 1[positive] · (-log p)
 
-        w_rollout · surrogate + kl.coefficient · KL(p ‖ p_ref) - entropy · H(p) + positive_nll · 1[right] · (-log p)
+    of each token, averaged over the whole batch by the weights that `over` names.
 
     **Surrogate**, of the advantage A and the ratio r:
 
@@ -65,47 +65,47 @@ class PolicyGradient:
     **Ratio** of the policy to the one the step started from:
 
         "token"      p / p_old of each token (PPO, GRPO, DAPO)
-        "sequence"   exp of the mean of log(p / p_old) over the learned tokens of the sequence (GSPO)
-        "on_policy"  p / sg(p): 1, with the gradient of log p. The policy itself stands for the old one everywhere
+        "sequence"   exp of the mean of log(p / p_old) over the trained tokens of the sequence (GSPO)
+        "on_policy"  p / sg(p): 1, with the gradient of log p. The policy replaces the old one everywhere
 
-    Differences of log-probs are held to ± 20 where they are exponentiated. `correction` gives w_rollout, which has no
-    gradient; `kl` the penalty; `entropy` is a bonus with its gradient. `temperature` is the sampler's.
+    Differences of log-probs are clamped to ± 20 before they are exponentiated. `correction` computes w_rollout, which
+    has no gradient. The entropy bonus has its gradient. `temperature` is the sampler's.
 
-    **Averages.** `over="tokens"` or a mask: a mean over tokens, as in DAPO. A column that `weights(masks,
-    mean="sequences")` made: over each answer, then over answers, as in GRPO and GSPO. With `length`, the weighted sum
-    is divided by length · number of sequences instead (Dr. GRPO), those with nothing to learn included.
+    **Means.** `over="tokens"` or a mask: a mean over tokens, as in DAPO. A column of `weights(masks,
+    mean="sequences")`: over each completion, then over completions, as in GRPO and GSPO. With `length`, the sum is
+    divided by length · number of sequences instead (Dr. GRPO), sequences of weight zero included.
     """
 
     surrogate: Surrogate = "clip"
-    """Which surrogate is minimised."""
+    """The surrogate loss."""
     ratio: Ratio = "token"
-    """What the ratio is of."""
+    """The policy ratio: of tokens, of sequences, or on-policy."""
     clip_low: NonNegative = 0.2
-    """How far the ratio may fall below 1."""
+    """Clip range of the ratio below 1."""
     clip_high: NonNegative = 0.2
-    """How far the ratio may rise above 1."""
+    """Clip range of the ratio above 1."""
     dual_clip: Annotated[float, Bounds(above=1)] | None = None
-    """A bound on the loss of bad answers, as a multiple of the advantage; none for no bound."""
+    """Bound on the loss where the advantage is negative, as a multiple of it; none for no bound."""
     correction: RolloutCorrection | None = None
-    """Weights for a sampler that is not quite the trained policy."""
+    """Importance weights for the mismatch of sampler and trainer."""
     kl: ReferenceKL | None = None
-    """A penalty for leaving the reference policy."""
+    """Penalty for leaving the reference policy."""
     entropy: float = 0.0
     """Weight of the entropy bonus."""
     positive_nll: NonNegative = 0.0
-    """Weight of the log-likelihood of right answers."""
+    """Weight of the log-likelihood of correct completions."""
     temperature: Positive = 1.0
     """The sampler's temperature."""
     over: str = "response_mask"
-    """The column of weights the loss is a mean over."""
+    """The column of weights of the mean."""
     length: Positive | None = None
-    """A constant to divide by instead of the number of tokens (Dr. GRPO)."""
+    """Constant length to divide by instead of the number of tokens (Dr. GRPO)."""
 
     def __post_init__(self) -> None:
         check_choice("surrogate", self.surrogate, get_args(Surrogate))
         check_choice("ratio", self.ratio, get_args(Ratio))
         check_bounds(self)
-        per_token(self.over)
+        check_per_token(self.over)
         if self.clip_low > 1.0:
             raise ValueError(f"clip_low is {self.clip_low:g}, but a ratio is never below 0. Use 1 for no lower bound.")
         if self.dual_clip is not None and self.surrogate != "clip":
@@ -114,28 +114,28 @@ class PolicyGradient:
             raise ValueError('surrogate="reinforce" uses no ratio. Use ratio="token" or "on_policy" with it.')
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """What it is a mean over: the name of weights, and how many tokens further ahead than the next they are."""
+        """Returns the weights it is a mean over: their name, and the MTP depth of their tokens."""
         return ((self.over, 0),) if self.length is None else (("sequences", 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Evaluate it on one microbatch."""
+        """Returns the loss of one microbatch."""
         from postlude.data import IGNORE
 
         microbatch, head = inputs.microbatch, inputs.head
-        targets, weights, count = learned(microbatch, self.over)
-        how: dict[str, Any] = {"target_count": count, "temperature": self.temperature, "entropy": True}
+        targets, weights, count = weighted_targets(microbatch, self.over)
+        options: dict[str, Any] = {"target_count": count, "temperature": self.temperature, "entropy": True}
         kept = targets != IGNORE
         columns = self.columns(microbatch, weights, kept)
-        if self.one_sweep:
+        if self.token_separable:
             columns, corrected = self._corrected(microbatch, columns, columns.old, kept)
-            found = head.objective(inputs.hidden, targets, self.token_losses, columns, **how)
-            return Loss(found.loss, self.over, self.metrics(microbatch, found.stats, columns, corrected))
-        stats = head.logprobs(inputs.hidden, targets, **how)
+            result = head.objective(inputs.hidden, targets, self.token_losses, columns, **options)
+            return Loss(result.loss, self.over, self.metrics(microbatch, result.stats, columns, corrected))
+        stats = head.logprobs(inputs.hidden, targets, **options)
         old = stats.logprob.detach() if columns.old is None else columns.old
         columns, corrected = self._corrected(microbatch, columns, old, kept)
         if self.ratio == "sequence":
-            logs = sequence_mean(microbatch, stats.logprob - old, kept)
-            columns = replace(columns, log_ratio=spread(microbatch, logs))
+            log_ratios = sequence_mean(microbatch, stats.logprob - old, kept)
+            columns = replace(columns, log_ratio=broadcast_to_tokens(microbatch, log_ratios))
         losses = self.token_losses(stats.logprob, stats.entropy, columns)
         metrics = self.metrics(microbatch, stats, columns, corrected)
         if self.length is None:
@@ -143,13 +143,13 @@ class PolicyGradient:
         return Loss(microbatch.sequence_sum(losses) / self.length, "sequences", metrics)
 
     @property
-    def one_sweep(self) -> bool:
-        """Whether all that is wanted is a sum over tokens of what depends on the token's own log-prob alone."""
+    def token_separable(self) -> bool:
+        """Whether the loss is a sum over tokens of a function of the token's own log-prob."""
         by_token = self.ratio == "token" or (self.ratio == "on_policy" and self.correction is None)
         return by_token and self.length is None
 
     def columns(self, microbatch: Microbatch, weights: Tensor, kept: Tensor) -> PolicyColumns:
-        """Read what these settings need. Of tokens that are not `kept`, columns may hold anything: it is taken as 0."""
+        """Returns the columns that these settings need. They are 0 at tokens that are not `kept`."""
 
         def read(name: str) -> Tensor:
             return microbatch.column(name).float().where(kept, 0.0)
@@ -163,7 +163,7 @@ class PolicyGradient:
         )
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: PolicyColumns) -> Tensor:
-        """The weighted loss of each token, [n]."""
+        """Returns the weighted loss of each token, [n]."""
         losses = self.surrogates(logprob, self.log_ratios(logprob, columns).exp(), columns.advantages)
         if columns.correction is not None:
             losses = losses * columns.correction
@@ -177,13 +177,13 @@ class PolicyGradient:
         return losses * columns.weights
 
     def log_ratios(self, logprob: Tensor, columns: PolicyColumns) -> Tensor:
-        """Log of r, [n]."""
+        """Returns log r, [n]."""
         if columns.log_ratio is not None:
-            return bounded(columns.log_ratio)
-        return bounded(logprob - (logprob.detach() if columns.old is None else columns.old))
+            return clamp_log_ratio(columns.log_ratio)
+        return clamp_log_ratio(logprob - (logprob.detach() if columns.old is None else columns.old))
 
     def surrogates(self, logprob: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """The surrogate of each token, [n]."""
+        """Returns the surrogate of each token, [n]."""
         if self.surrogate == "reinforce":
             return -advantages * logprob
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
@@ -195,40 +195,42 @@ class PolicyGradient:
         return losses
 
     def metrics(
-        self, microbatch: Microbatch, stats: TokenStats, columns: PolicyColumns, corrected: Corrected | None
+        self, microbatch: Microbatch, stats: TokenStats, columns: PolicyColumns, corrected: CorrectionWeights | None
     ) -> dict[str, Metric]:
-        """What to watch: ratios and what was clipped, divergences, entropy, and how far rollout and training differ."""
-        assert stats.entropy is not None  # asked for
+        """Returns metrics: ratios, clipped shares, divergences, entropy, and the mismatch of sampler and trainer."""
+        assert stats.entropy is not None
         logprob, entropy = stats.logprob.detach(), stats.entropy.detach()
         advantages, over = columns.advantages, self.over
         old = logprob if columns.old is None else columns.old
         ratio = self.log_ratios(logprob, columns).detach().exp()
         low, high = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
-        if self.surrogate == "clip":  # elsewhere the maximum is the unclipped one
+        if self.surrogate == "clip":  # where the sign differs, the unclipped term is the larger one
             low, high = low & (advantages < 0), high & (advantages > 0)
-        found = {
+        metrics = {
             "ratio": mean(ratio, over),
             "ratio_max": largest(ratio, over),
-            "kl_old": mean(estimate(old, logprob), over),  # KL(old ‖ policy): the old policy is what was sampled
+            "kl_old": mean(
+                estimate_kl(old, logprob), over
+            ),  # KL(old ‖ policy): tokens were sampled from the old policy
             "entropy": mean(entropy, over),
         }
         if self.surrogate != "reinforce":
-            found |= {"clipped_low": mean(low.float(), over), "clipped_high": mean(high.float(), over)}
+            metrics |= {"clipped_low": mean(low.float(), over), "clipped_high": mean(high.float(), over)}
         if self.dual_clip is not None:
-            found["clipped_dual"] = mean(((advantages < 0) & (ratio > self.dual_clip)).float(), over)
+            metrics["clipped_dual"] = mean(((advantages < 0) & (ratio > self.dual_clip)).float(), over)
         if self.kl is not None and columns.reference is not None:
-            found["kl_reference"] = mean(estimate(logprob, columns.reference, self.kl.estimator), over)
+            metrics["kl_reference"] = mean(estimate_kl(logprob, columns.reference, self.kl.estimator), over)
         if ROLLOUT in microbatch.columns:
             rollout = microbatch.column(ROLLOUT).float()
-            found["rollout_kl"] = mean(estimate(rollout, old), over)
-            found["rollout_logprob_diff_max"] = largest((old - rollout).abs(), over)
+            metrics["rollout_kl"] = mean(estimate_kl(rollout, old), over)
+            metrics["rollout_logprob_diff_max"] = largest((old - rollout).abs(), over)
         if corrected is not None:
-            found |= {"correction": mean(corrected.weights, over), "corrected": mean(corrected.changed, over)}
-        return found
+            metrics |= {"correction": mean(corrected.weights, over), "corrected": mean(corrected.changed, over)}
+        return metrics
 
     def _corrected(
         self, microbatch: Microbatch, columns: PolicyColumns, old: Tensor | None, kept: Tensor
-    ) -> tuple[PolicyColumns, Corrected | None]:
+    ) -> tuple[PolicyColumns, CorrectionWeights | None]:
         if self.correction is None or old is None:
             return columns, None
         corrected = self.correction(microbatch, old, microbatch.column(ROLLOUT).float(), kept)
