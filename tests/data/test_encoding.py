@@ -18,8 +18,8 @@ from postlude.data.chat import Encoder
 from postlude.data.encoded_dataset import EncodedDataset
 from postlude.data.encoding import EncodedChunk, encode
 from postlude.hf.tokenizer import CHAT_TEMPLATE, byte_tokenizer
-from postlude.recipes.data.encoded_rows import EncodedRows
-from postlude.recipes.data.rows import Examples, Pairs
+from postlude.recipes.config.data import Examples, Pairs
+from postlude.recipes.dataset import EncodedRows
 
 
 def talk(number: int) -> list[dict[str, Any]]:
@@ -104,19 +104,19 @@ def rows_of(kept: EncodedRows[Any]) -> list[Any]:
 
 def test_what_was_kept_equals_what_is_encoded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"), overlong="drop")
-    fresh = data.read(byte_tokenizer(), 100, tmp_path / "cache")
+    fresh = EncodedRows(data, byte_tokenizer(), 100, tmp_path / "cache")
     assert 0 < len(fresh) < 10
     assert not (tmp_path / "cache").exists()  # until it is asked for
     fresh.store()
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    two = Pairs(path=pairs).read(byte_tokenizer(), 100, tmp_path / "two")
+    two = EncodedRows(Pairs(path=pairs), byte_tokenizer(), 100, tmp_path / "two")
     two.store()
-    monkeypatch.setattr("postlude.recipes.data.encoded_rows.encode", lambda *_, **__: pytest.fail("it was kept"))
-    again = data.read(byte_tokenizer(), 100, tmp_path / "cache")
+    monkeypatch.setattr("postlude.recipes.dataset.encode", lambda *_, **__: pytest.fail("it was kept"))
+    again = EncodedRows(data, byte_tokenizer(), 100, tmp_path / "cache")
     assert rows_of(again) == rows_of(fresh)
     assert (str(again), again.largest) == (str(fresh), fresh.largest)
-    assert rows_of(Pairs(path=pairs).read(byte_tokenizer(), 100, tmp_path / "two")) == rows_of(two)
+    assert rows_of(EncodedRows(Pairs(path=pairs), byte_tokenizer(), 100, tmp_path / "two")) == rows_of(two)
 
 
 def test_whatever_decides_the_tokens_decides_whether_they_are_kept(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_whatever_decides_the_tokens_decides_whether_they_are_kept(tmp_path: Pat
             setattr(tokenizer, name, token)
         if added:
             tokenizer.add_tokens([added])
-        return str(data.read(tokenizer, budget).digest)
+        return str(EncodedRows(data, tokenizer, budget).digest)
 
     base = digest()
     assert digest() == base
@@ -158,7 +158,7 @@ def test_whatever_decides_the_tokens_decides_whether_they_are_kept(tmp_path: Pat
 @pytest.mark.parametrize("damage", ["cut", "flipped", "unreadable", "missing"])
 def test_what_is_damaged_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"))
-    fresh = data.read(byte_tokenizer(), 500, tmp_path / "cache")
+    fresh = EncodedRows(data, byte_tokenizer(), 500, tmp_path / "cache")
     fresh.store()
     (folder,) = (tmp_path / "cache").iterdir()
     tokens = folder / "tokens.npy"
@@ -173,7 +173,7 @@ def test_what_is_damaged_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureF
         case "missing":
             (folder / "mask.npy").unlink()
     with caplog.at_level(logging.WARNING):
-        again = data.read(byte_tokenizer(), 500, tmp_path / "cache")
+        again = EncodedRows(data, byte_tokenizer(), 500, tmp_path / "cache")
     assert "are damaged" in caplog.text
     assert "encoded again" in caplog.text
     assert rows_of(again) == rows_of(fresh)
@@ -184,7 +184,7 @@ def test_what_is_damaged_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_only_the_newest_rows_are_kept(tmp_path: Path) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"))
     for budget in (500, 600):
-        data.read(byte_tokenizer(), budget, tmp_path / "cache").store()
+        EncodedRows(data, byte_tokenizer(), budget, tmp_path / "cache").store()
     assert [each.name.startswith("rows-") for each in (tmp_path / "cache").iterdir()] == [True]
 
 
@@ -198,41 +198,43 @@ def test_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
     knows.chat_template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + CHAT_TEMPLATE
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     path = rows_in(tmp_path / "a.jsonl", [{"messages": talk(1), "tools": tools}, {"messages": talk(1)}])
-    with_tools, without = rows_of(Examples(path=path).read(knows, 400))
+    with_tools, without = rows_of(EncodedRows(Examples(path=path), knows, 400))
     assert knows.decode(with_tools.tokens) == "[look]" + knows.decode(without.tokens)
-    assert rows_of(Examples(path=path, tools="other").read(knows, 400)) == [without, without]
+    assert rows_of(EncodedRows(Examples(path=path, tools="other"), knows, 400)) == [without, without]
     pair = {"prompt": talk(1)[:1], "chosen": "a", "rejected": "b", "tools": tools}
-    (sequences_per_row,) = rows_of(Pairs(path=rows_in(tmp_path / "b.jsonl", [pair])).read(knows, 400))
+    (sequences_per_row,) = rows_of(EncodedRows(Pairs(path=rows_in(tmp_path / "b.jsonl", [pair])), knows, 400))
     assert all(knows.decode(side.tokens).startswith("[look]") for side in sequences_per_row)
     with pytest.raises(ValueError, match=r"line 1 of a\.jsonl has tools, which the tokenizer's chat template does not"):
-        Examples(path=path).read(byte_tokenizer(), 400)
+        EncodedRows(Examples(path=path), byte_tokenizer(), 400)
 
 
 def test_a_row_that_is_neither_text_nor_messages_is_named(tmp_path: Path) -> None:
     for row in ({"prompt": "q", "completion": 5}, {"text": 5}, {"prompt": talk(1)[:1], "completion": 5}):
         path = rows_in(tmp_path / "a.jsonl", [row])
         with pytest.raises(ValueError, match=r"the completion of line 1 of a\.jsonl is 5, but a completion is text"):
-            Examples(path=path).read(byte_tokenizer(), 400)
+            EncodedRows(Examples(path=path), byte_tokenizer(), 400)
 
 
 def test_roles_that_no_template_knows_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "tool", "assistant")]
     path = rows_in(tmp_path / "a.jsonl", [{"messages": known}])
-    Examples(path=path).read(byte_tokenizer(), 400)
+    EncodedRows(Examples(path=path), byte_tokenizer(), 400)
     assert not caplog.text
     other = [{"role": "human", "content": "x"}, *known]
-    Examples(path=rows_in(path, [{"messages": each} for each in (known, other, other)])).read(byte_tokenizer(), 400)
+    EncodedRows(
+        Examples(path=rows_in(path, [{"messages": each} for each in (known, other, other)])), byte_tokenizer(), 400
+    )
     assert 'line 2 of a.jsonl has a message of role "human", as have 1 more rows: the roles' in caplog.text
 
 
 def test_pairs_of_equal_answers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pairs = [{"prompt": "a", "chosen": "b", "rejected": other} for other in ("c", "b", "b")]
     path = rows_in(tmp_path / "a.jsonl", pairs[:1])
-    Pairs(path=path).read(byte_tokenizer(), 400)
+    EncodedRows(Pairs(path=path), byte_tokenizer(), 400)
     assert not caplog.text
-    kept = Pairs(path=rows_in(path, pairs)).read(byte_tokenizer(), 400)
+    kept = EncodedRows(Pairs(path=rows_in(path, pairs)), byte_tokenizer(), 400)
     assert len(kept) == 3
     assert "line 2 of a.jsonl has the same tokens chosen and rejected, as have 1 more pairs: nothing" in caplog.text
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    Pairs(path=rows_in(path, [{"chosen": said, "rejected": said}])).read(byte_tokenizer(), 400)
+    EncodedRows(Pairs(path=rows_in(path, [{"chosen": said, "rejected": said}])), byte_tokenizer(), 400)
     assert "line 1 of a.jsonl has the same tokens" in caplog.text

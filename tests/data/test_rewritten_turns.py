@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from postlude.data.chat import EncodedSequence, Encoder, TooLongError
-from postlude.recipes.data.rows import Examples, RowBatches
+from postlude.recipes.config.data import Examples
+from postlude.recipes.dataset import EncodedRows, RowBatches
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<U>", "<A>", "<eos>", "<|user|>", "<|assistant|>", "<|end|>"]
 QWEN3 = (  # thoughts are written after the last question alone, and an empty one in the last turn
@@ -240,10 +241,10 @@ def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(tmp_path
     assert isinstance(too_long, TooLongError)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (TALK, TALK[:2], TALK)))
-    whole = Examples(path=path).read(fast, 1000)
+    whole = EncodedRows(Examples(path=path), fast, 1000)
     assert str(whole) == "5 rows of 3 conversations, one a turn"
     assert [whole.rows.first_of(index) for index in range(5)] == [0, 0, 2, 3, 3]
-    kept = Examples(path=path, overlong="drop").read(fast, lengths[0])
+    kept = EncodedRows(Examples(path=path, overlong="drop"), fast, lengths[0])
     assert str(kept) == "3 rows, 2 more are too long and left out"
 
 
@@ -251,7 +252,7 @@ def test_no_turn_of_a_conversation_that_is_held_out_is_trained_on(tmp_path: Path
     talks = [[user(f"{number}?"), *TALK[1:]] for number in range(4)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in talks))
-    rows = Examples(path=path).read(tokenizer(QWEN3), 1000)
+    rows = EncodedRows(Examples(path=path), tokenizer(QWEN3), 1000)
     course = RowBatches(rows, batch=1, held_out=2, seed=0)
     trained = [course.take()[0] for _ in range(course.steps(1))]
     assert sorted(each.tokens for each in trained) == sorted(rows[index].tokens for index in range(4))

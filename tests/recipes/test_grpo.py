@@ -232,7 +232,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     for override, sentence in (
         ("--optimzer.lr=1", 'did you mean "optimizer.lr"'),
         ("--sampling.temperature=0", "nothing to compare"),
-        ("--objective.temperature=0.5", "answers are drawn at 1"),
+        ("--objective.temperature=0.5", "completions are sampled at 1"),
         (
             "--samples_per_prompt=1",
             '"samples_per_prompt" is "1" on the command line; give a whole number of at least 2',

@@ -15,8 +15,7 @@ import pytest
 from postlude.data.encoded_dataset import EncodedDataset
 from postlude.hf.load import load_model
 from postlude.recipes.config.load import ConfigError, load, undocumented
-from postlude.recipes.data.encoded_rows import EncodedRows
-from postlude.recipes.data.rows import RowBatches
+from postlude.recipes.dataset import EncodedRows, RowBatches
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.dpo import DPOTrainer
 from postlude.recipes.registry import RECIPES

@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
         else:
             if "mtp" in found:  # what is fresh is nothing that a run should begin with unseen
                 console.print(f"mtp: {found['mtp']}", markup=False, highlight=False, soft_wrap=True)
-            for keep in inputs.keep:
-                keep()
+            for write in inputs.on_success:
+                write()
     if options.dry_run:
         return DONE
     if options.ray is None:

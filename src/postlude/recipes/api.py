@@ -103,8 +103,8 @@ def start(
     if os.environ.get("LOCAL_RANK", "0") == "0":
         inputs = PreflightInputs(made, LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size))))
         preflight(chosen.checks(inputs))
-        for keep in inputs.keep:
-            keep()
+        for write in inputs.on_success:
+            write()
     outcome = run_on_ranks(chosen.run, made, device, nproc=size, device=device)
     summary = read_summary(made.run)
     return RunResult(made.run, outcome, summary, read_metrics(made.run), summary.model)

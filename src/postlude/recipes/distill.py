@@ -22,9 +22,10 @@ from postlude.recipes.checks.preflight import (
     teacher_checks,
     training_checks,
 )
+from postlude.recipes.config.data import Examples
 from postlude.recipes.config.recipe_configs import MASK, DistillConfig, OnPolicyData
 from postlude.recipes.config.settings import ObjectiveFile, build_objective
-from postlude.recipes.data.rows import Examples, IndexedRows
+from postlude.recipes.dataset import IndexedRows
 from postlude.recipes.prompts import build_environment
 from postlude.recipes.rollout_engine import check_servers
 from postlude.recipes.rollouts import (
@@ -126,7 +127,7 @@ def _trial_batch(top_k: int) -> Batch:
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
     config: DistillConfig = inputs.config
-    inputs.others.append(config.teacher)
+    inputs.other_models.append(config.teacher)
     data = config.data
     data_checks = (
         dataset_checks(inputs, data)

@@ -15,7 +15,7 @@ from postlude.recipes.checks.objective_trial import SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
 from postlude.recipes.config.recipe_configs import DPOConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.data.encoded_rows import EncodedRows
+from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
@@ -55,7 +55,7 @@ def _with_reference(batch: Batch, logprobs: list[Tensor]) -> Batch:
 
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
-    inputs.others += [inputs.config.model] if inputs.config.has_reference else []
+    inputs.other_models += [inputs.config.model] if inputs.config.has_reference else []
     trial = preference_batch([(SEQUENCES[0], SEQUENCES[1]), (SEQUENCES[2], SEQUENCES[3])])
     if inputs.config.has_reference:
         trial = _with_reference(trial, [torch.full((length,), -1.0) for length in trial.lengths])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from postlude.data.chat import Encoder, TooLongError
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.pool.worker_pool import NullPool, PoolFactory
-from postlude.recipes.config.settings import EnvironmentSettings, PromptSettings, SamplingSettings
+from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings
+from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.run.directory import is_rank0
 from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import Task, Tasks, TaskSubset

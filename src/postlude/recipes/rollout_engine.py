@@ -200,7 +200,7 @@ def check_servers(
 
 def _fits(length: LengthLimit, inputs: PreflightInputs, answers: SamplingSettings) -> None:
     """Refuse a server that would refuse what it will be asked."""
-    most, why, lower = inputs.most(answers)
+    most, why, lower = inputs.max_request(answers)
     if most > length.most:
         raise ValueError(f"{length.said}, but {why}. {length.mend}, or lower {lower}.")
 

@@ -10,7 +10,7 @@ from postlude.recipes.checks.objective_trial import SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
 from postlude.recipes.config.recipe_configs import SFTConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.data.encoded_rows import EncodedRows
+from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode

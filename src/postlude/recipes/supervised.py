@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from postlude.data import Batch
 from postlude.objectives import Objective
+from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.config.recipe_configs import SupervisedConfig
 from postlude.recipes.config.settings import fit_schedule
-from postlude.recipes.data.encoded_rows import CACHE, EncodedRows
-from postlude.recipes.data.rows import Examples, IndexedRows, Pairs, RowBatches
+from postlude.recipes.dataset import CACHE, EncodedRows, IndexedRows, RowBatches
 from postlude.recipes.mtp import with_mtp_loss
 from postlude.recipes.report.metrics import EVAL, LOSS
 from postlude.recipes.run.directory import is_rank0
@@ -57,8 +57,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         cache = self.run.path / CACHE
         if int(os.environ.get("LOCAL_RANK", dist.get_rank())):
             dist.barrier()
-            return data.read(self.tokenizer, self.config.budget, cache)
-        rows: EncodedRows[Any] = data.read(self.tokenizer, self.config.budget, cache)
+            return EncodedRows(data, self.tokenizer, self.config.budget, cache)
+        rows: EncodedRows[Any] = EncodedRows(data, self.tokenizer, self.config.budget, cache)
         rows.store()
         if rows.rows.dropped and is_rank0():
             LOG.warning("%s: %s.", data.path, rows)

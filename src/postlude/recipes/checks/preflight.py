@@ -1,8 +1,7 @@
-"""Preflight: what can be known before a rank is started or a run's directory is touched is looked at here.
+"""Preflight: everything that can be checked before a rank is started or the run directory is touched.
 
-A recipe composes its `checks` of those in this file. Each looks at one thing and says in a line what it found, or in a
-sentence what is wrong. All are looked at, so that one start tells of every mistake; a check that rests on another is
-left out where that one failed.
+A recipe composes its `checks` from those in this file. Each returns one line about what it found, or raises. All are
+run, so that one start reports every mistake. A check that depends on a failed one is left out.
 """
 
 from __future__ import annotations
@@ -35,20 +34,17 @@ from postlude.options import check_overlap
 from postlude.plan.memory import MemoryEstimate, estimate_memory
 from postlude.plan.parameter_count import total_parameters
 from postlude.recipes.checks.objective_trial import try_objective
+from postlude.recipes.config.data import Examples, Pairs
+from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings, ToolSettings, TurnSettings
 from postlude.recipes.config.schema import plain
 from postlude.recipes.config.settings import (
-    EnvironmentSettings,
     EvaluationSettings,
     ObjectiveFile,
-    PromptSettings,
     SamplingSettings,
-    ToolSettings,
     TrainingConfig,
-    TurnSettings,
     build_objective,
 )
-from postlude.recipes.data.encoded_rows import CACHE, EncodedRows
-from postlude.recipes.data.rows import Examples, Pairs, hold_out_rows
+from postlude.recipes.dataset import CACHE, EncodedRows, hold_out_rows
 from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.prompts import build_environment, encode_prompt, prompt_encoder
 from postlude.recipes.report.formatting import format_bytes
@@ -60,16 +56,16 @@ from postlude.rollout.environments import Environment, is_chat
 from postlude.rollout.rewards import check_reward_signature
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
 
-SAVED = 3  # numbers a parameter has in a checkpoint: itself and, at most, two of the optimizer's
+SAVED_NUMBERS = 3  # of each parameter in a checkpoint: itself and at most two of the optimizer's
 
 
 class PreflightError(ValueError):
-    """A run that cannot be: every reason that was found, a line each."""
+    """Why a run cannot start: one line for each reason."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at. `look` says what it found, or raises a sentence. It rests on the checks in `after`."""
+    """One check. `look` returns a line about what it found, or raises. It depends on the checks in `after`."""
 
     name: str
     look: Callable[[], str]
@@ -77,30 +73,30 @@ class Check:
 
 
 def preflight(checks: Sequence[Check]) -> dict[str, str]:
-    """Look at everything. Returns a line for each check, or raises every mistake there is."""
-    found: dict[str, str] = {}
+    """Runs all checks. Returns a line for each, or raises all mistakes."""
+    lines: dict[str, str] = {}
     mistakes: list[str] = []
     for check in checks:
-        if all(name in found for name in check.after):
+        if all(name in lines for name in check.after):
             try:
-                found[check.name] = check.look()
+                lines[check.name] = check.look()
             except USER_ERRORS as error:
                 mistakes.append(error_message(error))
     if mistakes:
         raise PreflightError("\n".join(dict.fromkeys(mistakes)))
-    return found
+    return lines
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """How a recipe is to be started: on which kind of device, on how many ranks."""
+    """The device and the number of ranks that a recipe is started on."""
 
     device: str = "cpu"
     ranks: int = 1
     here: bool = True
-    """Whether on this machine, so that its devices and its memory are those of the ranks."""
+    """Whether the ranks run on this machine, so that its devices and memory can be checked."""
     ray: bool = False
-    """Whether Ray gives out GPUs, and shares of them."""
+    """Whether Ray assigns GPUs, and shares of them."""
 
 
 @dataclass
@@ -109,27 +105,27 @@ class PreflightInputs:
 
     config: Any
     launch: LaunchInfo
-    others: list[str] = field(default_factory=list)
-    """Models that are held beside the trained one: a reference, a teacher."""
-    keep: list[Callable[[], None]] = field(default_factory=list)
-    """What was found and is worth keeping in the run's directory, once nothing is amiss and it may be touched."""
+    other_models: list[str] = field(default_factory=list)
+    """Models in memory besides the trained one: a reference, a teacher."""
+    on_success: list[Callable[[], None]] = field(default_factory=list)
+    """Called after all checks passed, to write results such as encoded rows to the run directory."""
     longest_prompt: int = 0
-    """Tokens of the longest prompt that was looked at."""
+    """Tokens of the longest prompt."""
     grows: bool = False
-    """Whether what is asked grows over several turns, up to the budget."""
+    """Whether requests grow over several turns, up to the budget."""
 
-    def most(self, answers: SamplingSettings) -> tuple[int, str, str]:
-        """The most tokens, prompt and answer, that a run asks for; a clause that says why, and what to lower."""
-        budget, answer = self.config.budget, answers.max_new_tokens
+    def max_request(self, sampling: SamplingSettings) -> tuple[int, str, str]:
+        """Returns the maximum tokens of a request, prompt and completion, a clause that says why, and what to lower."""
+        budget, completion = self.config.budget, sampling.max_new_tokens
         if self.grows:
             return budget, f"a conversation of several turns may have budget={budget} tokens", "budget"
-        together = self.longest_prompt + answer
-        why = f"a prompt of {self.longest_prompt} tokens and an answer of up to {answer} make {together}"
-        return together, why, "sampling.max_new_tokens"
+        total = self.longest_prompt + completion
+        why = f"a prompt of {self.longest_prompt} tokens and a completion of up to {completion} make {total}"
+        return total, why, "sampling.max_new_tokens"
 
     @cached_property
     def source(self) -> Source:
-        """What the model is loaded from."""
+        """The source of the model."""
         config = self.config
         if isinstance(config, TrainingConfig):
             return model_source(config.model, config.mtp)
@@ -137,12 +133,12 @@ class PreflightInputs:
 
     @cached_property
     def model(self) -> tuple[Family | None, ModelConfig]:
-        """The model's family, if it has one, and its config."""
+        """The model's family, or None, and its config."""
         return read_model(self.source)
 
     @cached_property
     def size(self) -> int:
-        """The number of the model's parameters."""
+        """Number of parameters."""
         return total_parameters(self.model[1])
 
     @cached_property
@@ -152,14 +148,14 @@ class PreflightInputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """Compute dtype."""
         default = "bfloat16" if self.launch.device == "cuda" else "float32"
         found: torch.dtype = getattr(torch, self.config.dtype or default)
         return found
 
     @cached_property
     def memory(self) -> list[MemoryEstimate]:
-        """What a rank of each pipeline stage will need."""
+        """Memory of a rank of each pipeline stage."""
         config: TrainingConfig = self.config
         return estimate_memory(
             self.model[1],
@@ -169,7 +165,7 @@ class PreflightInputs:
             moments=config.optimizer.fp32_per_parameter(config.weights),
             weights=config.weights,
             recompute=config.recompute,
-            frozen=sum(total_parameters(read_model(name)[1]) for name in self.others),
+            frozen=sum(total_parameters(read_model(name)[1]) for name in self.other_models),
             device=self.launch.device,
             mtp=config.mtp is not None,
             overlap=config.overlap,
@@ -178,7 +174,7 @@ class PreflightInputs:
 
 
 def model_checks(inputs: PreflightInputs) -> Iterator[Check]:
-    """What every recipe needs: a device, a place to write to, a model that can be read."""
+    """Checks of every recipe: device, run directory, loggers, model."""
     yield Check("device", lambda: _device(inputs.launch))
     yield Check("run", lambda: _run(inputs))
     yield Check("loggers", lambda: check_loggers(inputs.config.loggers))
@@ -188,9 +184,9 @@ def model_checks(inputs: PreflightInputs) -> Iterator[Check]:
 
 
 def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
-    """What every recipe that trains needs besides: a layout that divides the model, room in memory and on disk.
+    """Checks of every recipe that trains: also layout, memory, disk and objective.
 
-    The objective is called once, on `trial`: a small batch with the columns that the recipe gives it.
+    The objective is called once, on `trial`: a small batch with the columns of the recipe.
     """
     yield from model_checks(inputs)
     if (ahead := inputs.config.mtp) is not None:
@@ -206,45 +202,48 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
 def environment_checks(
     inputs: PreflightInputs,
     settings: EnvironmentSettings,
-    answers: SamplingSettings,
+    sampling: SamplingSettings,
     *,
     example: Callable[[Task, Mapping[str, Any]], Any] | None = None,
     held_out: EvaluationSettings | None = None,
 ) -> Iterator[Check]:
-    """Tasks that can be asked and a judge that can be called. `example` makes of a task one to learn by heart."""
+    """Checks of tasks and rewards. `example` encodes a task for the warm start."""
 
     def look() -> str:
         check_reward_signature(getattr(settings, "reward", None))
-        # One judge, in a process of its own whatever the config says: there it can be timed out.
-        config, judged = inputs.config, settings.model_copy(update={"workers": 1})
-        with closing(build_environment(judged, config.seed, inputs.tokenizer, answers, config.budget)) as environment:
+        # One worker process, whatever the config says: there the reward call can time out.
+        config, one_worker = inputs.config, settings.model_copy(update={"workers": 1})
+        with closing(
+            build_environment(one_worker, config.seed, inputs.tokenizer, sampling, config.budget)
+        ) as environment:
             if held_out is not None:
                 hold_out(environment.tasks, held_out.tasks, held_out.split_by)
-            made = not isinstance(settings, PromptSettings)  # tasks that are made: the first of them speak for all
-            encoder = prompt_encoder(environment, inputs.tokenizer, answers, config.budget)
+            generated = not isinstance(settings, PromptSettings)  # of generated tasks the first are enough
+            encoder = prompt_encoder(environment, inputs.tokenizer, sampling, config.budget)
             inputs.grows = isinstance(settings, TurnSettings) and settings.max_turns > 1
-            _tasks(inputs, environment.tasks, PAGE if made else len(environment.tasks), encoder, answers, example)
+            _tasks(inputs, environment.tasks, PAGE if generated else len(environment.tasks), encoder, sampling, example)
             first = environment.tasks[0]
             if isinstance(settings, TurnSettings) and is_chat(first.prompt):
                 _turns(environment, inputs.tokenizer, settings)
-            said = first.example.get("answer")
-            environment.trial_call(first, said if isinstance(said, str) else "")
-            return f"{len(environment.tasks)} tasks, and a judge that answers"
+            answer = first.example.get("answer")
+            environment.trial_call(first, answer if isinstance(answer, str) else "")
+            return f"{len(environment.tasks)} tasks, and a reward function that works"
 
     yield Check("tasks", look, after=("tokenizer",))
-    if answers.draft is not None:
+    if sampling.draft is not None:
         yield Check("draft", lambda: _draft(inputs), after=("model",))
-    if answers.stop_tokens:
-        yield Check("stop tokens", lambda: _stop_tokens(inputs, answers), after=("tokenizer",))
+    if sampling.stop_tokens:
+        yield Check("stop tokens", lambda: _stop_tokens(inputs, sampling), after=("tokenizer",))
 
 
 def dataset_checks(inputs: PreflightInputs, data: Examples | Pairs) -> Iterator[Check]:
-    """Rows that can all be read and encoded, and are within the budget."""
+    """Check of a dataset: every row can be encoded within the budget."""
 
     def look() -> str:
-        rows: EncodedRows[Any] = data.read(inputs.tokenizer, inputs.config.budget, inputs.config.run / CACHE)
+        config = inputs.config
+        rows: EncodedRows[Any] = EncodedRows(data, inputs.tokenizer, config.budget, config.run / CACHE)
         check_vocabulary(rows.largest, inputs)
-        inputs.keep.append(rows.store)
+        inputs.on_success.append(rows.store)
         if inputs.config.held_out.rows:
             hold_out_rows(rows, inputs.config.held_out.rows)
         return str(rows)
@@ -253,7 +252,7 @@ def dataset_checks(inputs: PreflightInputs, data: Examples | Pairs) -> Iterator[
 
 
 def teacher_checks(inputs: PreflightInputs, teacher: str, top_k: int) -> Iterator[Check]:
-    """A teacher that can be read and knows the student's tokens."""
+    """Checks of a teacher: it can be read and has the student's tokens."""
 
     def look() -> str:
         _, theirs = read_model(teacher)
@@ -267,7 +266,7 @@ def teacher_checks(inputs: PreflightInputs, teacher: str, top_k: int) -> Iterato
 
 
 def check_teacher(model: str, ours: ModelConfig, teacher: str, theirs: ModelConfig, top_k: int) -> None:
-    """Refuse a teacher of other tokens, or fewer than are to be compared."""
+    """Refuses a teacher with another vocabulary size, or with fewer tokens than top_k."""
     if ours.vocab_size != theirs.vocab_size:
         raise ValueError(
             f"the student {model} has {ours.vocab_size} tokens and the teacher {teacher} {theirs.vocab_size}. Distil "
@@ -278,20 +277,20 @@ def check_teacher(model: str, ours: ModelConfig, teacher: str, theirs: ModelConf
 
 
 def check_teacher_tokens(model: str, ours: PreTrainedTokenizerBase, teacher: str) -> str:
-    """Refuse a teacher to whom an id is another token. Returns a clause about its tokenizer.
+    """Refuses a teacher with another tokenizer. Returns a clause about its tokenizer.
 
-    Which token begins and which ends a text may differ, as they do between a base model and its chat model.
+    BOS and EOS may differ, as they do between a base model and its chat model.
     """
     try:
         theirs = load_tokenizer(teacher)
     except FileNotFoundError:
-        return "whose tokenizer is not there to be compared"
+        return "without a tokenizer to compare"
     difference = first_difference(ours, theirs)
     if difference is not None:
-        number, own, other = difference
+        number, student_token, teacher_token = difference
         raise ValueError(
-            f"token {number} is {own} to the student {model} and {other} to the teacher {teacher}. Distil between "
-            "models of one tokenizer."
+            f"token {number} is {student_token} to the student {model} and {teacher_token} to the teacher {teacher}. "
+            "Distil between models of one tokenizer."
         )
     for name in ("bos_token", "eos_token"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -300,7 +299,7 @@ def check_teacher_tokens(model: str, ours: PreTrainedTokenizerBase, teacher: str
 
 
 def check_vocabulary(tokens: int, inputs: PreflightInputs) -> None:
-    """Refuse a tokenizer that gives a token, the largest of which is `tokens`, that the model has no place for."""
+    """Refuses a tokenizer whose largest token, `tokens`, is beyond the model's vocabulary."""
     size = inputs.model[1].vocab_size
     if tokens >= size:
         raise ValueError(
@@ -310,7 +309,7 @@ def check_vocabulary(tokens: int, inputs: PreflightInputs) -> None:
 
 
 def print_findings(inputs: PreflightInputs, found: Mapping[str, str], console: Console) -> None:
-    """A line for each check, and a table of the memory that a rank of each pipeline stage needs."""
+    """Prints a line for each check, and a table of the memory of each pipeline stage."""
     for name, line in found.items():
         console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
     if "memory" not in found:
@@ -338,14 +337,14 @@ def _run(inputs: PreflightInputs) -> str:
     path = check_writable("run", inputs.config.run, "--run")
     check_run(path, plain(inputs.config), may_change=MAY_CHANGE)
     if (path / LOCK).exists():
-        RunLock(path).release()  # what another process holds is refused
+        RunLock(path).release()  # raises if another process holds it
     return str(path)
 
 
 def _model(inputs: PreflightInputs) -> str:
     config = inputs.model[1]
     if (rate := getattr(inputs.config, "selection_bias_rate", None)) is not None:
-        config.with_selection_bias_rate(rate)  # or a sentence
+        config.with_selection_bias_rate(rate)  # raises if no router has a selection bias
     return f"{inputs.config.model}, {config.pattern}, {inputs.size:,} parameters"
 
 
@@ -356,11 +355,11 @@ def _weights(source: Source) -> str:
 
 def _draft(inputs: PreflightInputs) -> str:
     check_draft("mtp", inputs.model[1])
-    return "by the first multi-token-prediction depth"
+    return "with the first multi-token-prediction depth"
 
 
-def _stop_tokens(inputs: PreflightInputs, answers: SamplingSettings) -> str:
-    ids, size = answers.stop_ids(inputs.tokenizer), inputs.model[1].vocab_size
+def _stop_tokens(inputs: PreflightInputs, sampling: SamplingSettings) -> str:
+    ids, size = sampling.stop_ids(inputs.tokenizer), inputs.model[1].vocab_size
     for token in ids:
         if token >= size:
             raise ValueError(
@@ -414,7 +413,7 @@ def _memory(inputs: PreflightInputs) -> str:
 
 
 def _room(device: str, neighbours: int) -> int:
-    """Bytes that one of the ranks of this machine has."""
+    """Returns the memory of one of the ranks of this machine, in bytes."""
     if device == "cuda":
         gpus = torch.cuda.device_count()
         least = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus))
@@ -425,7 +424,7 @@ def _room(device: str, neighbours: int) -> int:
 def _disk(inputs: PreflightInputs) -> str:
     path = inputs.config.run.expanduser().absolute()
     there = nearest_existing(path)
-    free, needed = shutil.disk_usage(there).free, inputs.size * SAVED * 4
+    free, needed = shutil.disk_usage(there).free, inputs.size * SAVED_NUMBERS * 4
     if needed > free:
         raise OSError(
             f"a checkpoint takes about {format_bytes(needed)}, but {there} has {format_bytes(free)} left. Make "
@@ -437,22 +436,22 @@ def _disk(inputs: PreflightInputs) -> str:
 
 def _objective(inputs: PreflightInputs, trial: Batch) -> str:
     objective, start = inputs.config.objective, inputs.launch
-    made = build_objective(objective)
-    name = objective.file if isinstance(objective, ObjectiveFile) else type(made).__name__
+    built = build_objective(objective)
+    name = objective.file if isinstance(objective, ObjectiveFile) else type(built).__name__
     devices = ["cpu", "cuda"] if start.device == "cuda" and start.here else ["cpu"]
-    try_objective(made, name, trial, inputs.model[1], inputs.dtype, devices)
+    try_objective(built, name, trial, inputs.model[1], inputs.dtype, devices)
     return f"{name}, which returns a loss"
 
 
 def _turns(environment: Environment, tokenizer: PreTrainedTokenizerBase, settings: TurnSettings) -> None:
-    """Ask the chat template whether a conversation can go on by it, and whether it writes the tools."""
+    """Checks that the chat template can continue a conversation, and that it writes the tools."""
     options = dict(environment.template_options)
     encoder = Encoder(tokenizer=tokenizer, options=options)
-    heard: Any = [{"role": "tool", "content": "?"}] if isinstance(settings, ToolSettings) else "?"
-    encoder.observation(heard, [], chat=True, keep_reasoning=settings.keep_reasoning)
-    asked = environment.tasks[0].prompt
-    told = encoder.prompt(asked) != Encoder(tokenizer=tokenizer).prompt(asked)
-    if isinstance(settings, ToolSettings) and settings.system is None and not told:
+    reply: Any = [{"role": "tool", "content": "?"}] if isinstance(settings, ToolSettings) else "?"
+    encoder.observation(reply, [], chat=True, keep_reasoning=settings.keep_reasoning)
+    prompt = environment.tasks[0].prompt
+    writes_tools = encoder.prompt(prompt) != Encoder(tokenizer=tokenizer).prompt(prompt)
+    if isinstance(settings, ToolSettings) and settings.system is None and not writes_tools:
         raise ValueError(
             f"the chat template does not write which tools there are ({', '.join(settings.tools)}). Describe them in "
             "environment.system, and that a call is written <tool_call>{...}</tool_call>; or use a template that knows "
@@ -465,15 +464,15 @@ def _tasks(
     tasks: Tasks,
     count: int,
     encoder: Encoder,
-    answers: SamplingSettings,
+    sampling: SamplingSettings,
     example: Callable[[Task, Mapping[str, Any]], Any] | None,
 ) -> None:
-    """Encode the prompts of the first `count` tasks, and their examples."""
+    """Encodes the prompts of the first `count` tasks, and their examples."""
     budget = inputs.config.budget
     largest = 0
     for index in range(min(len(tasks), count)):
         task = tasks[index]
-        prompt = encode_prompt(encoder, task, budget, answers)
+        prompt = encode_prompt(encoder, task, budget, sampling)
         inputs.longest_prompt = max(inputs.longest_prompt, len(prompt))
         largest = max(largest, *prompt)
         if example is not None:

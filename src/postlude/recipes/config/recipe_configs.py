@@ -1,6 +1,6 @@
-"""What decides a run of each recipe: its whole config. `settings.py` has the parts that several share.
+"""The whole config of each recipe. `settings.py`, `environments.py` and `rollout.py` have the parts that they share.
 
-They are read without torch, so that a mistake is named at once; the recipes themselves are in files of their own.
+They are read without torch, so that a mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.objectives import SFT, Distill, PolicyGradient, Preference
 from postlude.optimizer import SGD, AdamW
+from postlude.recipes.config.data import Examples, Pairs
+from postlude.recipes.config.environments import EnvironmentSettings, ReasoningGymSettings
 from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
 from postlude.recipes.config.schema import NonNegative, Positive, Settings, TaggedUnion
 from postlude.recipes.config.settings import (
-    EnvironmentSettings,
     EvaluationSettings,
     HeldOutSettings,
     ModelSource,
     ObjectiveFile,
     OptimizerSettings,
-    ReasoningGymSettings,
     RunConfig,
     SamplingSettings,
     TrainingConfig,
-    check_draft_support,
-    check_prompt_room,
+    check_sampling,
     fit_schedule,
 )
-from postlude.recipes.data.rows import Examples, Pairs
 
 MASK = "response_mask"
 SFTObjective: TypeAlias = Annotated[SFT | ObjectiveFile, TaggedUnion(sft=SFT, file=ObjectiveFile)]
@@ -40,45 +38,45 @@ DistillObjective: TypeAlias = Annotated[Distill | ObjectiveFile, TaggedUnion(dis
 
 
 class SupervisedConfig(TrainingConfig):
-    """What is common to recipes that learn from rows."""
+    """What the configs of recipes that train on dataset rows share."""
 
     batch_size: PositiveInt = 32
     """Rows a step."""
     epochs: Positive = 1.0
-    """How often each row is learned. Not used where steps are given."""
+    """Passes over the rows. Not used if steps is set."""
     steps: PositiveInt | None = None
-    """How many steps; none takes as many as the epochs need."""
+    """Number of steps; none takes as many as the epochs need."""
     held_out: HeldOutSettings = HeldOutSettings()
-    """Rows to measure progress on."""
+    """Held-out rows."""
 
     @model_validator(mode="after")
-    def _scheduled(self) -> Self:
+    def _check_schedule(self) -> Self:
         if self.steps is not None:
             fit_schedule(self.optimizer, self.steps, "optimizer")
         return self
 
 
 class SFTConfig(SupervisedConfig):
-    """Everything that decides an SFT run."""
+    """Config of an SFT run."""
 
     data: Examples
-    """The rows to learn from."""
+    """Rows to train on."""
     objective: SFTObjective = SFT(over="loss_mask")
-    """What is minimised. One of yours finds the column "loss_mask": 1 for tokens to learn."""
+    """Objective to minimise. One of yours finds the column "loss_mask": 1 for tokens to train on."""
 
 
 class DPOConfig(SupervisedConfig):
-    """Everything that decides a run of DPO, IPO or SimPO."""
+    """Config of a run of DPO, IPO or SimPO."""
 
     data: Pairs
-    """The pairs to learn from."""
+    """Pairs to train on."""
     objective: PairObjective = Preference()
-    """What is minimised. One of yours finds the columns "response_mask" and "reference_logprobs", and the two of a pair
-    side by side."""
+    """Objective to minimise. One of yours finds the columns "response_mask" and "reference_logprobs", and the two
+    completions of a pair side by side."""
 
     @property
     def has_reference(self) -> bool:
-        """Whether the objective looks at the model that the run started from."""
+        """Whether the objective reads the log-probs of the model that the run started from."""
         return isinstance(self.objective, ObjectiveFile) or self.objective.reference
 
 
@@ -86,188 +84,176 @@ class WarmStart(Settings):
     """Supervised steps on the tasks' own answers, before the first rollout."""
 
     steps: NonNegativeInt = 0
-    """How many; 0 leaves it out."""
+    """Number of steps; 0 disables the warm start."""
     batch_size: PositiveInt = 64
     """Examples a step."""
     optimizer: OptimizerSettings = AdamW(lr=2e-3)
-    """How weights are moved in them."""
+    """Optimizer of these steps."""
 
 
 class Asynchrony(Settings):
-    """Whether answers are drawn while earlier ones are learned from."""
+    """Sampling while the trainer trains."""
 
     max_staleness: NonNegativeInt = 0
-    """The most steps between the weights that an answer was begun with and the step that learns from it. With 0 a
-    step's answers are drawn when it begins, and the trainer waits for the longest."""
+    """Maximum number of steps between the start of a completion and the step that trains on it. With 0, a step starts
+    its own completions and waits for them."""
 
 
 class GRPOConfig(TrainingConfig):
-    """Everything that decides a GRPO run."""
+    """Config of a GRPO run."""
 
     environment: EnvironmentSettings = ReasoningGymSettings(task="chain_sum")
-    """Where tasks and rewards come from."""
+    """Source of tasks and rewards."""
     steps: PositiveInt = 200
-    """Steps of GRPO, after those of the warm start."""
+    """Number of GRPO steps, after those of the warm start."""
     prompts_per_step: PositiveInt = 32
     """Prompts a step."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt: a group."""
+    """Completions of each prompt: the size of a group."""
     sampling: SamplingSettings = SamplingSettings()
-    """How answers are drawn."""
+    """Sampling parameters of completions."""
     rollout: RolloutSettings = NativeRollout()
-    """Who draws them: the generator here, or servers, which are given the weights after every step."""
+    """Rollout engine: the native generator, or servers that get the new weights after every step."""
     asynchrony: Asynchrony = Asynchrony()
-    """Whether they are drawn while the trainer learns from earlier ones."""
+    """Sampling while the trainer trains."""
     objective: PolicyObjective = PolicyGradient(clip_high=0.28)
-    """What is minimised. Columns that it, or one of yours, finds: to be a mean over, "response_mask" of sampled
-    tokens, "sequence_mean" of answers, "group_mean" of prompts; "advantages", "old_logprobs", "rollout_logprobs";
-    "positive", 1 for answers with a reward of 1; and "reference_logprobs" where it asks for them."""
+    """Objective to minimise. It, or one of yours, finds these columns: as denominators "response_mask" of sampled
+    tokens, "sequence_mean" of completions and "group_mean" of prompts; "advantages", "old_logprobs",
+    "rollout_logprobs"; "positive", 1 for completions with a reward of 1; and "reference_logprobs" if it needs them."""
     reference: bool = False
-    """Whether an objective of yours reads what the model after the warm start says; the one here knows itself."""
+    """Give an objective of yours the log-probs of the model after the warm start, as "reference_logprobs"."""
     advantages: Literal["grpo", "grpo_loo", "dr_grpo", "rloo"] = "grpo"
-    """How rewards become advantages within a group: with the mean of all or of the others, divided by the deviation
-    or not."""
+    """Advantages of a group: its rewards minus their mean ("grpo", "dr_grpo") or the mean of the others ("grpo_loo",
+    "rloo"), divided by the standard deviation ("grpo", "grpo_loo") or not."""
     minibatches: PositiveInt = 1
-    """Optimizer steps a rollout; each takes an equal share of the prompts."""
+    """Optimizer steps on each rollout; each takes an equal share of the prompts."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Whether the ratio starts from what the sampler said or from what the trainer computes."""
+    """Denominator of the ratio: the log-probs of the sampler, or recomputed by the trainer."""
     replay_routing: bool = False
-    """Whether training sends tokens to the experts that they were sent to when they were sampled, in models that have
-    experts. A reference still chooses for itself."""
+    """Send tokens to the experts that they were sampled with (MoE models). A reference routes by itself."""
     dynamic_sampling: NonNegativeInt = 0
-    """How many more rounds of prompts to draw in place of groups whose rewards are all alike (DAPO)."""
+    """Maximum number of extra rounds of prompts that replace groups with equal rewards (DAPO)."""
     overlong: Literal["learn", "mask"] = "learn"
-    """Whether answers cut off at max_new_tokens are learned from or left out."""
+    """Whether to train on completions that were truncated at max_new_tokens, or to mask them."""
     overlong_penalty: NonNegative = 0.0
-    """Taken from the reward of an answer that was cut off."""
+    """Penalty subtracted from the reward of a truncated completion."""
     warm_start: WarmStart = WarmStart()
     """Supervised steps before the first rollout."""
     evaluation: EvaluationSettings = EvaluationSettings()
-    """How progress is measured on held-out tasks."""
+    """Evaluation on held-out tasks."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        check_prompt_room(self.sampling, self.budget)
-        check_draft_support(self.rollout, self.sampling)
-        self.optimizers  # noqa: B018 - a schedule that does not fit is refused
+    def _check(self) -> Self:
+        check_sampling(self.sampling, self.budget, self.rollout)
+        self.optimizers  # noqa: B018 - refuses a schedule that does not fit
         if self.replay_routing and not isinstance(self.rollout, NativeRollout):
-            raise ValueError("replay_routing needs the experts that tokens were sent to, and servers do not tell.")
+            raise ValueError("replay_routing needs the experts that tokens were sent to, which servers do not report.")
         if self.asynchrony.max_staleness:
-            self._may_be_stale()
+            self._check_asynchrony()
         if self.sampling.temperature <= 0:
-            raise ValueError("sampling.temperature is 0, but a group of equal answers has nothing to compare.")
+            raise ValueError("sampling.temperature is 0, but a group of equal completions has nothing to compare.")
         if isinstance(self.objective, PolicyGradient):
-            if self.reference:
-                raise ValueError("reference is for an objective of yours; set objective.kl instead.")
-            if self.objective.temperature not in (1.0, self.sampling.temperature):
-                raise ValueError(
-                    f"objective.temperature is {self.objective.temperature:g}, but answers are drawn at "
-                    f"{self.sampling.temperature:g}. Leave it out: it is taken from there."
-                )
-            if (
-                self.objective.correction is not None
-                and self.objective.ratio != "on_policy"
-                and self.old_logprobs == "rollout"
-            ):
-                raise ValueError(
-                    "objective.correction weighs the trainer's log-probs against the sampler's, but old_logprobs takes "
-                    "the sampler's for both. Set old_logprobs to recompute."
-                )
+            self._check_objective(self.objective)
         if self.prompts_per_step % self.minibatches:
             raise ValueError(
                 f"minibatches is {self.minibatches}, which does not divide prompts_per_step={self.prompts_per_step}."
             )
         return self
 
-    def _may_be_stale(self) -> None:
-        """Refuse what takes the weights that sample for those that learn."""
-        asked = f"asynchrony.max_staleness is {self.asynchrony.max_staleness}"
+    def _check_objective(self, objective: PolicyGradient) -> None:
+        if self.reference:
+            raise ValueError("reference is for an objective of yours; set objective.kl instead.")
+        if objective.temperature not in (1.0, self.sampling.temperature):
+            raise ValueError(
+                f"objective.temperature is {objective.temperature:g}, but completions are sampled at "
+                f"{self.sampling.temperature:g}. Leave it out: it is taken from there."
+            )
+        if objective.correction is not None and objective.ratio != "on_policy" and self.old_logprobs == "rollout":
+            raise ValueError(
+                "objective.correction weighs the trainer's log-probs against the sampler's, but old_logprobs takes "
+                "the sampler's for both. Set old_logprobs to recompute."
+            )
+
+    def _check_asynchrony(self) -> None:
+        """Refuses settings that need equal weights in sampler and trainer."""
+        staleness, objective = f"asynchrony.max_staleness is {self.asynchrony.max_staleness}", self.objective
         if isinstance(self.rollout, NativeRollout):
             raise ValueError(
-                f"{asked}, but rollout: native draws answers in the trainer's own ranks, which cannot train meanwhile. "
+                f"{staleness}, but rollout: native samples in the trainer's own ranks, which cannot train meanwhile. "
                 "Use rollout: generators, vllm or server."
             )
-        objective = self.objective
         if isinstance(objective, PolicyGradient) and objective.ratio == "on_policy" and objective.correction is None:
             raise ValueError(
-                f'{asked}, but objective.ratio "on_policy" takes all answers for those of the newest weights. Use '
-                '"token" or "sequence", or set objective.correction.'
+                f'{staleness}, but objective.ratio "on_policy" takes all completions as samples of the newest weights. '
+                'Use "token" or "sequence", or set objective.correction.'
             )
 
     @property
     def optimizers(self) -> tuple[AdamW | SGD, AdamW | SGD]:
-        """That of the warm start and that of GRPO, each with its schedule over all of its optimizer steps."""
+        """The optimizers of the warm start and of GRPO, with schedules over their optimizer steps."""
         warm = self.warm_start
         first = fit_schedule(warm.optimizer, warm.steps, "warm_start.optimizer") if warm.steps else warm.optimizer
         return first, fit_schedule(self.optimizer, self.steps * self.minibatches, "optimizer")
 
     @property
-    def ratio_to_rollout(self) -> bool:
-        """Whether ratios are taken to what the sampler said."""
-        objective = self.objective
-        own = isinstance(objective, PolicyGradient) and objective.ratio != "on_policy"
-        return own and self.old_logprobs == "rollout"
-
-    @property
     def starts_from_rollout(self) -> bool:
-        """Whether the first of these ratios are of equal weights, so that they show how far the sampler is off."""
-        return self.ratio_to_rollout and not self.asynchrony.max_staleness
+        """Whether the first ratios compare sampler and trainer with equal weights, and so measure their mismatch."""
+        ratio = isinstance(self.objective, PolicyGradient) and self.objective.ratio != "on_policy"
+        return ratio and self.old_logprobs == "rollout" and not self.asynchrony.max_staleness
 
     @property
     def has_reference(self) -> bool:
-        """Whether the objective looks at the model that GRPO started from."""
+        """Whether the objective reads the log-probs of the model that GRPO started from."""
         return self.reference if isinstance(self.objective, ObjectiveFile) else self.objective.kl is not None
 
 
 class OnPolicyData(Settings):
-    """The student's own answers to tasks, on which the teacher then corrects it."""
+    """The student's own completions of tasks."""
 
     environment: EnvironmentSettings = ReasoningGymSettings(task="chain_sum")
-    """Where tasks come from. Rewards are reported, not learned from."""
+    """Source of tasks. Rewards are reported but not trained on."""
     sampling: SamplingSettings = SamplingSettings()
-    """How answers are drawn."""
+    """Sampling parameters of completions."""
     rollout: RolloutSettings = NativeRollout()
-    """Who draws them: the generator here, or servers, which are given the student's weights after every step."""
+    """Rollout engine: the native generator, or servers that get the student's weights after every step."""
     samples_per_prompt: PositiveInt = 1
-    """Answers to each prompt."""
+    """Completions of each prompt."""
 
 
 class DistillConfig(SupervisedConfig):
-    """Everything that decides a run of distillation."""
+    """Config of a distillation run."""
 
     teacher: ModelSource
-    """A Hugging Face directory, a GGUF file, or a built-in model, with the tokens of the student."""
+    """Hugging Face directory, GGUF file, or built-in model, with the student's vocabulary."""
     data: Annotated[Examples | OnPolicyData, TaggedUnion(examples=Examples, on_policy=OnPolicyData)] = OnPolicyData()
-    """What is learned on: written answers, or the student's own."""
+    """Completions to train on: those of a dataset, or the student's own."""
     top_k: PositiveInt = 64
-    """How many of the teacher's likeliest tokens are compared at every position."""
+    """Number of the teacher's most likely tokens to compare at every position."""
     objective: DistillObjective = Distill(over=MASK)
-    """What is minimised. One of yours finds the columns "response_mask", "teacher_ids" and "teacher_logprobs"."""
+    """Objective to minimise. One of yours finds the columns "response_mask", "teacher_ids" and "teacher_logprobs"."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check(self) -> Self:
         if isinstance(self.data, OnPolicyData):
-            check_prompt_room(self.data.sampling, self.budget)
-            check_draft_support(self.data.rollout, self.data.sampling)
+            check_sampling(self.data.sampling, self.budget, self.data.rollout)
         return self
 
 
 class EvalConfig(RunConfig):
-    """Everything that decides an evaluation. Every rank has the whole model and answers its share."""
+    """Config of an evaluation. Every rank has the whole model and samples its share."""
 
     environment: EnvironmentSettings = ReasoningGymSettings(task="chain_sum")
-    """Where tasks and rewards come from."""
+    """Source of tasks and rewards."""
     tasks: PositiveInt = 256
-    """How many tasks are answered: those that training holds out with evaluation.tasks of this number."""
+    """Number of tasks: those that training holds out with evaluation.tasks of this number."""
     samples_per_prompt: PositiveInt = 1
-    """Answers a task. With more than one, pass@k is reported for powers of two up to it."""
+    """Completions of each task. With more than one, pass@k is reported for powers of two up to it."""
     sampling: SamplingSettings = SamplingSettings(temperature=0.0)
-    """How answers are drawn."""
+    """Sampling parameters of completions."""
     rollout: RolloutSettings = NativeRollout()
-    """Who draws them: the generator here, or servers, which are asked as they are; then no weights are loaded here."""
+    """Rollout engine: the native generator, or servers. With servers, no weights are loaded here."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        check_prompt_room(self.sampling, self.budget)
-        check_draft_support(self.rollout, self.sampling)
+    def _check(self) -> Self:
+        check_sampling(self.sampling, self.budget, self.rollout)
         return self

@@ -1,4 +1,7 @@
-"""A dataset's rows as tokens: encoded once, with a bar to look at, and kept in the run's directory."""
+"""Dataset rows to train on: encoded once and cached in the run directory, in shuffled batches, some held out.
+
+All rows are encoded before a run starts, so that a bad row is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -12,77 +15,56 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from postlude.data.chat import Encoder, RowFormat
-from postlude.data.datasets import Rows, dataset_files, read_rows
+from postlude.data.chat import Encoder
+from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.datasets import HeldOutRows, Sampler, dataset_files, read_rows
 from postlude.data.encoded_dataset import EncodedDataset, cache_key
 from postlude.data.encoding import CHUNK, encode
+from postlude.recipes.config.data import Examples, Pairs
+from postlude.rollout.tasks import task_digest
 
-log = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
 
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
-"""The roles that chat templates know."""
+"""Roles of chat templates."""
 CACHE = "cache"
-"""Where in a run's directory they are kept."""
-FEW = 2000  # rows that are done before anyone could look
+"""Folder of the cache in the run directory."""
+FEW = 2000  # rows that are encoded too fast for a progress bar
 Row = TypeVar("Row")
-
-
-class Columns(Protocol):
-    """The settings of a dataset: where its rows are, and which columns of theirs are learned."""
-
-    @property
-    def path(self) -> Path:
-        """The file, or a directory of them."""
-        ...
-
-    @property
-    def tools(self) -> str:
-        """The column with the functions that messages may call."""
-        ...
-
-    @property
-    def overlong(self) -> str:
-        """What becomes of rows that are too long."""
-        ...
-
-    def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
-        """What rows are, and the columns that say it."""
-        ...
-
-    def model_dump(self) -> dict[str, Any]:
-        """Every setting, by name."""
-        ...
+Row_co = TypeVar("Row_co", covariant=True)
 
 
 class EncodedRows(Generic[Row]):
-    """Rows as tokens, without those that were left out."""
+    """Rows as tokens, without those that were dropped."""
 
-    def __init__(self, data: Columns, encoder: Encoder, cache: Path | None = None) -> None:
-        self.cache = cache
+    def __init__(
+        self, data: Examples | Pairs, tokenizer: ChatTokenizer, budget: int, cache: Path | None = None
+    ) -> None:
+        self.cache, encoder = cache, data.encoder(tokenizer, budget)
         settings = data.model_dump() | {"path": None} | {"length": encoder.max_length, "options": dict(encoder.options)}
         self.digest = cache_key(dataset_files(data.path), encoder.tokenizer, settings | {"kind": type(data).__name__})
         kept = None if cache is None else EncodedDataset.load(cache, self.digest)
         self.rows = _encoded(data, encoder) if kept is None else kept
 
     def store(self) -> None:
-        """Keep the rows for the next start."""
+        """Writes the cache."""
         if self.cache is not None:
             self.rows.store(self.cache, self.digest)
 
     def __str__(self) -> str:
-        """How many there are, for a report of what was found."""
-        left_out = f", {self.rows.dropped} more are too long and left out" if self.rows.dropped else ""
+        """Describes the rows for the preflight."""
+        dropped = f", {self.rows.dropped} more are too long and dropped" if self.rows.dropped else ""
         conversations = len(np.unique(self.rows.sources))
         split = f" of {conversations} conversations, one a turn" if len(self) > conversations else ""
-        return f"{len(self)} rows{split}{left_out}"
+        return f"{len(self)} rows{split}{dropped}"
 
     @property
     def largest(self) -> int:
-        """The largest token there is."""
+        """The largest token id."""
         return int(self.rows.tokens.max())
 
     def content(self, index: int) -> bytes:
-        """What tells rows apart that are held out."""
+        """Returns what distinguishes held-out rows."""
         return self.rows.content(index)
 
     def __len__(self) -> int:
@@ -94,7 +76,7 @@ class EncodedRows(Generic[Row]):
         return row  # type: ignore[no-any-return]
 
 
-def _encoded(data: Columns, encoder: Encoder) -> EncodedDataset:
+def _encoded(data: Examples | Pairs, encoder: Encoder) -> EncodedDataset:
     rows = read_rows(data.path)
     form, columns = data.form(rows)
     optional = {None} if form != "preference" else {None, columns[0]}
@@ -128,30 +110,30 @@ def _encoded(data: Columns, encoder: Encoder) -> EncodedDataset:
 
 
 def _warn_of_roles(values: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
-    """Name the first row with a message of a role that templates may not know."""
-    found: list[tuple[str, str]] = []
+    """Warns of the first row with an unknown role."""
+    unknown: list[tuple[str, str]] = []
     for row, name in zip(values, names, strict=True):
         messages = [message for value in row if isinstance(value, list) for message in value]
         roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
-        found += [(name, role) for role in roles if isinstance(role, str) and role not in ROLES][:1]
-    if found:
-        others = f", as have {len(found) - 1} more rows" if len(found) > 1 else ""
-        log.warning(
-            '%s has a message of role "%s"%s: the roles that chat templates know are %s, and only what the assistant '
-            "says is learned.",
-            *found[0],
+        unknown += [(name, role) for role in roles if isinstance(role, str) and role not in ROLES][:1]
+    if unknown:
+        others = f", as have {len(unknown) - 1} more rows" if len(unknown) > 1 else ""
+        LOG.warning(
+            '%s has a message of role "%s"%s: chat templates know the roles %s, and only assistant messages '
+            "are trained on.",
+            *unknown[0],
             others,
             ", ".join(sorted(ROLES)),
         )
 
 
 def _warn_of_equals(kept: EncodedDataset, names: Sequence[str]) -> None:
-    """Name the first pair of which nothing can be learned, since both answers are the same tokens."""
+    """Warns of the first pair with equal completions, from which nothing can be learned."""
     pairs = (kept.row(index) for index in range(len(kept)))
     equal = [index for index, (chosen, rejected) in enumerate(pairs) if chosen.tokens == rejected.tokens]
     if equal:
         others = f", as have {len(equal) - 1} more pairs" if len(equal) > 1 else ""
-        log.warning(
+        LOG.warning(
             "%s has the same tokens chosen and rejected%s: nothing can be learned from it. Leave such pairs out.",
             names[int(kept.sources[2 * equal[0]])],
             others,
@@ -160,9 +142,55 @@ def _warn_of_equals(kept: EncodedDataset, names: Sequence[str]) -> None:
 
 @contextmanager
 def encoding_bar(total: int, title: str) -> Iterator[Callable[[int], None]]:
-    """Within, what is yielded is told how many more are done. It shows on a terminal alone, and leaves nothing."""
+    """Shows a progress bar on a terminal. The yielded function takes the number of rows done."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=total < FEW or not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.update(task, advance=count)
+
+
+class IndexedRows(Protocol[Row_co]):
+    """Rows by index."""
+
+    def __len__(self) -> int:
+        """Returns their number."""
+        ...
+
+    def __getitem__(self, index: int) -> Row_co:
+        """Returns one row."""
+        ...
+
+
+def hold_out_rows(rows: IndexedRows[Any], count: int) -> HeldOutRows:
+    """Returns the last `count` rows with different prompts, and every row with one of their prompts.
+
+    If every turn of a conversation is a row, their prompt is that of the conversation.
+    """
+    fix = "Lower held_out.rows, give more prompts, or set held_out.rows to 0."
+    content = getattr(rows, "content", None) or (lambda index: task_digest(rows[index]))  # encoded rows, or tasks
+    return HeldOutRows(len(rows), content, count, what="rows", fix=fix)
+
+
+class RowBatches(Generic[Row]):
+    """The rows of each step: `batch` rows of shuffled epochs. Held-out rows are skipped."""
+
+    def __init__(self, rows: IndexedRows[Row], *, batch: int, held_out: int, seed: int) -> None:
+        self.rows, self.batch = rows, batch
+        self.skip = hold_out_rows(rows, held_out) if held_out else None
+        self.sampler = Sampler(len(rows), seed, skip=self.skip or ())
+
+    def take(self) -> list[Row]:
+        """Returns the rows of the next step."""
+        return [self.rows[index] for index in self.sampler.take(self.batch)]
+
+    @property
+    def held_out(self) -> Sequence[Row]:
+        """The rows that are never trained on."""
+        return [] if self.skip is None else [self.rows[index] for index in self.skip.indices]
+
+    def steps(self, epochs: float) -> int:
+        """Returns the number of steps of `epochs` passes over the rows that are not held out."""
+        skip = self.skip
+        rows = len(self.rows) if skip is None else sum(index not in skip for index in range(len(self.rows)))
+        return max(1, round(epochs * rows / self.batch))

@@ -1,0 +1,78 @@
+"""Settings of a dataset: its file and columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from postlude.data.chat import Encoder, RowFormat
+from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.datasets import Rows
+from postlude.recipes.config.schema import InputPath, Settings
+
+Overlong = Literal["refuse", "drop", "cut"]
+
+
+class Examples(Settings):
+    """Completions of a JSONL, JSON, CSV or parquet file.
+
+    A dataset with a column of messages holds conversations, whose assistant turns are trained on. One with columns of
+    prompt and completion holds one completion a row. One with a column of text is trained on as a whole.
+    """
+
+    path: Annotated[Path, InputPath("path")]
+    """The file, or a directory of files."""
+    messages: str = "messages"
+    """Column of whole conversations."""
+    prompt: str = "prompt"
+    """Column of the prompt: text or messages."""
+    completion: str = "completion"
+    """Column of the completion."""
+    text: str = "text"
+    """Column of text to train on as a whole."""
+    tools: str = "tools"
+    """Column of the tools that messages may call, as JSON schemas, for the chat template."""
+    turns: Literal["all", "last"] = "all"
+    """Assistant turns to train on."""
+    overlong: Overlong = "refuse"
+    """What to do with rows longer than the budget: refuse to start, drop them, or cut them off."""
+
+    def encoder(self, tokenizer: ChatTokenizer, budget: int) -> Encoder:
+        """Returns the encoder of a row."""
+        return Encoder(tokenizer=tokenizer, max_length=budget, truncate=self.overlong == "cut", turns=self.turns)
+
+    def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
+        """Returns the format of the rows and their columns."""
+        columns = rows.columns
+        if self.messages in columns:
+            return "conversation", (self.messages,)
+        if self.text in columns and self.prompt not in columns:
+            return "completion", (None, self.text)
+        return "completion", (self.prompt, self.completion)
+
+
+class Pairs(Settings):
+    """Pairs of completions, one preferred, of a JSONL, JSON, CSV or parquet file."""
+
+    path: Annotated[Path, InputPath("path")]
+    """The file, or a directory of files."""
+    prompt: str = "prompt"
+    """Column of the prompt: text or messages. Not needed if completions are whole conversations."""
+    chosen: str = "chosen"
+    """Column of the preferred completion."""
+    rejected: str = "rejected"
+    """Column of the other completion."""
+    tools: str = "tools"
+    """Column of the tools that messages may call, as JSON schemas, for the chat template."""
+    overlong: Overlong = "refuse"
+    """What to do with pairs that have a completion longer than half the budget: refuse to start, drop them, or cut them
+    off."""
+
+    def encoder(self, tokenizer: ChatTokenizer, budget: int) -> Encoder:
+        """Returns the encoder of a completion, which takes half the budget."""
+        return Encoder(tokenizer=tokenizer, max_length=budget // 2, truncate=self.overlong == "cut")
+
+    def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
+        """Returns the format of the rows and their columns."""
+        # Whether a prompt is needed depends on the row: completions may be whole conversations.
+        return "preference", (self.prompt, self.chosen, self.rejected)

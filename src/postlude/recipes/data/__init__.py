@@ -1,1 +1,0 @@
-"""Rows of datasets for the supervised recipes."""
