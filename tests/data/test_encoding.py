@@ -224,7 +224,7 @@ def test_roles_that_no_template_knows_are_named(tmp_path: Path, caplog: pytest.L
     EncodedRows(
         Examples(path=rows_in(path, [{"messages": each} for each in (known, other, other)])), byte_tokenizer(), 400
     )
-    assert 'line 2 of a.jsonl has a message of role "human", as have 1 more rows: the roles' in caplog.text
+    assert 'line 2 of a.jsonl has a message of role "human", as have 1 more rows: chat templates' in caplog.text
 
 
 def test_pairs_of_equal_answers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

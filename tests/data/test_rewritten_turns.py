@@ -245,7 +245,7 @@ def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(tmp_path
     assert str(whole) == "5 rows of 3 conversations, one a turn"
     assert [whole.rows.first_of(index) for index in range(5)] == [0, 0, 2, 3, 3]
     kept = EncodedRows(Examples(path=path, overlong="drop"), fast, lengths[0])
-    assert str(kept) == "3 rows, 2 more are too long and left out"
+    assert str(kept) == "3 rows, 2 more are too long and dropped"
 
 
 def test_no_turn_of_a_conversation_that_is_held_out_is_trained_on(tmp_path: Path) -> None:

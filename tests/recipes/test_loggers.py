@@ -53,14 +53,14 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("faults", "taken", "sentences"),
     [
-        ({"open": [1]}, [], ["Wanting cannot be opened: RuntimeError: nobody is there."]),
-        ({"log": [2, 4]}, [1, 3, 5, 6], ["Wanting does not take the metrics: OSError: [Errno 28] No space left"]),
+        ({"open": [1]}, [], ["Wanting failed to open: RuntimeError: nobody is there."]),
+        ({"log": [2, 4]}, [1, 3, 5, 6], ["Wanting failed to log: OSError: [Errno 28] No space left"]),
         (
             {"log": [2, 3, 4]},
             [1],
-            ["Wanting does not take the metrics: OSError", "Wanting has failed in 3 steps in a row and gets no more."],
+            ["Wanting failed to log: OSError", "Wanting has failed in 3 steps in a row and is dropped."],
         ),
-        ({"close": [1]}, [1, 2, 3, 4, 5, 6], ["Wanting lacks the last metrics: KeyError: 'project'"]),
+        ({"close": [1]}, [1, 2, 3, 4, 5, 6], ["Wanting failed to write its last metrics: KeyError: 'project'"]),
     ],
     ids=["open", "log", "log-for-good", "close"],
 )
@@ -82,7 +82,7 @@ def test_a_sink_that_fails_is_named_once_and_ends_nothing(
     found = told(caplog)
     assert len(found) == len(sentences)
     assert all(sentence in line for sentence, line in zip(sentences, found, strict=True))
-    assert found[0].endswith("The run goes on; metrics.jsonl has everything.")
+    assert found[0].endswith("The run continues; metrics.jsonl has everything.")
     assert [opening.project for opening in (bad.opened[0], good.opened[0])] == ["sums", "postlude"]
     assert len(read_metrics(tmp_path)) == 6
     assert not (tmp_path / "run.lock").exists()
@@ -95,7 +95,7 @@ def test_what_cannot_be_opened_is_said_before_a_run_begins(tmp_path: Path, monke
             open_run(tmp_path / "run", CONFIG, loggers=(f"{name}:sums",))
     assert not (tmp_path / "run").exists()
     assert check_loggers(("tensorboard",)) == (
-        "no TensorBoard files, as its package is missing (pip install tensorboard), metrics.jsonl"
+        "no TensorBoard files, because its package is missing (pip install tensorboard), metrics.jsonl"
     )
 
 
@@ -123,7 +123,7 @@ def test_without_tensorboard_a_run_says_so_once(
         for step in (1, 2, 3):
             run.log(step, {"loss": 1.0}, phase="sft")
     assert len(told(caplog)) == 1
-    assert "no TensorBoard files, as its package is missing (pip install tensorboard)" in told(caplog)[0]
+    assert "no TensorBoard files, because its package is missing (pip install tensorboard)" in told(caplog)[0]
     assert len(read_metrics(tmp_path)) == 3
 
 

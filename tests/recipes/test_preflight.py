@@ -238,4 +238,4 @@ def test_a_teacher_of_other_tokens_is_refused_with_the_first(tmp_path: Path) -> 
         check_teacher_tokens("mine", student, str(tmp_path / "same"))
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "config.json").write_text('{"model_type": "llama"}')
-    assert "not there to be compared" in check_teacher_tokens("mine", student, str(tmp_path / "none"))
+    assert "without a tokenizer to compare" in check_teacher_tokens("mine", student, str(tmp_path / "none"))

@@ -19,7 +19,7 @@ import pytest
 from postlude.recipes.report import page as report
 from postlude.recipes.report.charts import Ruler
 from postlude.recipes.report.data import Series, smooth, thin
-from postlude.recipes.report.formatting import short
+from postlude.recipes.report.formatting import format_number
 from postlude.recipes.report.page import write_report
 from postlude.recipes.run.directory import ReadOnlyRun, RunDirectory, Sample, open_run
 from postlude.recipes.run.outcome import RunOutcome, write_outcome
@@ -221,8 +221,10 @@ def test_hover_shows_the_values_that_were_logged(tmp_path: Path) -> None:
     ((shown,),) = (plot["runs"] for plot in plots(text, "entropy"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert shown["steps"] == [line["step"] for line in lines]
-    assert shown["values"] == [short(line["entropy"]) for line in lines]
-    assert f'<span class="now">{short(lines[0]["entropy"])} → {short(lines[-1]["entropy"])}</span>' in text
+    assert shown["values"] == [format_number(line["entropy"]) for line in lines]
+    assert (
+        f'<span class="now">{format_number(lines[0]["entropy"])} → {format_number(lines[-1]["entropy"])}</span>' in text
+    )
 
 
 def two_phases(directory: Path, warm: int = 4, steps: int = 6) -> Path:
@@ -288,7 +290,7 @@ def test_an_evaluation_has_no_curves(tmp_path: Path) -> None:
         run.log(0, {"eval": {"reward_mean": 0.5, "pass@2": 0.625}, "reward_mean": 0.5, "rewards": [0, 1]}, phase="eval")
     page = Page(write_report([tmp_path], tmp_path / "report.html"))
     assert page.curves == []
-    for word in ("pass@2", "0.625", "2 answers"):
+    for word in ("pass@2", "0.625", "2 completions"):
         assert word in page.text
 
 

@@ -175,7 +175,7 @@ def test_changed_code_is_refused_unless_it_is_allowed(
     capsys.readouterr()
     assert main([*words, "--steps=3"]) == 2
     told = capsys.readouterr().err.strip()
-    assert told.startswith(f"postlude sft: {mine}:mine (objective.file) was changed since {run} was last started. ")
+    assert told.startswith(f"postlude sft: {mine}:mine (objective.file) changed since {run} was last started. ")
     assert "--code_changes allow" in told
     assert len(told.splitlines()) == 1
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

@@ -372,7 +372,7 @@ def test_a_server_without_room_for_what_it_will_be_asked_is_refused(server: Tiny
     server.say = lambda path, body: stated if path == "/v1/models" else known(path, body)
     assert told(*asked, longest_prompt=67) == "1 of 1 answer (vllm)"  # and 3 more
     assert told(*asked, longest_prompt=68) == (
-        f"{server.url} takes 70 tokens (its max_model_len), but a prompt of 68 tokens and an answer of up to 3 make "
+        f"{server.url} takes 70 tokens (its max_model_len), but a prompt of 68 tokens and a completion of up to 3 make "
         "71. Start it with a larger one, or lower sampling.max_new_tokens."
     )
     assert "but a conversation of several turns may have budget=256 tokens. Start it with a larger one, or lower" in (
@@ -401,7 +401,9 @@ def test_a_server_that_is_started_has_room_for_what_it_will_be_asked(tmp_path: P
     vllm = (tmp_path, "--rollout=vllm", "--rollout.gpus=0")
     assert "vLLM serves tiny-dense with 2048 tokens, as its config.json" in told(*vllm, longest_prompt=2046)
     assert "has no vLLM" in told(*vllm, longest_prompt=2045)
-    short = "rollout.arguments give servers --max-model-len 8, but a prompt of 6 tokens and an answer of up to 3 make 9"
+    short = (
+        "rollout.arguments give servers --max-model-len 8, but a prompt of 6 tokens and a completion of up to 3 make 9"
+    )
     for given in ("--max-model-len,8", "--max_model_len=8"):
         assert f"{short}. Raise it, or" in told(*vllm, f"--rollout.arguments=[{given}]", longest_prompt=6)
     few = ("--rollout=generators", "--rollout.arguments=[--max-batch-tokens,8]")
@@ -474,7 +476,7 @@ def test_log_probs_of_another_temperature_are_refused_where_ratios_are_taken_to_
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     for overrides, sentence in (
         (("--rollout=ftp://there",), "rollout"),
-        (("--rollout=http://there", "--replay_routing=true"), "servers do not tell"),
+        (("--rollout=http://there", "--replay_routing=true"), "servers do not report"),
         (("--rollout=http://there", "--sampling.draft=mtp"), "a server drafts as it was started to"),
     ):
         with pytest.raises((ConfigError, ValueError), match=sentence):

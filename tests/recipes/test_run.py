@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from postlude.recipes.report.formatting import duration, short
+from postlude.recipes.report.formatting import format_duration, format_number
 from postlude.recipes.report.live import LiveView, sparkline
 from postlude.recipes.run.directory import (
     ReadOnlyRun,
@@ -278,11 +278,27 @@ def test_a_start_that_made_no_step_does_not_bind_the_next(tmp_path: Path, left: 
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
 
 
+def test_a_run_of_an_earlier_version_resumes_under_the_new_names_of_keys(tmp_path: Path) -> None:
+    old = {"answers": {"top_p": 1.0}, "prompts": 4, "evaluation": {"samples": 2}, "data": {"kind": "own_answers"}}
+    new = {
+        "sampling": {"top_p": 1.0},
+        "prompts_per_step": 4,
+        "evaluation": {"samples_per_prompt": 2},
+        "data": {"kind": "on_policy"},
+    }
+    with open_run(tmp_path, old) as run:
+        train(run, 1, 2)
+    with open_run(tmp_path, new) as run:
+        assert not run.changed
+    with pytest.raises(ValueError, match="prompts_per_step is 4 there and 8 here"):
+        open_run(tmp_path, new | {"prompts_per_step": 8})
+
+
 def test_a_broken_config_of_a_run_is_a_sentence(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         train(run, 1, 1)
     (tmp_path / "config.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"config.yaml cannot be read \(.*\), so whose run it is cannot be told"):
+    with pytest.raises(ValueError, match=r"config.yaml cannot be read \(.*\), so it is unclear which run it is"):
         open_run(tmp_path, CONFIG)
 
 
@@ -482,7 +498,7 @@ def test_sparklines_span_their_range() -> None:
 
 
 def test_numbers_and_durations_are_short() -> None:
-    assert [short(value) for value in (0, 0.5, 1e-6, 51234.5, 1e12, math.inf)] == [
+    assert [format_number(value) for value in (0, 0.5, 1e-6, 51234.5, 1e12, math.inf)] == [
         "0",
         "0.5",
         "1.0e-06",
@@ -490,4 +506,10 @@ def test_numbers_and_durations_are_short() -> None:
         "1.00e+12",
         "inf",
     ]
-    assert [duration(value) for value in (0.123, 12, 185, 7800, math.nan)] == ["0.12 s", "12 s", "3:05", "2:10:00", "–"]
+    assert [format_duration(value) for value in (0.123, 12, 185, 7800, math.nan)] == [
+        "0.12 s",
+        "12 s",
+        "3:05",
+        "2:10:00",
+        "–",
+    ]

@@ -46,7 +46,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path) -> None:
     assert {"config.yaml", "run.json", "report.html"} <= {path.name for path in files}
     assert not [path for path in files if shown(path.read_bytes().decode(errors="replace"))]
     kept = read_config(tmp_path / "run")
-    assert kept["rollout"]["environment"] == {"HF_TOKEN": MASK}
+    assert kept["rollout"]["env"] == {"HF_TOKEN": MASK}
     assert kept["environment"]["settings"] == {
         "min_terms": 2, "api_key": MASK, "inner": [{"dbPassword": MASK}], "key": 7
     }  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_config_of_a_run_is_refused_until_its_secrets_are_given_again(tmp_path
         ["--rollout.env.A=secret1"],
         ["--rollout.env", "{A: secret1, B: secret2}"],
         ["--data.rollout.env={A: secret1}"],
-        ["--rollout={kind: vllm, environment: {A: secret1}}"],
+        ["--rollout={kind: vllm, env: {A: secret1}}"],
         ["--environment.settings.api_key", "secret1"],
         ["--data.environment.settings={url: x, nested: {token: secret1}}"],
         ["--environment={kind: episodes, settings: {hfToken: secret1}}"],

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from postlude.recipes.report.finish import print_summary
-from postlude.recipes.report.formatting import labels, share, short
+from postlude.recipes.report.formatting import format_number, format_share, tick_labels
 from postlude.recipes.report.live import LiveView
-from postlude.recipes.report.metrics import METRICS, explain, glossary, title
+from postlude.recipes.report.metrics import explain, glossary, known_metrics, title
 from postlude.recipes.report.page import write_report
 from postlude.recipes.report.summary import held_out_table, read_summary, summary_lines
 from postlude.recipes.run.directory import RunDirectory
@@ -64,7 +64,7 @@ def test_every_number_is_the_one_that_was_logged(tmp_path: Path) -> None:
     assert (summary.reward.first, summary.reward.last, summary.reward.first_step) == (0.3, 0.5, 3)
     assert summary.loss is not None
     assert summary.loss.first == -0.1, "the warm start's loss is another thing's"
-    assert (summary.answers, summary.failures, summary.skipped, summary.not_finite) == (30, 2, 3, 1)
+    assert (summary.completions, summary.failures, summary.skipped, summary.not_finite) == (30, 2, 3, 1)
     assert summary.seconds == {"train": 8.0, "evaluation": 2.0, "rollout": 30.0}
     assert held_out_table(summary) == [
         ["", "reward_mean", "pass@1", "pass@4", "length_mean"],
@@ -171,20 +171,20 @@ def test_a_number_has_one_name_while_the_run_goes_on() -> None:
 def test_no_two_ticks_are_labelled_alike(start: float, count: int, width: float) -> None:
     values = [(round(start / width) + index) * width for index in range(count)]
     if len(set(values)) == count:
-        assert len(set(labels(values))) == count
+        assert len(set(tick_labels(values))) == count
 
 
 def test_labels_are_as_short_as_they_can_be() -> None:
-    assert labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
-    assert labels([1000.001, 1000.002]) == ["1000.001", "1000.002"]
-    assert labels([5000, 10_000, 15_000]) == ["5000", "10k", "15k"]
-    assert labels([1e-4, 1.5e-4]) == ["1.0e-4", "1.5e-4"]
+    assert tick_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+    assert tick_labels([1000.001, 1000.002]) == ["1000.001", "1000.002"]
+    assert tick_labels([5000, 10_000, 15_000]) == ["5000", "10k", "15k"]
+    assert tick_labels([1e-4, 1.5e-4]) == ["1.0e-4", "1.5e-4"]
 
 
 def test_a_share_is_never_rounded_to_nothing_or_to_all() -> None:
-    found = [share(part, 1000).split() for part in (0, 1, 10, 500, 999, 1000)]
+    found = [format_share(part, 1000).split() for part in (0, 1, 10, 500, 999, 1000)]
     assert [number for number, _ in found] == ["0", "<1", "1", "50", ">99", "100"]
-    assert short(0.82031) == "0.8203"
+    assert format_number(0.82031) == "0.8203"
 
 
 def test_the_glossary_is_the_documentation() -> None:
@@ -193,7 +193,7 @@ def test_the_glossary_is_the_documentation() -> None:
 
 
 def test_every_name_is_explained() -> None:
-    for name in ("eval/pass@4", "reward/format", "time/train", "eval/kl_forward", "eval/accuracy", *METRICS):
+    for name in ("eval/pass@4", "reward/format", "time/train", "eval/kl_forward", "eval/accuracy", *known_metrics()):
         found = explain(name)
         assert found is not None, name
         assert all((found.title, found.meaning, found.range, found.watch)), name

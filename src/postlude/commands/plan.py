@@ -17,7 +17,7 @@ from postlude.plan.forecast import StepForecast, forecast
 from postlude.plan.hardware import Hardware, load_hardware
 from postlude.plan.parameter_count import total_parameters
 from postlude.plan.search import ROOM, SearchResult, explain_time, search
-from postlude.recipes.report.formatting import duration, format_bytes
+from postlude.recipes.report.formatting import format_bytes, format_duration
 from postlude.verify.cases import resolve_source
 
 USUAL_MICROBATCHES = 4  # for each pipeline rank, where no batch is named
@@ -101,10 +101,10 @@ def _show(console: Console, made: StepForecast, gpu: str) -> None:
     for name, value in (
         ("layout", f"{_short(layout)} on {layout.world_size} {gpu}"),
         ("batch", f"{made.tokens:,} tokens, {_microbatches(model)} for each dp rank"),
-        ("step", f"{duration(step.seconds)}, {made.tokens_a_second:,.0f} tokens/s a GPU, MFU {made.mfu:.1%}"),
+        ("step", f"{format_duration(step.seconds)}, {made.tokens_a_second:,.0f} tokens/s a GPU, MFU {made.mfu:.1%}"),
         ("bubble", f"{step.bubble:.1%} of the schedule"),
-        ("exchange", f"{duration(step.exchange)} with experts, of which {duration(step.exposed)} exposed"),
-        ("waited", f"{duration(step.waited)} for tokens, weights and gradients"),
+        ("exchange", f"{format_duration(step.exchange)} with experts, {format_duration(step.exposed)} of it exposed"),
+        ("waited", f"{format_duration(step.waited)} for tokens, weights and gradients"),
         (
             "memory",
             f"{format_bytes(made.peak)} of {format_bytes(room)}" + ("" if made.peak <= room else ": does not fit"),
@@ -154,7 +154,12 @@ def _told(console: Console, found: SearchResult, options: argparse.Namespace, ma
     for made in found.best:
         step, makespan = made.step, made.step.timeline.makespan
         shares = (step.bubble, step.exposed / makespan, step.waited / makespan)
-        cells = (duration(step.seconds), f"{made.tokens_a_second:,.0f}", f"{made.mfu:.1%}", format_bytes(made.peak))
+        cells = (
+            format_duration(step.seconds),
+            f"{made.tokens_a_second:,.0f}",
+            f"{made.mfu:.1%}",
+            format_bytes(made.peak),
+        )
         table.add_row(_short(made.model.layout), *cells, *(f"{share:.1%}" for share in shares))
     console.print(table)
     best, tokens = found.best[0], found.best[0].tokens

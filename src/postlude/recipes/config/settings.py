@@ -220,18 +220,10 @@ class TrainingConfig(RunConfig):
     head: Annotated[HeadConfig, TaggedUnion(HeadConfig)] = HeadConfig()
     """Computation of the output head."""
     recompute: Recompute = "none"
-<<<<<<< HEAD
-    """What is computed again in the backward instead of kept."""
-    overlap: Overlap = False
-    """What a rank does where it would wait. True: one microbatch's forward and another's backward take turns, so that
-    exchanges with experts hide behind compute; it keeps one more microbatch and whole weights. "zero_bubble": a
-    pipeline's backwards put off the gradients of weights, which are made in its bubble."""
-=======
     """Activations to recompute in the backward instead of keeping them."""
     overlap: Overlap = False
     """true alternates one microbatch's forward with another's backward, which hides expert exchanges behind compute and
     keeps one more microbatch and whole weights. "zero_bubble" computes weight gradients in the pipeline's bubble."""
->>>>>>> f188f54 (Split environment and dataset settings; say options in plain sentences)
     gather_once: bool = False
     """Gather sharded weights and reduce gradients once a step instead of once a microbatch. Each rank then needs memory
     for all weights and gradients of its stage."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from postlude.recipes.report.data import Band, Floats, RunData, Series, smooth, thin
-from postlude.recipes.report.formatting import duration, labels, share, short
+from postlude.recipes.report.formatting import format_duration, format_number, format_share, tick_labels
 from postlude.recipes.report.metrics import TIME, explain, title
 
 WIDTH, HEIGHT = 400, 210
@@ -117,7 +117,7 @@ def _now(key: str, runs: Sequence[tuple[int, RunData]]) -> str:
     changes = [(index, run.summary.changes.get(key)) for index, run in runs]
     if len(changes) == 1:
         return str(changes[0][1] or "–")
-    found = (f"<b {colour(index)}>{short(way.last)}</b>" for index, way in changes[:4] if way)
+    found = (f"<b {colour(index)}>{format_number(way.last)}</b>" for index, way in changes[:4] if way)
     return " ".join(found) + (" …" if len(changes) > 4 else "")
 
 
@@ -134,7 +134,7 @@ def _labelled(lines: Sequence[Line]) -> tuple[float, float, float]:
 
 def _margin(y: Ruler) -> float:
     """The room that the labels of a value axis need."""
-    return 10 + CHARACTER * max(map(len, labels(y.ticks(4))))
+    return 10 + CHARACTER * max(map(len, tick_labels(y.ticks(4))))
 
 
 def _widths(steps: Sequence[float], room: float) -> list[float]:
@@ -193,7 +193,7 @@ def _plot(lines: Sequence[Line], x: Ruler, y: Ruler, points: int) -> Plot:
                 {
                     "run": line.run,
                     "steps": [int(step) for step in raw.steps],
-                    "values": [short(float(value)) for value in raw.values],
+                    "values": [format_number(float(value)) for value in raw.values],
                     "places": [round(y(min(max(float(value), y.low), y.high))) for value in raw.values],
                 }
             )
@@ -226,11 +226,12 @@ def phases(run: RunData, index: int) -> str:
         return ""
     bar = "".join(
         f'<i style="--c:var(--c{place % COLOURS});width:{100 * total / whole:.2f}%" '
-        f'data-tip="{escape(name)}: {duration(total)}, {share(total, whole)}"></i>'
+        f'data-tip="{escape(name)}: {format_duration(total)}, {format_share(total, whole)}"></i>'
         for place, (name, total) in enumerate(totals.items(), start=APART)
     )
     legend = "".join(
-        f'<span><i class="swatch" {colour(place)}></i>{escape(name)} {share(total, whole)}, {duration(total)}</span>'
+        f'<span><i class="swatch" {colour(place)}></i>{escape(name)} {format_share(total, whole)}, '
+        f"{format_duration(total)}</span>"
         for place, (name, total) in enumerate(totals.items(), start=APART)
     )
     steps = np.unique(np.concatenate([found.steps for found in series.values()]))
@@ -253,7 +254,10 @@ def phases(run: RunData, index: int) -> str:
     tips = _catchers(
         edges,
         x,
-        ("\n".join(f"{name} {duration(found[c])}" for name, found in means.items()) for c in range(len(edges) - 1)),
+        (
+            "\n".join(f"{name} {format_duration(found[c])}" for name, found in means.items())
+            for c in range(len(edges) - 1)
+        ),
     )
     span = Ruler(float(steps[0]), float(steps[-1]), left, RIGHT)
     course = (  # of one step there is none
@@ -263,8 +267,9 @@ def phases(run: RunData, index: int) -> str:
         else ""
     )
     return (
-        f'<figure class="r{index}"><figcaption>{_name(run, index)}<code>seconds a step</code><span>{duration(whole)}'
-        f'</span></figcaption><div class="share">{bar}</div><div class="legend inline">{legend}</div>{course}</figure>'
+        f'<figure class="r{index}"><figcaption>{_name(run, index)}<code>seconds a step</code>'
+        f'<span>{format_duration(whole)}</span></figcaption><div class="share">{bar}</div>'
+        f'<div class="legend inline">{legend}</div>{course}</figure>'
     )
 
 
@@ -307,8 +312,8 @@ def distribution(run: RunData, index: int, key: str) -> str:
     course = f'{heat}<path class="median" d="{_path(medians)}"/>{_catchers(edges, x, map(_summary, groups))}'
     return (
         f'<figure class="r{index}"><figcaption>{_name(run, index)}<code>{escape(key)}</code><span>median '
-        f'{short(float(np.median(groups[-1])))}</span></figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(key)} over the run" {colour(index)}>{_axes(span, y, course=not alone)}'
+        f'{format_number(float(np.median(groups[-1])))}</span></figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'role="img" aria-label="{escape(key)} over the run" {colour(index)}>{_axes(span, y, course=not alone)}'
         f"{'' if alone else course}{bars}</svg></figure>"
     )
 
@@ -329,12 +334,12 @@ def _run(index: int, raw: Series, line: Series | None, x: Ruler, y: Ruler) -> st
 def _axes(x: Ruler, y: Ruler, *, course: bool = True) -> str:
     parts = []
     values = y.ticks(4)
-    for value, label in zip(values, labels(values), strict=True):
+    for value, label in zip(values, tick_labels(values), strict=True):
         place = y(value)
         parts.append(f'<line class="rule" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{place:.1f}" y2="{place:.1f}"/>')
         parts.append(f'<text x="{x.start - 5:.1f}" y="{place + 3:.1f}" text-anchor="end">{label}</text>')
     steps = x.ticks(max(1, int((x.end - x.start) / 65)), whole=True) if course else []
-    for step, label in zip(steps, labels(steps), strict=True):
+    for step, label in zip(steps, tick_labels(steps), strict=True):
         parts.append(f'<text x="{x(step):.1f}" y="{BOTTOM + 15}" text-anchor="middle">{label}</text>')
     return "".join(parts)
 
@@ -373,7 +378,7 @@ def _column_means(series: Series, edges: Floats) -> Floats:
 def _summary(values: Floats) -> str:
     if not len(values):
         return "no values"
-    low, middle, high = (short(float(value)) for value in np.quantile(values, [0.05, 0.5, 0.95]))
+    low, middle, high = (format_number(float(value)) for value in np.quantile(values, [0.05, 0.5, 0.95]))
     return f"median {middle}\n5 % below {low}, 5 % above {high}\n{len(values):,} values"
 
 

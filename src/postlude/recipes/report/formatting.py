@@ -1,4 +1,4 @@
-"""How numbers are said. Terminal, report and model card say them alike."""
+"""Formats of numbers in the terminal, the report and the model card."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 PERCENT = "\N{NO-BREAK SPACE}%"
-MOST_DIGITS = 17  # of a float; with them all no two are alike
+MOST_DIGITS = 17  # of a float: enough to distinguish any two
 
 
-def short(value: float) -> str:
-    """A number in few characters: four digits, or as many as a whole number below ten million has."""
+def format_number(value: float) -> str:
+    """Returns four digits, or all digits of a whole number below ten million."""
     size = abs(value)
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
@@ -21,8 +21,8 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as a reader says them: 0.42 s, 12 s, 3:05, 2:10:00."""
+def format_duration(seconds: float) -> str:
+    """Returns seconds as 0.42 s, 12 s, 3:05 or 2:10:00."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 60:
@@ -32,8 +32,8 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def share(part: float, whole: float) -> str:
-    """A part of a whole in per cent; never 0 % of something or 100 % of less than all."""
+def format_share(part: float, whole: float) -> str:
+    """Returns a share in per cent; never 0 % of something or 100 % of less than all."""
     if not whole:
         return "–"
     percent = 100 * part / whole
@@ -43,7 +43,7 @@ def share(part: float, whole: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes, in the unit it is said in."""
+    """Returns a number of bytes in a fitting unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -51,13 +51,13 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def labels(values: Sequence[float]) -> list[str]:
-    """Labels of an axis's ticks: as few digits as tell them apart, and as many in each."""
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Returns labels of axis ticks, with the fewest digits that distinguish them."""
     for digits in range(1, MOST_DIGITS + 1):
-        found = [_label(value, digits) for value in values]
-        exact = all(math.isclose(_read(label), value, rel_tol=1e-6) for label, value in zip(found, values, strict=True))
-        if len(set(found)) == len(set(values)) and (exact or digits == MOST_DIGITS):
-            return found
+        texts = [_label(value, digits) for value in values]
+        exact = all(math.isclose(_read(label), value, rel_tol=1e-6) for label, value in zip(texts, values, strict=True))
+        if len(set(texts)) == len(set(values)) and (exact or digits == MOST_DIGITS):
+            return texts
     return [repr(value) for value in values]
 
 
@@ -76,7 +76,7 @@ def _label(value: float, digits: int) -> str:
 
 
 def _trimmed(value: float, digits: int) -> str:
-    """So many digits, and no power of ten."""
+    """Returns so many digits, without an exponent."""
     text = f"{value:.{digits}g}"
     return text if "e" not in text else f"{float(text):.0f}"
 

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from postlude.recipes.report.formatting import duration, short
+from postlude.recipes.report.formatting import format_duration, format_number
 from postlude.recipes.report.metrics import LENGTH, LOSS, REWARD, SPEED, TIME
 from postlude.recipes.run.directory import flatten, is_rank0
 
@@ -140,8 +140,8 @@ class LiveView:
         return f"{done} was done before, and nothing is left to do: more {self.unit}s go on, another --run begins anew."
 
     def _line(self, flat: Mapping[str, float]) -> str:
-        values = [f"{label} {short(value)}" for label, value in _shown(flat)]
-        return "  ".join([f"{self.unit} {self.step}/{self.total}", *values, f"eta {duration(self._eta())}"])
+        values = [f"{label} {format_number(value)}" for label, value in _shown(flat)]
+        return "  ".join([f"{self.unit} {self.step}/{self.total}", *values, f"eta {format_duration(self._eta())}"])
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -157,7 +157,7 @@ class LiveView:
         head.add_row(
             Text(f"{self.unit} {self.step:,}/{self.total:,}", style="bold"),
             ProgressBar(total=max(self.total, 1), completed=self.step),
-            Text(f"{duration(spent)} · eta {duration(self._eta())}", style="dim"),
+            Text(f"{format_duration(spent)} · eta {format_duration(self._eta())}", style="dim"),
         )
         values = Table.grid(expand=True, padding=(0, 1))
         for _ in range(2 if wide else 1):
@@ -179,7 +179,7 @@ class LiveView:
         history = list(self._history[label])
         last = history[-1]
         style = "bold" if math.isfinite(last) else "bold red"
-        return Text(label), Text(short(last), style=style), Text(sparkline(history, width), style="cyan")
+        return Text(label), Text(format_number(last), style=style), Text(sparkline(history, width), style="cyan")
 
     def _eta(self) -> float:
         """Seconds to go at the pace of the last steps; nan before the first."""
@@ -212,7 +212,7 @@ def phase_bar(seconds: Mapping[str, float], width: int) -> Text:
         colour = COLOURS[index % len(COLOURS)]
         if whole > 0 and math.isfinite(value):
             bar.append("━" * round(width * value / whole), style=colour)
-        legend.append("■ ", style=colour).append(f"{phase} {duration(value)}  ", style="dim")
+        legend.append("■ ", style=colour).append(f"{phase} {format_duration(value)}  ", style="dim")
     return bar + legend
 
 

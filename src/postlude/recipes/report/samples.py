@@ -10,7 +10,7 @@ from typing import Any
 
 from postlude.recipes.report.charts import colour
 from postlude.recipes.report.data import RunData
-from postlude.recipes.report.formatting import short
+from postlude.recipes.report.formatting import format_number
 
 SAMPLE_STEPS = 6
 ALL_TOKENS, MOST_TOKENS, FEWEST_TOKENS = 12_000, 800, 100  # shown on the whole page, in a sample
@@ -111,7 +111,7 @@ def _cut(text: str) -> str:
 
 
 def _number(value: Any) -> str:
-    return short(float(value)) if _is_number(value) else str(value)
+    return format_number(float(value)) if _is_number(value) else str(value)
 
 
 def _is_number(value: Any) -> bool:

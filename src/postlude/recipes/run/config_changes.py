@@ -1,4 +1,4 @@
-"""Which settings a run may be given anew when it goes on, and how two configs, and the code they name, differ."""
+"""Which settings may change when a run resumes, and how two configs, and the code that they name, differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MISSING = object()
 SHOWN = 3  # differences that a sentence names
 
 MAY_CHANGE = (
-    # where and how it is computed
+    # placement and computation
     "run",
     "layout",
     "budget",
@@ -27,7 +27,7 @@ MAY_CHANGE = (
     "rollout",
     "data.rollout",
     "cluster",
-    # how long, and how fast
+    # length and learning rate
     "steps",
     "epochs",
     "optimizer.lr",
@@ -39,15 +39,15 @@ MAY_CHANGE = (
     "warm_start.optimizer.schedule",
     "warm_start.optimizer.weight_decay",
     "warm_start.optimizer.max_grad_norm",
-    # how often, and where to
+    # logging and checkpoints
     "save_every",
     "keep_checkpoints",
     "evaluation.every",
     "held_out.every",
     "loggers",
-    "wandb",  # what a run has that began before there were others
+    "wandb",  # of runs that started before there were other loggers
     "export",
-    # when to give up, and who judges
+    # limits and reward workers
     "max_skipped_steps",
     "limits",
     "code_changes",
@@ -56,11 +56,46 @@ MAY_CHANGE = (
     "data.environment.workers",
     "data.environment.timeout",
 )
-"""Dotted paths: each, or what is below it, may be changed when a run goes on, and counts from then on."""
+"""Dotted paths that may change when a run resumes, with everything below them."""
+
+
+RENAMED = {
+    "answers": "sampling",
+    "data.answers": "data.sampling",
+    "prompts": "prompts_per_step",
+    "samples": "samples_per_prompt",
+    "data.samples": "data.samples_per_prompt",
+    "evaluation.samples": "evaluation.samples_per_prompt",
+    "batch": "batch_size",
+    "warm_start.examples": "warm_start.batch_size",
+    "sinks": "loggers",
+    "keep": "keep_checkpoints",
+    "max_skipped": "max_skipped_steps",
+    "cluster.cpus": "cluster.cpus_per_rank",
+    "cluster.gpus": "cluster.gpus_per_rank",
+    "cluster.worker_cpus": "cluster.cpus_per_worker",
+    "cluster.restarts": "cluster.max_restarts",
+}
+"""Keys of configs that earlier versions wrote into run directories, and their names today."""
+
+
+def with_new_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config of a run directory with today's names of keys."""
+    for old, new in RENAMED.items():
+        *sections, name = old.split(".")
+        section: Any = config
+        for key in sections:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and name in section:
+            section[new.rpartition(".")[2]] = section.pop(name)
+    data = config.get("data")
+    if isinstance(data, dict) and data.get("kind") == "own_answers":
+        data["kind"] = "on_policy"
+    return config
 
 
 def differences(new: Any, old: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every dotted path at which two configs differ, with the old value and the new; MISSING where there is none."""
+    """Yields every dotted path at which two configs differ, with the old and the new value, or MISSING."""
     if isinstance(new, dict) and isinstance(old, dict):
         for name in [*new, *(name for name in old if name not in new)]:
             inner = f"{path}.{name}" if path else str(name)
@@ -70,7 +105,7 @@ def differences(new: Any, old: Any, path: str = "") -> Iterator[tuple[str, Any, 
 
 
 def user_code_hashes(value: Any, path: str = "") -> dict[str, list[str]]:
-    """The user's code that a config names, by key: each file.py:name in it, and a hash of the file's bytes."""
+    """Returns the user code of a config by key: each file.py:name and a hash of the file."""
     if isinstance(value, Mapping):
         parts: Any = value.items()
     elif isinstance(value, list | tuple):
@@ -88,17 +123,17 @@ def user_code_hashes(value: Any, path: str = "") -> dict[str, list[str]]:
 
 
 def is_covered(path: str, by: Collection[str]) -> bool:
-    """Whether a path is one of these, or below one."""
+    """Returns whether a path is one of these, or below one."""
     return any(path == each or path.startswith(f"{each}.") for each in by)
 
 
 def describe_differences(found: list[tuple[str, Any, Any]]) -> str:
-    """Differences in words."""
+    """Describes differences."""
     words = [f"{path} is {format_value(old)} there and {format_value(new)} here" for path, old, new in found[:SHOWN]]
     beyond = len(found) - SHOWN
     return "; ".join(words) + (f"; and {beyond} more" if beyond > 0 else "")
 
 
 def format_value(value: Any) -> str:
-    """A value as a sentence has it."""
+    """Returns a value as a message shows it."""
     return "nothing" if value is MISSING else repr(value)

@@ -1,14 +1,14 @@
-"""A run on disk: its config, metrics, samples and checkpoints. A run that was killed goes on as if it had not been.
+"""RunDirectory: config, metrics, samples and checkpoints of a run on disk. A killed run resumes as if it had not been.
 
-    config.yaml                 what was asked for, secrets masked; configs/ has those that changed commands replaced
-    run.json                    each start: when, where, with which versions, from which step
-    metrics.jsonl               a JSON object a step
-    samples.jsonl               a JSON object a sample rollout
-    tensorboard/                the metrics again, as event files
-    cache/                      the dataset's rows as tokens, to begin faster next time
+    config.yaml                 the config, secrets masked; configs/ has earlier ones that were changed
+    run.json                    every start: time, host, versions, step
+    metrics.jsonl               one JSON object a step
+    samples.jsonl               one JSON object a sample
+    tensorboard/                the metrics as event files
+    cache/                      the dataset's rows as tokens
     checkpoints/step-000100/    training state after step 100, as `Engine.save` writes it
 
-Every rank makes the same calls. The first rank writes; the others hold an `ReadOnlyRun`, which only reads.
+Every rank makes the same calls. Rank 0 writes; the others have a `ReadOnlyRun`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ import torch.distributed as dist
 import yaml
 
 from postlude.recipes.config.secrets import mask
-from postlude.recipes.run.config_changes import MISSING, describe_differences, differences, is_covered, user_code_hashes
+from postlude.recipes.run.config_changes import (
+    MISSING,
+    describe_differences,
+    differences,
+    is_covered,
+    user_code_hashes,
+    with_new_names,
+)
 from postlude.recipes.run.durable_files import JSONLinesFile, write_atomic
 from postlude.recipes.run.lock import RunLock
 from postlude.recipes.run.loggers import TENSORBOARD, MetricLoggers, RunInfo, check_loggers
@@ -34,30 +41,30 @@ from postlude.world.agreement import on_rank0
 
 CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-COMPLETE = "state.json"  # what a checkpoint has once it is all there
+COMPLETE = "state.json"  # a checkpoint has it once it is complete
 DELETING = ".deleting"
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout to look at. The last three lists have an entry for each token of the completion."""
+    """A completion for samples.jsonl. The last three lists have one entry for each of its tokens."""
 
     prompt: str
     completion: str
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What the reward is made of."""
+    """The parts of the reward."""
     tokens: Sequence[int] = ()
     token_strings: Sequence[str] = ()
     logprobs: Sequence[float] = ()
 
 
 class RunDirectory:
-    """One run's directory, for the rank that writes. `open_run` gives each rank the one it needs.
+    """The directory of a run, for rank 0. `open_run` returns the right one on every rank.
 
-    At the start call `resume`, then `log` (and `sample`) a step before its checkpoint is saved: so a checkpoint never
-    knows of a step whose metrics are not on disk.
+    Call `resume` first. Call `log` (and `sample`) for a step before its checkpoint is saved: then the metrics of every
+    step of a checkpoint are on disk.
     """
 
     def __init__(
@@ -73,7 +80,7 @@ class RunDirectory:
         self._lock = lock
         self._metrics = JSONLinesFile(self.path / METRICS)
         self._samples = JSONLinesFile(self.path / SAMPLES)
-        self._loggers = MetricLoggers(loggers, self._opening)
+        self._loggers = MetricLoggers(loggers, self._run_info)
         self._step: int | None = None
         self._resumed_at: int | None = None
 
@@ -84,9 +91,9 @@ class RunDirectory:
         self.close()
 
     def log(self, step: int, metrics: Mapping[str, Any], *, phase: str) -> None:
-        """Add a step's metrics: numbers, lists of numbers (distributions), or mappings of them, named `outer/inner`.
+        """Writes the metrics of a step: numbers, lists of numbers, or mappings of them, named `outer/inner`.
 
-        Steps never go back. What is not a finite number is written as "nan", "inf" or "-inf", as JSON has none.
+        Steps never go back. Numbers that are not finite are written as "nan", "inf" or "-inf".
         """
         values = flatten(metrics)
         if self._step is not None and step < self._step:
@@ -99,22 +106,22 @@ class RunDirectory:
         self._loggers.log(step, values)
 
     def sample(self, step: int, samples: Sequence[Sample]) -> None:
-        """Keep some rollouts of a step, to be read in the report."""
+        """Writes samples of a step, for the report."""
         self._samples.append([{"step": step} | _plain(asdict(sample)) for sample in samples])
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint after `step` belongs."""
+        """Returns the path of the checkpoint after `step`."""
         return self.path / CHECKPOINTS / f"step-{step:06d}"
 
     def checkpoints(self) -> list[Path]:
-        """The complete checkpoints, oldest first."""
+        """Returns the complete checkpoints, oldest first."""
         folder = self.path / CHECKPOINTS
         found = folder.iterdir() if folder.is_dir() else ()
         complete = [path for path in found if STEP.fullmatch(path.name) and (path / COMPLETE).is_file()]
         return sorted(complete, key=checkpoint_step)
 
     def latest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, the same on every rank: the first one looks."""
+        """Returns the newest complete checkpoint, the same on every rank."""
 
         def look() -> Path | None:
             found = self.checkpoints()
@@ -123,13 +130,13 @@ class RunDirectory:
         return on_rank0(look)
 
     def resume(self) -> Path | None:
-        """Go back to the newest checkpoint, or to nothing where there is none; returns it. Load it next."""
+        """Drops what was logged after the newest checkpoint, and returns that checkpoint to be loaded, or None."""
         checkpoint = self.latest_checkpoint()
         self.resume_at(-1 if checkpoint is None else checkpoint_step(checkpoint))
         return checkpoint
 
     def set_aside(self, checkpoints: Sequence[Path], why: str) -> None:
-        """Keep checkpoints under names by which they no longer count, step-000100.why."""
+        """Renames checkpoints to step-000100.why, so that they are ignored."""
         for path in checkpoints:
             aside, count = path.with_name(f"{path.name}.{why}"), 1
             while aside.exists():
@@ -138,7 +145,7 @@ class RunDirectory:
             path.rename(aside)
 
     def discard(self, name: str) -> None:
-        """Take away something below the directory that will be made again; every rank calls it."""
+        """Deletes something below the directory. Every rank calls it."""
 
         def remove() -> None:
             shutil.rmtree(self.path / name, ignore_errors=True)
@@ -146,21 +153,18 @@ class RunDirectory:
         on_rank0(remove)
 
     def record(self, **entries: Any) -> None:
-        """Add a start to what `run.json` says of the run: `entries`, and which settings it came with anew."""
+        """Adds a start to `run.json`: `entries`, and the settings that changed."""
         starts = read_record(self.path).get("starts", [])
         changed = {"changed": self.changed} if self.changed else {}
         record = {"starts": [*starts, _plain(entries) | changed]}
         write_atomic(self.path / RECORD, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def resume_at(self, step: int) -> None:
-        """Forget what was written of later steps: they will be done again. -1 forgets everything.
-
-        A torn last line, as a kill leaves it, goes as well.
-        """
+        """Drops metrics and samples of later steps, which will be repeated. -1 drops everything, and so a torn line."""
         later = [path for path in self.checkpoints() if checkpoint_step(path) > step]
         if later:
             raise ValueError(
-                f"{later[0]} is later than step {step}, where the run would go on. Move it away, or resume from it."
+                f"{later[0]} is later than step {step}, where the run would resume. Move it away, or resume from it."
             )
         self._loggers.close()
         for lines in (self._metrics, self._samples):
@@ -169,21 +173,21 @@ class RunDirectory:
         self._resumed_at = step
 
     def prune(self, keep: int) -> list[Path]:
-        """Delete all complete checkpoints but the newest `keep`; returns the deleted.
+        """Deletes all complete checkpoints except the newest `keep`, and returns the deleted.
 
-        Each is renamed first, so a kill in the middle leaves no half that could be taken for a whole.
+        Each is renamed first, so that a kill leaves no partial checkpoint.
         """
         if keep < 1:
             raise ValueError(f"prune(keep={keep}) would leave no checkpoint to resume from; keep at least 1.")
         old = self.checkpoints()[:-keep]
         for path in old:
             path.rename(path.with_name(f".{path.name}{DELETING}"))
-        for left in (self.path / CHECKPOINTS).glob(f".step-*{DELETING}"):  # an earlier kill's, too
+        for left in (self.path / CHECKPOINTS).glob(f".step-*{DELETING}"):  # also those that a kill left
             shutil.rmtree(left)
         return old
 
     def close(self) -> None:
-        """Put everything on disk for good, and let another process have the run."""
+        """Writes everything to disk and releases the run."""
         try:
             self._metrics.close()
             self._samples.close()
@@ -192,31 +196,31 @@ class RunDirectory:
             if self._lock is not None:
                 self._lock.release()
 
-    def _opening(self, project: str) -> RunInfo:
+    def _run_info(self, project: str) -> RunInfo:
         first = None if self._resumed_at is None else self._resumed_at + 1
         return RunInfo(project, self.path, read_config(self.path), first)
 
 
 class ReadOnlyRun(RunDirectory):
-    """The run as the other ranks see it: it knows the checkpoints and writes nothing."""
+    """The run of ranks other than 0: it knows the checkpoints and writes nothing."""
 
     def log(self, step: int, metrics: Mapping[str, Any], *, phase: str) -> None:
-        """Nothing: the first rank does."""
+        """Does nothing."""
 
     def sample(self, step: int, samples: Sequence[Sample]) -> None:
-        """Nothing: the first rank does."""
+        """Does nothing."""
 
     def resume_at(self, step: int) -> None:
-        """Nothing: the first rank does."""
+        """Does nothing."""
 
     def set_aside(self, checkpoints: Sequence[Path], why: str) -> None:
-        """Nothing: the first rank does."""
+        """Does nothing."""
 
     def record(self, **entries: Any) -> None:
-        """Nothing: the first rank does."""
+        """Does nothing."""
 
     def prune(self, keep: int) -> list[Path]:
-        """Nothing: the first rank does."""
+        """Does nothing."""
         return []
 
 
@@ -228,11 +232,10 @@ def open_run(
     may_change: Collection[str] = (),
     loggers: Sequence[str] = (TENSORBOARD,),
 ) -> RunDirectory:
-    """Make a run's directory, or open it again if `resume` and `config` allow; every rank calls it.
+    """Creates a run directory, or opens it again if `resume` and `config` allow. Every rank calls it.
 
-    No other process may hold it. A directory with the steps of another config is refused, by the keys that differ, save
-    those in `may_change` (dotted: it or what is below it), whose new values take the place of the old. `loggers` are
-    where metrics go besides. What is refused leaves everything as it was.
+    Refuses a directory that another process holds, or that has steps of another config. Keys in `may_change` (dotted,
+    with everything below) may differ, and take their new value. A refusal changes nothing.
     """
     directory = Path(path).expanduser().absolute()
 
@@ -242,7 +245,7 @@ def open_run(
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
         try:
-            changed = _changes(directory, config, resume, may_change)  # again, now that no one else writes there
+            changed = _changes(directory, config, resume, may_change)  # again, now that no other process can write
             _claim(directory, config, bool(changed))
         except BaseException:
             lock.release()
@@ -259,18 +262,18 @@ def open_run(
 
 
 def check_run(path: str | os.PathLike[str], config: Mapping[str, Any], *, may_change: Collection[str] = ()) -> None:
-    """Refuse what `open_run` would refuse of this config, and touch nothing; every rank calls it."""
+    """Refuses what `open_run` would refuse of this config, without touching anything. Every rank calls it."""
     directory = Path(path).expanduser().absolute()
     on_rank0(lambda: _changes(directory, config, True, may_change))
 
 
 def is_rank0() -> bool:
-    """Whether this process is the one that writes and speaks."""
+    """Returns whether this is rank 0, which writes and prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The step after which a checkpoint was saved, by its name."""
+    """Returns the step of a checkpoint, from its name."""
     found = STEP.fullmatch(checkpoint.name)
     if found is None:
         raise ValueError(f"{checkpoint} is not named as a checkpoint; it should end in step-000100, or another number.")
@@ -278,7 +281,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def flatten(metrics: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
-    """Metrics as they are written: `outer/inner` for a mapping in a mapping, numbers for tensors, no Nones."""
+    """Returns metrics as they are written: `outer/inner` for nested mappings, numbers for tensors, without None."""
     found: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
@@ -289,38 +292,38 @@ def flatten(metrics: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The config a run was started with, without its secrets; empty where there is none."""
+    """Returns the config of a run without its secrets, or {}."""
     path = run / CONFIG
     found = yaml.safe_load(path.read_text()) if path.is_file() else None
     return mask(found) if isinstance(found, dict) else found or {}
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """A run's metrics, line by line. Those of a run that is being written can be read, too."""
+    """Returns the lines of metrics.jsonl, also while the run writes it."""
     return JSONLinesFile(run / METRICS).read()
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:
-    """A run's sample rollouts: the fields of `Sample`, and `step`."""
+    """Returns the samples of a run: the fields of `Sample`, and `step`."""
     return JSONLinesFile(run / SAMPLES).read()
 
 
 def read_record(run: Path) -> dict[str, Any]:
-    """What `run.json` says of a run's starts; empty where there is none."""
+    """Returns run.json, or {}."""
     path = run / RECORD
     try:
         found = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}); mend it, or take it away.") from error
+        raise ValueError(f"{path} cannot be read ({error}); fix it, or delete it.") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} does not hold the starts of a run; take it away.")
+        raise ValueError(f"{path} does not hold the starts of a run; delete it.")
     return found
 
 
 def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Collection[str]) -> dict[str, Any]:
-    """Which settings are new to the run that a directory holds, each with its old and new value; or why it is refused.
+    """Returns the settings that differ from those of the run in a directory, each as [old, new], or raises.
 
-    A directory without steps is no run yet: whatever config is there was of a start that came to nothing.
+    A directory without steps is not a run yet: its config may be replaced.
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; a run needs a directory (--run).")
@@ -329,14 +332,14 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
     if not (path / CONFIG).is_file():
         if steps:
             raise ValueError(
-                f"{path} holds {steps} but no {CONFIG}, so whose it is cannot be told. Give another directory (--run)."
+                f"{path} holds {steps} but no {CONFIG}, so it is unclear which run it is. Give another --run."
             )
         return {}
     if not steps:
         return {}
     if (changed := changed_code(path, config)) and config.get("code_changes") != "allow":
         raise ValueError(
-            f"{changed} was changed since {path} was last started. Restore the file, set --code_changes allow to go on "
+            f"{changed} changed since {path} was last started. Restore the file, set --code_changes allow to resume "
             "with the new one, or give another directory (--run)."
         )
     found = list(differences(yaml.safe_load(written), _config_of(path)))
@@ -345,9 +348,8 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
         saved = RunDirectory(path).checkpoints()
         other = f", or begin a new run with its weights: --run OTHER --from {path}/{saved[-1].name}" if saved else ""
         raise ValueError(
-            f"{path} belongs to another run: {describe_differences(refused)}. Give the same config to go on with "
-            f"it, or another "
-            f"directory (--run){other}."
+            f"{path} belongs to another run: {describe_differences(refused)}. Give the same config to resume it, "
+            f"or another directory (--run){other}."
         )
     if not resume:
         raise ValueError(f"{path} holds a run of this config already. Resume it, or give another directory.")
@@ -355,7 +357,7 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
 
 
 def changed_code(run: Path, config: Mapping[str, Any]) -> str:
-    """The user's files that are not what a run was last started with, each with its key; empty where none is."""
+    """Returns the user's files that changed since the run was last started, each with its key, or ""."""
     starts = read_record(run).get("starts") or [{}]
     old, new = starts[-1].get("code", {}), user_code_hashes(config)
     changed = [key for key in new if key in old and old[key][0] == new[key][0] and old[key][1] != new[key][1]]
@@ -363,7 +365,7 @@ def changed_code(run: Path, config: Mapping[str, Any]) -> str:
 
 
 def _has_steps(path: Path) -> str:
-    """The name of what shows that a step was made here; empty where none was."""
+    """Returns the name of the file that shows that the run has steps, or ""."""
     if RunDirectory(path).checkpoints():
         return CHECKPOINTS
     return METRICS if any(line.get("phase") != "start" for line in read_metrics(path)) else ""
@@ -371,16 +373,16 @@ def _has_steps(path: Path) -> str:
 
 def _config_of(path: Path) -> dict[str, Any]:
     try:
-        return read_config(path)
+        return with_new_names(read_config(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path / CONFIG} cannot be read ({' '.join(str(error).split())}), so whose run it is cannot be told. Mend "
+            f"{path / CONFIG} cannot be read ({' '.join(str(error).split())}), so it is unclear which run it is. Fix "
             "it, or give another directory (--run)."
         ) from error
 
 
 def _claim(path: Path, config: Mapping[str, Any], changed: bool) -> None:
-    """Write the config; one that it takes the place of is kept where the run has steps of it."""
+    """Writes the config. An earlier one that has steps is kept in configs/."""
     (path / CHECKPOINTS).mkdir(exist_ok=True)
     if changed:
         (path / EARLIER).mkdir(exist_ok=True)
@@ -399,7 +401,7 @@ def _as_yaml(config: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The same in what JSON and YAML know."""
+    """Returns the value in the types of JSON and YAML."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

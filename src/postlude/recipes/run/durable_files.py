@@ -1,4 +1,4 @@
-"""Files that survive a kill: lines of JSON, and files that are replaced whole."""
+"""Files that survive a kill: JSON Lines, and files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as they st
 
 
 class JSONLinesFile:
-    """A file with a JSON object a line. Each line reaches the system at once, so only a torn last one can be lost."""
+    """A JSON Lines file. Each line is written at once, so a kill can only tear the last one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: FileIO | None = None
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines, all in one write."""
+        """Appends lines in one write."""
         if self._file is None:
             self._cut_torn_line()
             self._file = self.path.open("ab", buffering=0)
         text = "".join(json.dumps(_to_file(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-        left = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair is no reason to stop a run
+        left = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair must not end the run
         before = os.fstat(self._file.fileno()).st_size
         try:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            self._file.truncate(before)  # on a full disk, too: half a line is none
+            self._file.truncate(before)  # leaves no torn line, on a full disk either
             raise OSError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines."""
+        """Returns all complete lines."""
         return [_from_file(line) if b'nan"' in raw or b'inf"' in raw else line for raw, line in self._lines()]
 
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drop the lines that are not wanted, and a torn one, all at once or not at all."""
+        """Drops unwanted lines and a torn one, atomically."""
         self.close()
         if self.path.is_file():
             whole = b"".join(raw for raw, line in self._lines() if wanted(line))
@@ -48,7 +48,7 @@ class JSONLinesFile:
                 write_atomic(self.path, whole)
 
     def close(self) -> None:
-        """Write through to the disk."""
+        """Closes the file and syncs it to the disk."""
         if self._file is not None:
             file, self._file = self._file, None
             with file:
@@ -66,7 +66,7 @@ class JSONLinesFile:
                 line["step"] = int(line["step"])
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(
-                    f"{self.path} line {number} is not an object with a step ({error}); take the line out."
+                    f"{self.path} line {number} is not an object with a step ({error}); delete the line."
                 ) from error
             found.append((raw, line))
         return found
@@ -80,7 +80,7 @@ class JSONLinesFile:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file's content so that any kill leaves the old or the new, and nothing between."""
+    """Replaces a file atomically: a kill leaves the old or the new content."""
     aside = path.with_name(f".{path.name}.aside")
     with aside.open("wb") as file:
         file.write(content)
@@ -105,7 +105,7 @@ def _to_file(value: Any) -> Any:
 
 
 def _from_file(line: dict[str, Any]) -> dict[str, Any]:
-    """Numbers again for what JSON could not hold, in a metric or a list of them."""
+    """Restores the numbers that JSON cannot hold."""
 
     def number(value: Any) -> Any:
         return NOT_FINITE.get(value, value) if isinstance(value, str) else value

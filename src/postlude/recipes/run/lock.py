@@ -1,4 +1,4 @@
-"""One process a run: a lock in its directory that ends with the process that holds it, however that ends."""
+"""RunLock: one process a run. The system releases the lock when its process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RunLocked(OSError):
 
 
 class RunLock:
-    """Holds a directory from when it is made until `release`, or until the process is gone.
+    """Holds a directory from its construction until `release`, or until the process ends.
 
-    The system keeps the lock, not the file: one that a crash left behind holds nothing. On NFS it reaches as far as
-    the server's own locks; a file system without any is said aloud, and the run goes on unguarded.
+    The lock is the system's, not the file: a file that a crash left locks nothing. On NFS it depends on the server's
+    locks. On a file system without locks it warns, and the run continues without one.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,10 +31,10 @@ class RunLock:
         self._file: FileIO | None = self._take()
 
     def release(self) -> None:
-        """Let others have the directory, and leave no file in it."""
+        """Releases the lock and deletes its file."""
         if self._file is not None:
             file, self._file = self._file, None
-            self.path.unlink(missing_ok=True)  # while it is held, so that it is no one else's
+            self.path.unlink(missing_ok=True)  # while the lock is held, so that the file is no one else's
             file.close()
 
     def _take(self) -> FileIO:
@@ -50,13 +50,13 @@ class RunLock:
                 ) from None
             except OSError as error:
                 LOG.warning(
-                    "%s cannot be locked (%s): see to it yourself that no second process writes there.",
+                    "%s cannot be locked (%s): make sure that no second process writes there.",
                     self.path.parent,
                     error.strerror,
                 )
             if self._is(file):
                 break
-            file.close()  # its holder took it away as it ended, after it was opened here
+            file.close()  # its holder deleted it after it was opened here
         file.truncate()
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         file.write(json.dumps(holder).encode() + b"\n")
@@ -70,7 +70,7 @@ class RunLock:
 
 
 def wait_for(directory: Path, patience: float) -> None:
-    """Wait for a process that is ending to let go of a directory. One that holds on is for `RunLock` to refuse."""
+    """Waits for an ending process to release a directory. `RunLock` refuses one that does not."""
     until = time.monotonic() + patience
     while (directory / LOCK).exists() and time.monotonic() < until:
         try:
@@ -80,9 +80,9 @@ def wait_for(directory: Path, patience: float) -> None:
 
 
 def _holder(file: FileIO) -> str:
-    """Who holds a lock, by what it wrote there."""
+    """Returns who holds a lock, as it wrote into the file."""
     try:
-        found = json.loads(file.read())
-        return f"process {found['pid']} on {found['host']}, since {found['since']}"
-    except (ValueError, KeyError, OSError):  # it has only just begun
+        holder = json.loads(file.read())
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (ValueError, KeyError, OSError):  # it has not written yet
         return "another process"

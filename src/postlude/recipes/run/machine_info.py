@@ -1,4 +1,4 @@
-"""What a run was made with and where: versions, commit, machine, devices. Kept in `run.json`, a start each."""
+"""Versions, commit, host and device of a start, for `run.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("triton", "transformers", "safetensors")
 
 
 def machine_info(device: torch.device) -> dict[str, Any]:
-    """As they are now, for the process that asks."""
+    """Returns the facts about this process."""
     on_gpu = device.type == "cuda"
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -36,15 +36,15 @@ def machine_info(device: torch.device) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"postlude": __version__, "torch": str(torch.__version__)}
+    versions = {"postlude": __version__, "torch": str(torch.__version__)}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def _commit() -> str | None:
-    """The commit of the directory that the command was given in, with a + where files differ from it."""
+    """Returns the commit of the working directory, with a + if files differ from it."""
     try:
         commit = _git("rev-parse", "HEAD")
         return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
@@ -53,5 +53,5 @@ def _commit() -> str | None:
 
 
 def _git(*words: str) -> str:
-    asked = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10)
-    return asked.stdout.strip()
+    result = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10)
+    return result.stdout.strip()

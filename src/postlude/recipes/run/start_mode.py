@@ -1,4 +1,4 @@
-"""How a command begins a run: what is about this start alone, and no part of what the run is."""
+"""StartMode: what a command says about this start only, which is not part of the run's config."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 
 from postlude.recipes.config.secrets import mask_arguments
 
-CHECKPOINTS, MODEL = "checkpoints", "model"  # in a run's directory; the second is what it exports
+CHECKPOINTS, MODEL = "checkpoints", "model"  # in a run directory: checkpoints, and the exported model
 STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
 class StartMode:
-    """What a command says of this start alone."""
+    """Where to resume, and how to resume again."""
 
     resume_from: int | None = None
-    """The step of this run to go back to, of those it has checkpoints of; none takes the newest."""
+    """Step of the checkpoint to resume from; None takes the newest."""
     command: str = ""
-    """What to type to go on with the run."""
+    """The command that resumes the run."""
 
 
 RESUME_NEWEST = StartMode()
-"""From the newest checkpoint, or the beginning where there is none."""
+"""From the newest checkpoint, or from the beginning if there is none."""
 
 
 def parse_step(text: str) -> int:
-    """The step that is meant by step-100, step-000100 or 100."""
+    """Reads step-100, step-000100 or 100."""
     found = re.fullmatch(r"(?:step-)?(\d+)", text)
     if found is None:
         raise ValueError(f"{text!r} names no step; write step-100, for the checkpoint after step 100.")
@@ -37,7 +37,7 @@ def parse_step(text: str) -> int:
 
 
 def find_checkpoint(text: str) -> Path:
-    """The checkpoint that is meant by RUN/step-100; its path in the run's directory will do as well."""
+    """Returns the checkpoint RUN/step-100, which may also be a path in the run directory."""
     path = Path(text).expanduser()
     found = STEP.fullmatch(path.name)
     if found is None:
@@ -51,10 +51,7 @@ def find_checkpoint(text: str) -> Path:
 
 
 def resume_command(words: Sequence[str]) -> str:
-    """The command that goes on with a run, of the one that began it: all but what was about that start alone.
-
-    It is shown and written, so it has no secrets (`recipes/config/secrets.py`).
-    """
+    """Returns the command that resumes a run: the one that started it, without --resume-from and without secrets."""
     kept: list[str] = []
     skipping = False
     for word in words:
