@@ -87,8 +87,8 @@ class SlowWay:
     stream: torch.cuda.Stream | None
 
     @property
-    def back(self) -> SlowWay:
-        return SlowWay(self.way.back if self.way is not None else None, self.stream)
+    def reverse(self) -> SlowWay:
+        return SlowWay(self.way.reverse if self.way is not None else None, self.stream)
 
     def __call__(self, rows: Tensor, *told: Any) -> Tensor:
         moved: Tensor = _Slowly.apply(rows, self)
@@ -137,7 +137,7 @@ class _Slowly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.back.start(gradients[0])(), None
+        return ctx.way.reverse.start(gradients[0])(), None
 
 
 class SlowMoE(MoE):
@@ -149,18 +149,22 @@ class SlowMoE(MoE):
                 if step.name == "plan":
                     yield replace(step, waits=True)
                 elif step.name == "experts" and self.mesh.ep.group is None:
-                    yield exchange("dispatch", "rows", along="there")
+                    yield exchange("dispatch", "rows", along="to_experts")
                     yield step
-                    yield exchange("combine", "rows", along="back")
+                    yield exchange("combine", "rows", along="to_tokens")
                 else:
                     yield step
 
         return tuple(between())
 
-    def plan(self, asked: Any, context: ForwardContext) -> Mapping[str, Any]:
-        found = super().plan(asked, context)
+    def plan(self, pending_route: Any, context: ForwardContext) -> Mapping[str, Any]:
+        found = super().plan(pending_route, context)
         stream = STREAMS[0] if STREAMS else None
-        return {**found, "there": SlowWay(found["there"], stream), "back": SlowWay(found["back"], stream)}
+        return {
+            **found,
+            "to_experts": SlowWay(found["to_experts"], stream),
+            "to_tokens": SlowWay(found["to_tokens"], stream),
+        }
 
 
 STREAMS: list[torch.cuda.Stream] = []

@@ -94,7 +94,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, name, module, raising=False)
     for operations, name in ((norm, "uses_kernel"), (gating, "_use_kernel"), (rotary, "_use_kernel")):
         monkeypatch.setattr(operations, name, lambda *_: True)
-    monkeypatch.setattr(linear, "_sums_as_made", lambda rows: rows.requires_grad and torch.is_grad_enabled())
+    monkeypatch.setattr(linear, "_adds_in_product", lambda rows: rows.requires_grad and torch.is_grad_enabled())
 
 
 def losses_and_gradients(recompute: Any = "none", *, plan: bool = False, total: bool = False) -> list[Tensor]:

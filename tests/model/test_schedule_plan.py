@@ -242,7 +242,7 @@ class LoggedWay:
     """A way to nowhere, which says when rows leave and arrive."""
 
     @property
-    def back(self) -> LoggedWay:
+    def reverse(self) -> LoggedWay:
         return self
 
     def __call__(self, rows: Tensor, *told: Any) -> Tensor:
@@ -264,14 +264,14 @@ class FarMoE(MoE):
     def steps(self) -> tuple[Step, ...]:
         def between() -> Iterator[Step]:
             for step in super(FarMoE, self).steps():
-                yield from [exchange("dispatch", "rows", along="there")] if step.name == "experts" else []
+                yield from [exchange("dispatch", "rows", along="to_experts")] if step.name == "experts" else []
                 yield replace(step, waits=True) if step.name == "plan" else step
-                yield from [exchange("combine", "rows", along="back")] if step.name == "experts" else []
+                yield from [exchange("combine", "rows", along="to_tokens")] if step.name == "experts" else []
 
         return tuple(between())
 
-    def plan(self, asked: Any, context: ForwardContext) -> dict[str, Any]:
-        return {**super().plan(asked, context), "there": LoggedWay(), "back": LoggedWay()}
+    def plan(self, pending_route: Any, context: ForwardContext) -> dict[str, Any]:
+        return {**super().plan(pending_route, context), "to_experts": LoggedWay(), "to_tokens": LoggedWay()}
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ class SchedulePlan:
                     arriving = part.arrived.take()
                     if arriving is not None and part.left.edge is not None:
                         assert part.way is not None
-                        arrive = part.way.back.start(arriving, "exchange back", part.name, recorder)
+                        arrive = part.way.reverse.start(arriving, "exchange back", part.name, recorder)
                         del arriving
                         # Some are made now, for the other's exchange, and some after its turn, for this one. What the
                         # last piece put off belongs to no module that is done.

@@ -1,7 +1,6 @@
-"""Rows on their way between ranks: an exchange that can be begun, and waited for when other work is done.
+"""Exchanges of rows between ranks (all-to-all) that are started and awaited separately.
 
-`AllToAllPlan` says which rows go where and in which order they lie before and after. The gradient takes the same
-way back.
+`AllToAllPlan` says which rows go where, and their order before and after. Gradients take the reverse plan.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from postlude.trace.spans import SpanKind
 
 @dataclass(frozen=True)
 class Permutation:
-    """Row order[i] at row i. `inverse` undoes it."""
+    """Puts row order[i] at row i. `inverse` undoes it."""
 
     order: Tensor
     inverse: Tensor
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """No gradient of its own: a `AllToAllPlan` has one."""
+        """Returns the rows in the new order. Without gradient: the plan has one."""
         return rows[self.order]
 
     @property
-    def undone(self) -> Permutation:
-        """The way back."""
+    def reverse(self) -> Permutation:
+        """The inverse permutation."""
         return Permutation(self.inverse, self.order)
 
 
 @dataclass(frozen=True)
 class AllToAllPlan:
-    """The next sent[r] of a rank's rows go to each rank r of `group`; what comes from each is laid end to end.
+    """Sends the next sent[r] rows to each rank r of `group` and lays what arrives end to end, by rank.
 
-    They are put in the order `before` first, and what came into the order `after`.
+    Rows are permuted by `before` first, and what arrived by `after`.
     """
 
     sent: list[int]
@@ -50,25 +49,25 @@ class AllToAllPlan:
     after: Permutation | None = None
 
     @property
-    def back(self) -> AllToAllPlan:
-        """The same rows to where they came from."""
+    def reverse(self) -> AllToAllPlan:
+        """The plan that sends the same rows back."""
         return AllToAllPlan(
             self.received,
             self.sent,
             self.group,
-            self.after.undone if self.after is not None else None,
-            self.before.undone if self.before is not None else None,
+            self.after.reverse if self.after is not None else None,
+            self.before.reverse if self.before is not None else None,
         )
 
     def __call__(self, rows: Tensor, name: str = "", recorder: Recorder = NO_RECORDER) -> Tensor:
-        """[sum(sent), ...] -> [sum(received), ...], with a gradient. `recorder` is told of both ways by `name`."""
-        moved: Tensor = _Moved.apply(rows, self, name, recorder)
+        """[sum(sent), ...] -> [sum(received), ...], with gradient. `recorder` records both directions as `name`."""
+        moved: Tensor = _AllToAll.apply(rows, self, name, recorder)
         return moved
 
     def start(
         self, rows: Tensor, kind: SpanKind = "exchange", name: str = "", recorder: Recorder = NO_RECORDER
     ) -> Callable[[], Tensor]:
-        """Send them off, without a gradient. Call what this returns to wait: on a GPU it is the stream that waits."""
+        """Starts the exchange, without gradient. Call the result to wait; on a GPU the stream waits, not the host."""
         ordered = rows if self.before is None else self.before(rows)
         arrived = rows.new_empty(sum(self.received), *rows.shape[1:])
         sending = ordered.contiguous()
@@ -85,39 +84,39 @@ class AllToAllPlan:
         return wait
 
 
-class _Moved(Function):
+class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: AllToAllPlan, name: str, recorder: Recorder) -> Tensor:
-        ctx.way, ctx.told = way, (name, recorder)
-        return way.start(rows, "exchange", name, recorder)()
+    def forward(ctx: Any, rows: Tensor, plan: AllToAllPlan, name: str, recorder: Recorder) -> Tensor:
+        ctx.plan, ctx.recording = plan, (name, recorder)
+        return plan.start(rows, "exchange", name, recorder)()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.way.back.start(gradients[0], "exchange back", *ctx.told)(), None, None, None
+        return ctx.plan.reverse.start(gradients[0], "exchange back", *ctx.recording)(), None, None, None
 
 
 def exchange_sizes(sizes: Tensor, group: dist.ProcessGroup) -> Callable[[], tuple[Tensor, list[int], list[int]]]:
-    """Tell each rank r of `group` the numbers sizes[r], and hear its own: begin it now, call what this returns to wait.
+    """Starts sending sizes[r] to each rank r of `group`. Call the result to wait.
 
-    `sizes` [ranks, n] -> what was heard [ranks, n], and the sums a rank of what was told and of what was heard, on the
-    host, which waits for these numbers and for nothing that was asked of the GPU after them.
+    `sizes` [ranks, n] -> what each rank sent here [ranks, n], and the sums per rank of what was sent and received, on
+    the host. The host waits for these numbers only, not for work that the GPU was given after them.
     """
-    told, heard = sizes.contiguous(), torch.empty_like(sizes)
-    work = dist.all_to_all_single(heard, told, group=group, async_op=True)
+    outgoing, incoming = sizes.contiguous(), torch.empty_like(sizes)
+    work = dist.all_to_all_single(incoming, outgoing, group=group, async_op=True)
     if not sizes.is_cuda:
 
         def wait() -> tuple[Tensor, list[int], list[int]]:
             work.wait()
-            sent, received = torch.stack((told.sum(1), heard.sum(1))).tolist()
-            return heard, sent, received
+            sent, received = torch.stack((outgoing.sum(1), incoming.sum(1))).tolist()
+            return incoming, sent, received
 
         return wait
 
-    aside = torch.cuda.Stream(sizes.device)
-    aside.wait_stream(torch.cuda.current_stream(sizes.device))
-    with torch.cuda.stream(aside):
+    side_stream = torch.cuda.Stream(sizes.device)
+    side_stream.wait_stream(torch.cuda.current_stream(sizes.device))
+    with torch.cuda.stream(side_stream):
         work.wait()
-        sums = torch.stack((told.sum(1), heard.sum(1)))
+        sums = torch.stack((outgoing.sum(1), incoming.sum(1)))
         on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         on_host.copy_(sums, non_blocking=True)
         ready = torch.cuda.Event()
@@ -125,10 +124,10 @@ def exchange_sizes(sizes: Tensor, group: dist.ProcessGroup) -> Callable[[], tupl
 
     def wait_on_gpu() -> tuple[Tensor, list[int], list[int]]:
         ready.synchronize()
-        torch.cuda.current_stream(sizes.device).wait_stream(aside)
-        for tensor in (told, heard):
-            tensor.record_stream(aside)
+        torch.cuda.current_stream(sizes.device).wait_stream(side_stream)
+        for tensor in (outgoing, incoming):
+            tensor.record_stream(side_stream)
         sent, received = on_host.tolist()
-        return heard, sent, received
+        return incoming, sent, received
 
     return wait_on_gpu

@@ -1,4 +1,4 @@
-"""A loss that belongs to a place inside the model: its gradient joins there, whatever the caller's objective is."""
+"""Auxiliary losses inside the model: their gradient joins where they arise, whatever the caller's objective is."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.autograd import Function
 
 
 def add_aux_loss(values: Tensor, loss: Tensor) -> Tensor:
-    """`values` unchanged; when their gradient passes, `loss` (a scalar) is minimised along with the caller's."""
-    result: Tensor = _SideLoss.apply(values, loss)
+    """Returns `values` unchanged. Their backward also minimises `loss`, a scalar."""
+    result: Tensor = _AuxLoss.apply(values, loss)
     return result
 
 
 def weighted_sum(values: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-    """Σ values · weights[rows], a scalar: `values` [T, E], `weights` [n, E] without a gradient, `rows` [T] int64.
+    """Returns Σ values · weights[rows], a scalar: `values` [T, E], `weights` [n, E] without gradient, `rows` [T].
 
-    The backward keeps `weights` and `rows`, nothing of [T, E].
+    The backward keeps `weights` and `rows`, nothing of size [T, E].
     """
     result: Tensor = _WeightedSum.apply(values, weights, rows)
     return result
@@ -36,7 +36,7 @@ class _WeightedSum(Function):
         return (gradients[0] * weights)[rows], None, None
 
 
-class _SideLoss(Function):
+class _AuxLoss(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
         ctx.like = loss.dtype, loss.device

@@ -1,4 +1,4 @@
-"""Collectives with the backward that belongs to them. Without a group there is one rank, and nothing to do."""
+"""Collectives with their backward. Without a group there is one rank, and they do nothing."""
 
 from __future__ import annotations
 
@@ -17,50 +17,49 @@ reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 def copy_to_group(tensor: Tensor, group: Group) -> Tensor:
-    """A tensor every rank of `group` holds alike, about to be used in parts: its gradient is the sum of the parts'."""
+    """Returns a replicated tensor that ranks use in parts. Its gradient is summed over `group`."""
     return tensor if group is None else _apply(_CopyToGroup, tensor, group)
 
 
 def gather_from_sequence(tensor: Tensor, group: Group) -> Tensor:
-    """Token shards [T / size, ...], one a rank in rank order -> all tokens [T, ...] on every rank.
+    """Token shards [T / size, ...] -> all tokens [T, ...] on every rank, in rank order.
 
-    The gradient of a shard is the sum of what every rank's use of it gives: a reduce-scatter.
+    The gradient of a shard is the sum over ranks: a reduce-scatter.
     """
     return tensor if group is None else _apply(_GatherRows, tensor, group, True)
 
 
 def scatter_to_sequence(tensor: Tensor, group: Group) -> Tensor:
-    """Every rank's addend [T, ...] -> this rank's token shard [T / size, ...] of their sum."""
+    """Every rank's addend [T, ...] -> this rank's token shard [T / size, ...] of the sum."""
     return tensor if group is None else _apply(_ScatterRows, tensor, group)
 
 
 def gather_alike(tensor: Tensor, group: Group) -> Tensor:
-    """Token shards [T / size, ...] -> all tokens [T, ...], about to be used alike by every rank.
+    """Token shards [T / size, ...] -> all tokens [T, ...], which every rank uses in the same way.
 
-    Every rank then holds the same gradient, and a shard's is its own part of it.
+    Every rank then has the same gradient, and a shard's gradient is its part of it.
     """
     return tensor if group is None else _apply(_GatherRows, tensor, group, False)
 
 
 def sum_over_group(tensor: Tensor, group: Group) -> Tensor:
-    """Each rank's addend -> their sum, alike on every rank of `group`.
+    """Each rank's addend -> the sum, on every rank of `group`.
 
-    For losses that every rank computes and that count as their sum over ranks: the gradient of an addend is the sum of
-    what every rank's use of the total gives.
+    The gradient of an addend is the sum over ranks of the gradients of the total.
     """
     return tensor if group is None else _apply(_SumOverGroup, tensor, group)
 
 
 def sequence_to_heads(tensor: Tensor, group: Group) -> Tensor:
-    """This rank's tokens of all heads [T, heads, ...] -> every rank's tokens, in rank order, of its block of the heads.
+    """This rank's tokens of all heads [T, heads, ...] -> all ranks' tokens of its heads [size · T, heads / size, ...].
 
-    [size * T, heads / size, ...]; `heads_to_sequence` is the way back, and each is the other's gradient.
+    `heads_to_sequence` is the inverse; each is the other's gradient.
     """
     return tensor if group is None else _apply(_SwapSequenceAndHeads, tensor, group, True)
 
 
 def heads_to_sequence(tensor: Tensor, group: Group) -> Tensor:
-    """Every rank's tokens, in rank order, of this rank's block of the heads -> this rank's tokens of all heads."""
+    """All ranks' tokens of this rank's heads -> this rank's tokens of all heads."""
     return tensor if group is None else _apply(_SwapSequenceAndHeads, tensor, group, False)
 
 
@@ -134,13 +133,13 @@ class _CopyToGroup(Function):
 
 class _GatherRows(Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: dist.ProcessGroup, used_in_parts: bool) -> Tensor:
-        ctx.group, ctx.used_in_parts, ctx.rows = group, used_in_parts, shard.shape[0]
+    def forward(ctx: Any, shard: Tensor, group: dist.ProcessGroup, sum_gradients: bool) -> Tensor:
+        ctx.group, ctx.sum_gradients, ctx.rows = group, sum_gradients, shard.shape[0]
         return _gather(shard, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.used_in_parts:
+        if ctx.sum_gradients:
             return _scatter(gradients[0], ctx.group), None, None
         start = dist.get_rank(ctx.group) * ctx.rows
         return gradients[0][start : start + ctx.rows], None, None

@@ -1,4 +1,4 @@
-"""Which library multiplies matrices on a CPU."""
+"""Matrix products on an Arm CPU through BLAS instead of oneDNN."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @contextlib.contextmanager
 def blas_fp32_matmul(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, fp32 products on an Arm CPU go to BLAS instead of oneDNN, which prepares each anew.
+    """Sends fp32 products on an Arm CPU to BLAS instead of oneDNN, which prepares each of them anew.
 
-    That costs it 0.2 ms a product, and 0.7 ms on a busy machine: several times what a small one takes, and a large one
-    gains little. Other dtypes and other CPUs are left alone. The switch is the process's; it is put back afterwards.
+    That takes oneDNN 0.2 ms a product, 0.7 ms on a busy machine: several times a small product, while a large one gains
+    little. Other dtypes and CPUs are unchanged. The switch is global to the process and restored on exit.
     """
     library: Any = torch.backends.mkldnn  # its switches are declared as descriptors, not as what they hold
     before = library.enabled

@@ -1,4 +1,4 @@
-"""Work on tokens grouped by expert: sorting them, bringing them to their experts' ranks, one product per group."""
+"""Tokens grouped by expert: sorting, sending them to the experts' ranks, and one product per expert."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.linear import DeferredWgrads, main_grad, wgrad_queue
 from postlude.world.mesh import Axis
 
-WIDEST = 16384  # features of a row that the Triton kernels take: one program has all of them
+WIDEST = 16384  # features of a row that the kernels take: one program has all of them
 
 
 def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the slots of `choice` [T, k] by expert. The host waits for nothing.
+    """Sorts the slots of `choice` [T, k] by expert. The host does not wait.
 
     Returns `order` [T·k] (slot at each sorted row), its inverse, and `counts` [experts], rows per expert.
     """
-    narrow = torch.int16 if experts <= 2**15 else torch.int32  # which sorts in a fraction of int64's time
+    narrow = torch.int16 if experts <= 2**15 else torch.int32  # sorts in a fraction of int64's time
     chosen, order = choice.flatten().to(narrow).sort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device, dtype=chosen.dtype), right=True)
@@ -32,14 +32,14 @@ def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def replicate_rows(tokens: Tensor, order: Tensor, inverse: Tensor, copies: int, *, backend: Backend = "auto") -> Tensor:
-    """Row order[i] // copies of `tokens` [T, H] at row i, [T·copies, H]. The gradient sums each token's copies."""
+    """Returns row order[i] // copies of `tokens` [T, H] at row i, [T·copies, H]. Gradients sum over the copies."""
     if _use_kernel("replicate_rows", tokens, backend):
         return _as_tensor(_Spread.apply(tokens, inverse, copies))
     return _as_tensor(_Rows.apply(tokens, order, inverse, copies))
 
 
 def merge_rows(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """Undo the sort, and sum each token's `rows` [T·k, H] by its `weights` [T, k]: [T, H]."""
+    """Undoes the sort and sums each token's `rows` [T·k, H] with its `weights` [T, k]: [T, H]."""
     if _use_kernel("merge_rows", rows, backend):
         return _as_tensor(_Collect.apply(rows, weights, inverse))
     slots: Tensor = restore_rows(rows, order, inverse).unflatten(0, tuple(weights.shape))  # [T, k, H]
@@ -47,45 +47,45 @@ def merge_rows(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, *,
 
 
 def restore_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Undo the sort: [T·k, H] in slot order."""
+    """Undoes the sort: [T·k, H] in slot order."""
     return _as_tensor(_Rows.apply(rows, inverse, order, 1))
 
 
 @dataclass(frozen=True)
 class ExpertRoute:
-    """How one rank's rows, sorted by expert, come to the ranks that hold the experts.
+    """How one rank's rows, sorted by expert, reach the ranks that hold the experts.
 
-    `counts` [E / ep]: rows that each of this rank's experts gets, from all ranks together, sorted by expert. `there`
-    leads to them, and its `back` back again; None where this rank has all experts.
+    `counts` [E / ep] are the rows that each of this rank's experts gets from all ranks, sorted by expert. `to_experts`
+    sends them; None where this rank has all experts.
     """
 
     counts: Tensor
-    there: AllToAllPlan | None = None
+    to_experts: AllToAllPlan | None = None
 
 
 def start_expert_route(counts: Tensor, ep: Axis) -> Callable[[], ExpertRoute]:
-    """From this rank's rows for each of all experts, `counts` [E]. Ranks tell each other; call this to wait for it."""
+    """Starts telling the ranks how many rows they get, from this rank's `counts` [E] per expert. Call it to wait."""
     if ep.group is None:
         return lambda: ExpertRoute(counts)
     group = ep.group
-    hear = exchange_sizes(counts.view(ep.size, -1), group)  # [rank, its experts]
+    wait_for_sizes = exchange_sizes(counts.view(ep.size, -1), group)  # [rank, its experts]
 
-    def heard() -> ExpertRoute:
-        incoming, sent, received = hear()
-        # Rows come rank by rank, each rank's sorted by expert; the experts want all their rows together.
+    def wait() -> ExpertRoute:
+        incoming, sent, received = wait_for_sizes()
+        # Rows come rank by rank, each rank's sorted by expert; each expert needs all its rows together.
         experts = torch.arange(incoming.shape[1], device=counts.device).repeat(ep.size)
         arrived = experts.repeat_interleave(incoming.flatten(), output_size=sum(received))
-        order, inverse, own = expert_order(arrived, incoming.shape[1])
-        return ExpertRoute(own, AllToAllPlan(sent, received, group, after=Permutation(order, inverse)))
+        order, inverse, local_counts = expert_order(arrived, incoming.shape[1])
+        return ExpertRoute(local_counts, AllToAllPlan(sent, received, group, after=Permutation(order, inverse)))
 
-    return heard
+    return wait
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Each of `rows` [R, in] by its expert's matrix of `weight` [E, out, in]: [R, out].
+    """Multiplies each of `rows` [R, in] by its expert's matrix of `weight` [E, out, in]: [R, out].
 
-    Rows are sorted by expert; `counts` [E] says how many each has. Where the grouped kernel does not fit, the host
-    waits for them.
+    Rows are sorted by expert and `counts` [E] has the rows of each. Where the grouped kernel does not fit, the host
+    waits for the counts.
     """
     if len(rows) and rows.dtype == weight.dtype and grouped_kernel_fits(weight):
         product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32), wgrad_queue(weight))
@@ -97,20 +97,20 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def add_bias(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    """Each of `rows` [R, out] plus its expert's vector of `bias` [E, out]. Rows and `counts` as in `grouped_linear`."""
+    """Adds to each of `rows` [R, out] its expert's vector of `bias` [E, out]. See `grouped_linear`."""
     experts = torch.arange(len(bias), device=bias.device)
     added: Tensor = _Bias.apply(rows, bias, experts.repeat_interleave(counts, output_size=len(rows)))
     return added
 
 
 def grouped_kernel_fits(weight: Tensor) -> bool:
-    """Whether one kernel multiplies by all matrices: it wants rows of whole 16 bytes, and bf16 on CUDA."""
+    """Whether one kernel multiplies by all matrices: it needs rows of whole 16 bytes, and bf16 on CUDA."""
     aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
     return aligned and (not weight.is_cuda or weight.dtype == torch.bfloat16)
 
 
 class _Rows(Function):
-    """Gather by a permutation; the backward gathers by the inverse, so it needs no atomics and is deterministic."""
+    """Gathers by a permutation. The backward gathers by the inverse, so it is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -135,13 +135,13 @@ def _use_kernel(name: str, rows: Tensor, backend: Backend) -> bool:
 
 
 def _as_tensor(applied: Any) -> Tensor:
-    """What a Function returns, which has no type."""
+    """Types the result of a Function."""
     tensor: Tensor = applied
     return tensor
 
 
 class _Spread(Function):
-    """Each token to its rows; its gradient is their sum, in fp32 and rounded once."""
+    """Copies each token to its rows. Its gradient is their sum, in fp32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -160,7 +160,7 @@ class _Spread(Function):
 
 
 class _Collect(Function):
-    """Each token's rows by weight, summed in fp32 and rounded once."""
+    """Sums each token's rows with weights, in fp32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
@@ -178,12 +178,12 @@ class _Collect(Function):
 
 
 class _GroupedProduct(Function):
-    """The grouped kernel and its gradients, written out since the kernel wants them laid out in memory."""
+    """The grouped kernel and its gradients, written out since the kernel needs contiguous operands."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, later: DeferredWgrads | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, deferred: DeferredWgrads | None) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.weight, ctx.later = weight, later  # with its history
+        ctx.weight, ctx.deferred = weight, deferred  # with its history
         return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
 
     @staticmethod
@@ -192,21 +192,21 @@ class _GroupedProduct(Function):
         gradient, total = gradients[0].contiguous(), main_grad(ctx.weight)
 
         def for_weight() -> Tensor | None:
-            made: Tensor = F.grouped_mm(gradient.T, rows, offs=offsets)
+            product: Tensor = F.grouped_mm(gradient.T, rows, offs=offsets)
             if total is None:
-                return made
-            add_to(total, made)
+                return product
+            add_to(total, product)
             return None
 
         for_rows = F.grouped_mm(gradient, weight, offs=offsets) if ctx.needs_input_grad[0] else None
-        if ctx.later is not None:
-            ctx.later.append((ctx.weight, for_weight))
+        if ctx.deferred is not None:
+            ctx.deferred.append((ctx.weight, for_weight))
             return for_rows, None, None, None
         return for_rows, for_weight() if ctx.needs_input_grad[1] else None, None, None
 
 
 def add_to(total: Tensor, gradient: Tensor, *, backend: Backend = "auto") -> None:
-    """total += gradient, of another dtype. For two dtypes torch's own kernel reads number by number."""
+    """Adds `gradient` to `total`, of another dtype. Torch's kernel for two dtypes reads number by number."""
     dense = total.is_contiguous() and gradient.is_contiguous()
     on_gpu = total.is_cuda or backend == "triton"
     if dense and on_gpu and use_kernel("add_to", backend, total.device, total.dtype):
@@ -218,7 +218,7 @@ def add_to(total: Tensor, gradient: Tensor, *, backend: Backend = "auto") -> Non
 
 
 class _Bias(Function):
-    """Add a row of `bias` by expert; its gradient sums each expert's rows in a product, so it is deterministic."""
+    """Adds a row of `bias` by expert. Its gradient sums each expert's rows in a product, so it is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, expert: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""One call for many tensors, as a launch for each takes a host longer than a GPU. Torch has none under a public name.
+"""One call for many tensors, since a launch for each takes the host longer than the GPU. Torch's are private.
 
-`torch.nn.utils.get_total_norm` is the nearest, and sums in the tensors' own dtype. Private names of torch stand here
-alone, so that a torch which renames them is mended here.
+`torch.nn.utils.get_total_norm` is the nearest public one, and sums in the tensors' own dtype.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from torch import Tensor
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The norm of each, summed in `dtype` without a copy of the tensor: [n]."""
+    """Returns the norm of each tensor, summed in `dtype` without a copy of it: [n]."""
     return torch.stack(torch._foreach_norm(tensors, 2.0, dtype))
 
 
 def foreach_copy(into: list[Tensor], values: list[Tensor]) -> None:
-    """Overwrite each with the values of the other at its place, which may be of another dtype."""
+    """Copies each of `values` into its counterpart, which may have another dtype."""
     torch._foreach_copy_(into, values)

@@ -1,8 +1,9 @@
-"""A block as one step of autograd, there and back: attention or an MLP with its norm and the residual stream.
+"""An attention or MLP block, with its norm and the residual sum, as one autograd function.
 
-A step of autograd takes the host several times what a launch does, and a layer of eight steps and two sums kept a GPU
-waiting. These are the kernels and products of `rms_norm_with_residual`, `linear_group`, `rotate_heads`, `attend` and
-`gated_linear`, in the same order, with nothing between them. What they keep for the backward is the same, too.
+One autograd step takes the host several times as long as a launch, and eight of them with two sums per layer kept a GPU
+waiting. These functions run the kernels and products of `rms_norm_with_residual`, `linear_group`, `rotate_heads`,
+`attend` and `gated_linear` in the same order and keep the same tensors for the backward. Blocks choose them in
+`Block.fused_forward`, where all of these would run as Triton kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from postlude.ops.rotary import HeadNorms, Table
 def fused_mlp_block(
     hidden: Tensor, norm: Norm, layers: Sequence[Tensor], down: Tensor, activation: GateActivation
 ) -> Tensor:
-    """`hidden` [T, H] plus what `gated_linear` makes of its norm by `layers`, gate and up or up alone: [T, H]."""
+    """Returns `hidden` [T, H] + the MLP of its norm. `layers` are gate and up, or up alone."""
     output: Tensor = _MLP.apply(hidden, norm.weight, down, norm, activation, wgrad_queue(down), *layers)
     return output
 
@@ -47,10 +48,10 @@ def fused_attention_block(
     *,
     operator: bool,
 ) -> Tensor:
-    """`hidden` [T, H] plus attention of its norm: [T, H].
+    """Returns `hidden` [T, H] + attention of its norm, [T, H].
 
-    `layers` make queries, keys and values of heads of this `width`, which are turned as `rotate_heads` does. No sinks.
-    `operator`: as `attention_kernels.forward` says.
+    `layers` project queries, keys and values of heads of this `width`, which are rotated by `rotate_heads`. No sinks.
+    `operator`: see `kernels.attention.forward`.
     """
     of_heads = (None, None) if norms is None else (norms.query, norms.key)
     given = (
@@ -80,27 +81,27 @@ class _MLP(Function):
         down: Tensor,
         norm: Norm,
         activation: GateActivation,
-        later: DeferredWgrads | None,
+        queue: DeferredWgrads | None,
         *layers: Tensor,
     ) -> Tensor:
         normed = norm_kernels.forward(hidden, norm_weight, norm.eps, norm.offset)
         made = linear_products(normed, layers, one=True)
         gate, up = made if len(made) == 2 else (None, made[0])
         ctx.save_for_backward(hidden, norm_weight, normed, gate, up, down, *layers)
-        ctx.given = norm, layers, down, activation, later
+        ctx.given = norm, layers, down, activation, queue
         return hidden + F.linear(activation_kernels.forward(gate, up, activation), down)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, norm_weight, normed, gate, up, down, *layers = ctx.saved_tensors
-        norm, given, given_down, activation, later = ctx.given
+        norm, given, given_down, activation, queue = ctx.given
         gradient, asked = gradients[0], ctx.needs_input_grad
         of_features = gradient.mm(down)
-        features = of_features if asked[2] else None  # which take the place of their gradient once it has been read
+        features = of_features if asked[2] else None  # the kernel overwrites their gradient with them
         of_gate, of_up = activation_kernels.backward(gate, up, activation, of_features, features)
-        of_down = None if features is None else wgrad(given_down, gradient, features, later)
+        of_down = None if features is None else wgrad(given_down, gradient, features, queue)
         arrived = (of_up,) if of_gate is None else (of_gate, of_up)
-        of_normed, of_layers = product_gradients(normed, layers, given, arrived, later, asked[6:])
+        of_normed, of_layers = product_gradients(normed, layers, given, arrived, queue, asked[6:])
         of_hidden, of_norm = _norm_backward(hidden, norm_weight, norm, of_normed, gradient)
         return of_hidden, of_norm, of_down, None, None, None, *of_layers
 
@@ -122,7 +123,7 @@ class _Attention(Function):
         packing: Packing,
         scores: Scores,
         operator: bool,
-        later: DeferredWgrads | None,
+        queue: DeferredWgrads | None,
         *layers: Tensor,
     ) -> Tensor:
         tokens = len(hidden)
@@ -151,18 +152,18 @@ class _Attention(Function):
             lse,
             *layers,
         )
-        ctx.given = norm, norms, asked, layers, down, later
+        ctx.given = norm, norms, asked, layers, down, queue
         return hidden + F.linear(heads.view(tokens, -1), down)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, norm_weight, normed, down, query_norm, key_norm, cos, sin, *others = ctx.saved_tensors
         query, key, turned_query, turned_key, value, heads, lse, *layers = others
-        norm, norms, how, given, given_down, later = ctx.given
+        norm, norms, how, given, given_down, queue = ctx.given
         gradient, asked = gradients[0], ctx.needs_input_grad
         tokens, count, size = heads.shape
         of_heads = gradient.mm(down).view(heads.shape)
-        of_down = wgrad(given_down, gradient, heads.view(tokens, -1), later) if asked[2] else None
+        of_down = wgrad(given_down, gradient, heads.view(tokens, -1), queue) if asked[2] else None
         # Gradients of queries, keys and values as columns of one tensor.
         room = heads.new_empty(tokens, count + 2 * value.shape[1], size)
         of_turned = attention_kernels.backward(
@@ -173,7 +174,7 @@ class _Attention(Function):
             query, key, (cos, sin), _weights(query_norm, key_norm), *_how(norms), of_turned, totals, room
         )
         arrived = room.view(tokens, -1).split([layer.shape[0] for layer in layers], 1)
-        of_normed, of_layers = product_gradients(normed, layers, given, arrived, later, asked[14:])
+        of_normed, of_layers = product_gradients(normed, layers, given, arrived, queue, asked[14:])
         of_hidden, of_norm = _norm_backward(hidden, norm_weight, norm, of_normed, gradient)
         return of_hidden, of_norm, of_down, of_query_norm, of_key_norm, *(None,) * 9, *of_layers
 
@@ -189,7 +190,7 @@ def _how(norms: HeadNorms | None) -> tuple[float, float]:
 def _norm_backward(
     hidden: Tensor, weight: Tensor, norm: Norm, of_normed: Tensor | None, gradient: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the block's input, to which the residual stream's is added, and of the norm's weight."""
+    """Returns the gradients of the block's input, the residual's included, and of the norm's weight."""
     assert of_normed is not None  # the input has a gradient
     total = main_grad(norm.weight)
     return norm_kernels.backward(hidden, weight, norm.eps, norm.offset, of_normed, gradient, total)

@@ -1,8 +1,8 @@
-"""The product of tokens and a weight, which every linear layer goes through; its weight's gradient can be put off.
+"""The one linear function: every linear layer goes through it, and its weight gradient can be deferred.
 
-A layer's input gradient is what others wait for; nobody waits for the weight's. Inside `defer_wgrad(later)` products
-leave the latter undone and append it to `later`, a list that the caller owns. After the backward that appended them,
-`flush_wgrad` adds to the parameters' gradients what the backward would have, to the bit.
+Other work waits for a layer's input gradient, none for the weight's. Inside `defer_wgrad(queue)` products append the
+computation of the latter to `queue`, a list that the caller owns. After the backward, `flush_wgrad` adds to the
+parameters' gradients what the backward would have added, to the bit.
 """
 
 from __future__ import annotations
@@ -20,65 +20,64 @@ from torch import Tensor
 from torch.autograd import Function
 
 DeferredWgrads = list[tuple[Tensor, Callable[[], Tensor | None]]]
-"""Weights, and how the gradient of each is made; what adds it where it is summed returns none."""
+"""Weights, each with a closure that returns its gradient, or None if it has added it to `main_grad`."""
 Result = TypeVar("Result")
-# Read where a product is made; its backward, perhaps in another thread, keeps the list that it was made under.
-_later: ContextVar[DeferredWgrads | None] = ContextVar("later", default=None)
+# Read in the forward of a product. Its backward, perhaps in another thread, uses the queue of its forward.
+_queue: ContextVar[DeferredWgrads | None] = ContextVar("wgrad_queue", default=None)
 
 
 @contextlib.contextmanager
-def defer_wgrad(later: DeferredWgrads | None) -> Iterator[None]:
-    """The weight gradients of products made inside are appended to `later`; None leaves all as it is."""
-    token = _later.set(later)
+def defer_wgrad(queue: DeferredWgrads | None) -> Iterator[None]:
+    """Appends the weight gradients of products inside to `queue`; None defers nothing."""
+    token = _queue.set(queue)
     try:
         yield
     finally:
-        _later.reset(token)
+        _queue.reset(token)
 
 
 def bind_wgrad(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The same function for a later time: its products put off what they would put off now."""
-    later = _later.get()
+    """Returns the function bound to the current queue: called queue, its products defer to the same one."""
+    queue = _queue.get()
 
     def run(*arguments: Any) -> Result:
-        with defer_wgrad(later):
+        with defer_wgrad(queue):
             return function(*arguments)
 
     return run
 
 
 def wgrad_queue(weight: Tensor) -> DeferredWgrads | None:
-    """Where the gradient of this weight is to be put off to, if it has one."""
-    return _later.get() if weight.requires_grad and torch.is_grad_enabled() else None
+    """Returns the queue to which this weight's gradient is deferred, if it has one."""
+    return _queue.get() if weight.requires_grad and torch.is_grad_enabled() else None
 
 
-def flush_wgrad(put_off: DeferredWgrads) -> None:
-    """Add each weight's gradient to that of what the weight was made from, all in one backward: each one costs."""
+def flush_wgrad(queue: DeferredWgrads) -> None:
+    """Computes deferred weight gradients and backpropagates them to the parameters, all in one backward."""
     with torch.no_grad():  # as in the backward
-        made = [(weight, gradient()) for weight, gradient in put_off]
-    left = [(weight, gradient) for weight, gradient in made if gradient is not None]
-    if left:
-        torch.autograd.backward([weight for weight, _ in left], [gradient for _, gradient in left])
+        computed = [(weight, gradient()) for weight, gradient in queue]
+    remaining = [(weight, gradient) for weight, gradient in computed if gradient is not None]
+    if remaining:
+        torch.autograd.backward([weight for weight, _ in remaining], [gradient for _, gradient in remaining])
 
 
 def set_main_grad(weight: Tensor, total: Tensor | None) -> None:
-    """Have operations add the gradient of `weight`, a leaf, to `total` as they make it, and leave none to the leaf.
+    """Makes operations add the gradient of `weight`, a leaf, to `total` themselves, as Megatron's main_grad.
 
-    `total` is the leaf's own gradient, to which autograd adds what others make. On CUDA products and norms do it, in
-    the kernel that makes the gradient, which rounds nothing in between; elsewhere, and with None from now on, it is
-    left to autograd.
+    `total` is the leaf's own gradient; autograd adds to it what other operations give. On CUDA products and norms add
+    in the kernel that computes the gradient, without rounding in between. Elsewhere, and with None, autograd adds.
     """
     if total is None or total.is_cuda:
         weight.main_grad = total  # type: ignore[attr-defined]
 
 
-def wgrad(weight: Tensor, gradient: Tensor, rows: Tensor, later: DeferredWgrads | None) -> Tensor | None:
-    """`gradient`ᵀ [out, T] · `rows` [T, in], for autograd to add; None where it is put off, or added already.
+def wgrad(weight: Tensor, gradient: Tensor, rows: Tensor, queue: DeferredWgrads | None) -> Tensor | None:
+    """Returns `gradient`ᵀ [out, T] · `rows` [T, in] for autograd; None where it is deferred or already added.
 
-    `weight` is to be what was given to the product: saved tensors come back without their history.
+    `weight` must be the tensor given to the product: saved tensors come back without their history.
     """
-    if later is not None:
-        later.append((weight, functools.partial(wgrad, weight, gradient, rows, None)))
+    if queue is not None:
+        queue.append((weight, functools.partial(wgrad, weight, gradient, rows, None)))
         return None
     total = main_grad(weight)
     if total is None:
@@ -104,14 +103,14 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_group(
     rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, one: bool = False
 ) -> tuple[Tensor, ...]:
-    """`linear` of the same `rows` [T, in] by each of `weights` [out, in]: [T, out] each.
+    """Returns `linear` of the same `rows` [T, in] with each of `weights` [out, in]: [T, out] each.
 
-    On CUDA each product's gradient of the rows is added to the sum as it is made, rather than in a kernel of its own,
-    and what lies together in memory is multiplied as one: weights whose gradients are columns of one tensor and, with
-    `one`, forward too. Products are columns of one tensor then, and while one of them is kept all are.
-    Where there are no gradients, and weights lie one after the other in memory, all are one product.
+    On CUDA each product's gradient of the rows is added to the sum in the product itself. Weights that are adjacent in
+    memory are multiplied as one: in the backward where their gradients are columns of one tensor and, with `one`, in
+    the forward too. Products are then columns of one tensor, and while one of them is kept all are. Without gradients,
+    adjacent weights are one product.
     """
-    if _sums_as_made(rows):
+    if _adds_in_product(rows):
         return _products(rows, weights, biases, one=one)
     if not torch.is_grad_enabled() and not any(bias is not None for bias in biases):
         joined = adjacent_view(weights)
@@ -122,7 +121,7 @@ def linear_group(
 
 
 def adjacent_view(parts: Sequence[Tensor], dim: int = 0) -> Tensor | None:
-    """Matrices as one, in which they follow one another along `dim`, where they lie so in memory; else None."""
+    """Returns matrices that are adjacent in memory along `dim` as one view; None where they are not."""
     for one, other in itertools.pairwise(parts):
         if not _follows(one, other, dim):
             return None
@@ -140,7 +139,7 @@ def _follows(one: Tensor, other: Tensor, dim: int) -> bool:
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """What `adjacent_view` gives, of parts that do follow one another."""
+    """Returns `adjacent_view` of parts that are known to be adjacent."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -150,7 +149,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _runs(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[slice]:
-    """Which of them follow one another: gradients [T, out] as columns, their weights [out, in] as rows."""
+    """Yields runs of adjacent ones: gradients [T, out] as columns, their weights [out, in] as rows."""
     start = 0
     for stop, (one, other) in enumerate(itertools.pairwise(zip(gradients, weights, strict=True)), 1):
         if not (_follows(one[0], other[0], 1) and _follows(one[1], other[1], 0)):
@@ -162,35 +161,35 @@ def _runs(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[sl
 def _products(
     rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, one: bool
 ) -> tuple[Tensor, ...]:
-    joins = rows.is_cuda  # elsewhere a sum of several products is not the same to the bit
+    joins = rows.is_cuda  # elsewhere joined products are not equal to the bit
     products: tuple[Tensor, ...] = _Linears.apply(
-        rows, _later.get(), joins, one and joins, len(weights), *weights, *biases
+        rows, _queue.get(), joins, one and joins, len(weights), *weights, *biases
     )
     return products
 
 
-def _sums_as_made(rows: Tensor) -> bool:
+def _adds_in_product(rows: Tensor) -> bool:
     return rows.is_cuda and rows.requires_grad and torch.is_grad_enabled()
 
 
 def main_grad(weight: Tensor) -> Tensor | None:
-    """Where the gradients of `weight` are to be added up, if `set_main_grad` has said so."""
+    """Returns where operations add the gradient of `weight`, if `set_main_grad` was called."""
     return getattr(weight, "main_grad", None)
 
 
 class _Linears(Function):
-    """As torch differentiates `F.linear`, but for when, for where gradients are added up, and for what is one product.
+    """`F.linear` of several weights, with deferred or directly added weight gradients.
 
-    With `joins`, in the backward what lies together is; with `one`, in the forward too.
+    With `joins`, adjacent weights are one product in the backward; with `one`, in the forward too.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, later: DeferredWgrads | None, joins: bool, one: bool, count: int, *given: Any
+        ctx: Any, rows: Tensor, queue: DeferredWgrads | None, joins: bool, one: bool, count: int, *given: Any
     ) -> tuple[Tensor, ...]:
         weights, biases = given[:count], given[count:]
         ctx.save_for_backward(rows, *weights)
-        ctx.later, ctx.joins, ctx.weights = later, joins, weights
+        ctx.queue, ctx.joins, ctx.weights = queue, joins, weights
         if all(bias is None for bias in biases):
             return linear_products(rows, weights, one=one)
         return tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -204,7 +203,7 @@ class _Linears(Function):
             weights,
             ctx.weights,
             gradients,
-            ctx.later,
+            ctx.queue,
             asked[:count],
             joins=ctx.joins,
             needs=ctx.needs_input_grad[0],
@@ -214,7 +213,7 @@ class _Linears(Function):
 
 
 def linear_products(rows: Tensor, weights: Sequence[Tensor], *, one: bool) -> tuple[Tensor, ...]:
-    """The products of `rows` [T, in] by `weights` [out, in], [T, out] each: with `one`, in one where they lie so."""
+    """Returns `rows` [T, in] times each of `weights` [out, in], [T, out] each; with `one`, adjacent ones at once."""
     joined = adjacent_view(weights) if one else None
     if joined is None:
         return tuple(F.linear(rows, weight) for weight in weights)
@@ -227,16 +226,16 @@ def product_gradients(
     weights: Sequence[Tensor],
     given: Sequence[Tensor],
     gradients: Sequence[Tensor],
-    later: DeferredWgrads | None,
+    queue: DeferredWgrads | None,
     asked: Sequence[bool],
     *,
     joins: bool = True,
     needs: bool = True,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of `gradients` [T, out] of products, those of the rows, if it `needs` one, and of each weight that is `asked`.
+    """Returns the gradient of the rows, if it `needs` one, and of each weight that is `asked`, from those of products.
 
-    `given` are the weights as they were given to the product: see `wgrad`, also for what comes back. With
-    `joins`, what lies together is one product.
+    `given` are the weights as they were given to the product: see `wgrad`, also for the results. With `joins`, adjacent
+    weights are one product.
     """
     for_rows: Tensor | None = None
     for_weights: list[Tensor | None] = []
@@ -249,25 +248,25 @@ def product_gradients(
         total = adjacent_view(totals) if totals else None
         if total is not None:
             add = functools.partial(_add_product, total, gradient, rows)
-            if later is None:
+            if queue is None:
                 add()
-            else:  # one product then, too: several would not be the same to the bit
-                later.append((given[run][0], add))
+            else:  # also one product then: several would not be equal to the bit
+                queue.append((given[run][0], add))
             for_weights += [None] * len(totals)
         else:
             for_weights += [
-                wgrad(weight, each, rows, later) if wanted else None
+                wgrad(weight, each, rows, queue) if wanted else None
                 for weight, each, wanted in zip(given[run], gradients[run], asked[run], strict=True)
             ]
     return for_rows, for_weights
 
 
 def _totals(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Where the gradients of all of them are added up; nothing where that is not known of one."""
-    found = list[Tensor]()
+    """Returns the main_grad of all of them; empty if one has none."""
+    totals = list[Tensor]()
     for weight in weights:
         total = main_grad(weight)
         if total is None:
             return []
-        found.append(total)
-    return found
+        totals.append(total)
+    return totals

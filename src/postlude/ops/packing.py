@@ -16,7 +16,7 @@ class Packing:
     """The lengths of `n` sequences laid end to end over `T` tokens, on the host and on the device.
 
     `lengths`: n integers, each at least 1; `n` may be 0. `cu_seqlens`: [n + 1] int32, their running sum from 0.
-    The host copy means that no shape ever waits for the device. `tables` is where operations keep what they made of it.
+    The host copy means that no shape waits for the device. Operations cache tables made from the packing in `tables`.
     """
 
     lengths: tuple[int, ...]
@@ -37,7 +37,7 @@ class Packing:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Packing:
-        """Build the packing of sequences with these `lengths`, with its `cu_seqlens` on `device`."""
+        """Builds the packing of sequences with these `lengths`, with `cu_seqlens` on `device`."""
         boundaries = list(accumulate(lengths, initial=0))
         return cls(tuple(lengths), to_device(torch.tensor(boundaries, dtype=torch.int32), device))
 
@@ -57,24 +57,24 @@ class Packing:
         return max(self.lengths, default=0)
 
     def slices(self) -> list[tuple[int, int]]:
-        """Return `(start, stop)` of each sequence, as host integers."""
+        """Returns `(start, stop)` of each sequence, as host integers."""
         return list(pairwise(accumulate(self.lengths, initial=0)))
 
     def positions(self) -> Tensor:
-        """Return [T] int64: each token's place in its own sequence, from 0."""
+        """Returns [T] int64: each token's position in its own sequence, from 0."""
         starts = self.cu_seqlens[self.sequence_index()]
         return torch.arange(self.total, device=self.cu_seqlens.device) - starts
 
     def sequence_index(self) -> Tensor:
-        """Return [T] int64: which sequence each token belongs to."""
+        """Returns [T] int64: the sequence of each token."""
         sequences = torch.arange(self.count, device=self.cu_seqlens.device)
         return sequences.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum `values` [T, ...] over each sequence: [n, ...], differentiable.
+        """Sums `values` [T, ...] over each sequence: [n, ...], differentiable.
 
-        Floating values are summed in float32 or, where theirs is wider, in their own dtype; the rest in int64. On CUDA
-        the order of summation is fixed only under `torch.use_deterministic_algorithms`.
+        Floating values are summed in float32 or a wider dtype of their own, others in int64. On CUDA the order of
+        summation is fixed only under `torch.use_deterministic_algorithms`.
         """
         if values.ndim == 0 or values.shape[0] != self.total:
             raise ValueError(
@@ -87,12 +87,12 @@ class Packing:
         return sums.index_add(0, self.sequence_index(), values.to(dtype))
 
     def to(self, device: torch.device | str) -> Packing:
-        """Return the same packing with its `cu_seqlens` on `device`."""
+        """Returns the same packing with `cu_seqlens` on `device`."""
         return Packing(self.lengths, to_device(self.cu_seqlens, device))
 
 
 def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
-    """The tensor on `device`. From the host to a GPU it goes without a wait, through memory that the GPU can read."""
+    """Returns the tensor on `device`. From host to GPU it is copied through pinned memory, without a wait."""
     if device is None:
         return tensor
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":

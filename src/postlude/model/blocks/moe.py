@@ -35,16 +35,16 @@ from postlude.world.mesh import Axis, Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(GatedConfig):
-    """Experts and how a token finds its `top_k` of them.
+    """Experts, and how the router chooses `top_k` of them for a token.
 
     `scores` turn router logits into weights over all experts. With `groups` > 1 a token first picks its best
     `top_groups` groups (by the sum of each one's best `group_best` experts, by default top_k / top_groups), then
     experts inside them. `normalise` makes the chosen weights sum to one, `weight_scale` multiplies them after that.
     `selection_bias` adds a per-expert bias to the choice alone; after each step it moves by `selection_bias_rate`
     towards even load, without an auxiliary loss, whatever the learning rate is. The default of 0 leaves it as it was
-    loaded. The rate is a setting of training: configs that differ in it alone are equal, and export alike. With a
-    `latent_size` the chosen experts work in a space of so many features, which one projection leads into before tokens
-    are exchanged, and another out of after; router and shared expert do not.
+    loaded. The rate is a setting of training: configs that differ only in it are equal, and export alike. With a
+    `latent_size` the chosen experts work on that many features: one projection before tokens are exchanged, another
+    after. Router and shared expert do not.
 
     `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e an expert's share of a sequence's slots, p_e its mean score in
     the sequence: 1 when even), averaged over sequences by their lengths. It is DeepSeek-V3's sequence-wise loss: shares
@@ -53,7 +53,7 @@ class MoEConfig(GatedConfig):
     """
 
     has_experts = True
-    selective_share = 0.9  # what exchanges bring is not cheap
+    selective_share = 0.9  # results of exchanges are kept
     experts: int
     top_k: int
     expert_bias: bool = False
@@ -75,17 +75,17 @@ class MoEConfig(GatedConfig):
 
     @property
     def rated_by(self) -> int:
-        """How many of its best experts a group is chosen by."""
+        """How many of its best experts score a group."""
         return self.top_k // self.top_groups if self.group_best is None else self.group_best
 
     @property
     def has_aux_losses(self) -> bool:
-        """Balance or z-loss."""
+        """Whether it has a balance loss or z-loss."""
         return bool(self.balance_coefficient or self.z_coefficient)
 
     @property
     def router_shape(self) -> tuple[int, int]:
-        """The best `top_k` of all."""
+        """top_k, and the number of experts."""
         return self.top_k, self.experts
 
     def __post_init__(self) -> None:
@@ -106,33 +106,33 @@ class MoEConfig(GatedConfig):
         if self.groups > 1 and self.group_best is None and self.top_k % self.top_groups:
             raise ValueError(
                 f"top_k={self.top_k} from {self.top_groups} groups: top_groups divides top_k, unless group_best says "
-                "how many experts a group is rated by."
+                "how many experts score a group."
             )
         if self.groups > 1 and not (self.top_k <= self.top_groups * size and 1 <= self.rated_by <= size):
             raise ValueError(
-                f"top_k={self.top_k} from {self.top_groups} groups of {size} experts, each rated by its best "
+                f"top_k={self.top_k} from {self.top_groups} groups of {size} experts, each scored by its best "
                 f"{self.rated_by}: the chosen groups hold at least top_k experts, and each group at least as many as "
-                "it is rated by."
+                "score it."
             )
         if self.shared_gate and not self.shared_intermediate_size:
             raise ValueError("shared_gate needs a shared expert; set shared_intermediate_size.")
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """Eight experts, of which a token sees two that together are as wide as the model's MLP."""
+        """Eight experts with top_k=2, which together are as wide as the model's MLP."""
         mlp = next((each for each in others if isinstance(each, MLPConfig)), MLPConfig.default_for(hidden_size, others))
         made = cls.made_as_in([mlp]) | {"intermediate_size": max(1, mlp.intermediate_size // 2)}
         return cls(experts=8, top_k=2, **made)
 
     def flops(self, hidden_size: int) -> float:
-        """Router, the chosen experts and the shared one."""
+        """Router, the chosen experts and the shared expert."""
         products = 3 if self.gated else 2
         chosen = products * self.top_k * self.intermediate_size * (self.latent_size or hidden_size)
         others = products * self.shared_intermediate_size + self.experts + 2 * self.latent_size
         return 2 * (chosen + hidden_size * others)
 
     def tp_traffic(self, hidden_size: int) -> float:
-        """Nothing: every rank routes its own tokens."""
+        """0: every rank routes its own tokens."""
         return 0.0
 
     def ep_traffic(self, hidden_size: int) -> float:
@@ -140,13 +140,13 @@ class MoEConfig(GatedConfig):
         return self.top_k * (self.latent_size or hidden_size)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """Each chosen expert's tokens and features, the shared one's, and the router's scores."""
+        """Tokens and features of each chosen expert and the shared one, and the router's scores."""
         wide = 4 if self.gated else 2
         chosen = self.top_k * (2 * (self.latent_size or hidden_size) + wide * self.intermediate_size)
         return 3 * hidden_size + chosen + wide * self.shared_intermediate_size + 2 * self.experts
 
     def wgrad_activations(self, hidden_size: int) -> float:
-        """As an MLP, for each chosen expert and a shared one; the norm's output, and the gradients of the scores."""
+        """As an MLP for each chosen and shared expert; the norm's output, and the gradients of the scores."""
         wide = 3 if self.gated else 2
         chosen = self.top_k * (2 * (self.latent_size or hidden_size) + wide * self.intermediate_size)
         outputs = hidden_size if self.shared_intermediate_size or self.latent_size else 0
@@ -154,7 +154,7 @@ class MoEConfig(GatedConfig):
         return chosen + wide * self.shared_intermediate_size + others
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each expert-parallel rank holds as many experts."""
+        """Each expert-parallel rank holds the same number of experts."""
         if self.experts % layout.ep:
             others = nearest_degrees(layout.ep, (ep for ep in range(1, self.experts + 1) if self.experts % ep == 0))
             raise ValueError(
@@ -163,21 +163,23 @@ class MoEConfig(GatedConfig):
 
 
 class MoE(Block):
-    """route -> ask -> plan -> dispatch -> experts -> combine -> merge.
+    """route -> exchange_sizes -> plan -> dispatch -> experts -> combine -> merge.
 
-    Every rank routes its own tokens and holds the experts of its block; dispatch and combine carry tokens between them.
+    Every rank routes its own tokens and holds some of the experts. Dispatch and combine move tokens between ranks.
     """
 
     Config = MoEConfig
     supports_decoding = True
-    selection_bias: Tensor  # [experts] fp32, added where experts are chosen
-    load: Tensor  # [experts] fp32, slots each expert got in this step
+    selection_bias: Tensor  # [experts] fp32, added to the scores for the choice
+    load: Tensor  # [experts] fp32, slots of each expert in this step
 
     def __init__(self, config: MoEConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
         self.config = config
         self.moves_bias = config.selection_bias and config.selection_bias_rate > 0
-        self._replays: list[Tensor] = []  # each [2]: choices that were not the router's own, of how many given
+        self._replays: list[
+            Tensor
+        ] = []  # each [2]: given choices that the router would not have made, and all given ones
         router = FP32Linear if config.router_fp32 else Linear
         self.router = router(model.hidden_size, config.experts, bias=config.router_bias, tp=mesh.tp)
         self.experts = Experts(config, config.latent_size or model.hidden_size, mesh.ep)
@@ -192,29 +194,29 @@ class MoE(Block):
 
     @property
     def cuda_graphable(self) -> bool:
-        """Where one kernel takes the rows of all experts. Elsewhere the host must know how many each gets."""
+        """True where one kernel takes the rows of all experts. Elsewhere the host must know the counts."""
         layers = (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj)
         fits = all(grouped_kernel_fits(layer.weight) for layer in layers if layer is not None)
         return fits and self.mesh.ep.group is None
 
     def steps(self) -> tuple[Step, ...]:
-        """Dispatch and combine are where tokens change ranks; they are left out where this rank has all experts.
+        """Returns the steps. Dispatch and combine are left out where this rank has all experts.
 
-        Steps with a part that is sharded by itself are not run again as a whole: it would be gathered amid a backward.
+        Steps with a separately sharded unit are not recomputed as a whole: it would be gathered during a backward.
         """
         between = self.mesh.ep.group is not None
         return (
             compute("route", self.route, again=not self.config.router_fp32),
-            compute("ask", self.ask, once=True),
+            compute("exchange_sizes", self.exchange_sizes, once=True),
             compute("plan", self.plan, once=True, waits=between),
-            *([exchange("dispatch", "rows", along="there")] if between else []),
+            *([exchange("dispatch", "rows", along="to_experts")] if between else []),
             compute("experts", self.run_experts, again=False),
-            *([exchange("combine", "rows", along="back")] if between else []),
+            *([exchange("combine", "rows", along="to_tokens")] if between else []),
             compute("merge", self.merge),
         )
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
-        """The experts, and a router that promises fp32."""
+        """The experts, and an fp32 router."""
         experts = SeparateUnit(self.experts, experts=True)
         return (SeparateUnit(self.router, fp32=True), experts) if isinstance(self.router, FP32Linear) else (experts,)
 
@@ -223,7 +225,7 @@ class MoE(Block):
         return (self.load,) if self.moves_bias else ()
 
     def metrics(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Of the choices that were given, the share that the router would not have made."""
+        """The share of given choices that the router would not have made."""
         counted, self._replays = self._replays, []
         if not counted:
             return {}
@@ -232,14 +234,14 @@ class MoE(Block):
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:
-        """Raise the bias of experts that saw less than the mean load, lower the others'."""
+        """Raises the bias of experts below the mean load and lowers the others'."""
         if self.moves_bias:
             self.selection_bias += self.config.selection_bias_rate * torch.sign(self.load.mean() - self.load)
 
     def route(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
-        """Choose experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here.
+        """Chooses experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here.
 
-        Where the microbatch says which experts a token is sent to, it is; their weights are this router's all the same.
+        A choice given with the microbatch replaces the router's; the weights are the router's in any case.
         """
         tokens = self.norm(hidden)
         selective = self.config.router_fp32 and context.recompute == "selective"
@@ -259,19 +261,25 @@ class MoE(Block):
             tokens = recomputed(self.latent_down, inside, tokens)
         return {"tokens": tokens, "choice": choice, "weights": weights, "shared": shared}
 
-    def ask(self, tokens: Tensor, choice: Tensor, context: ForwardContext) -> Mapping[str, Any]:
-        """Lay out a row for every expert of a token, sorted by expert, and tell other ranks how many they get."""
+    def exchange_sizes(self, tokens: Tensor, choice: Tensor, context: ForwardContext) -> Mapping[str, Any]:
+        """Lays out a row for every expert of a token, sorted by expert, and starts telling ranks how many they get."""
         order, inverse, counts = expert_order(choice, self.config.experts)
         rows = replicate_rows(tokens, order, inverse, self.config.top_k)
-        return {"rows": rows, "asked": start_expert_route(counts, self.mesh.ep), "order": order, "inverse": inverse}
+        return {
+            "rows": rows,
+            "pending_route": start_expert_route(counts, self.mesh.ep),
+            "order": order,
+            "inverse": inverse,
+        }
 
-    def plan(self, asked: Callable[[], ExpertRoute], context: ForwardContext) -> Mapping[str, Any]:
-        """The way to the experts and back, once it is known how many rows come."""
-        route = asked()
-        return {"counts": route.counts, "there": route.there, "back": route.there.back if route.there else None}
+    def plan(self, pending_route: Callable[[], ExpertRoute], context: ForwardContext) -> Mapping[str, Any]:
+        """Waits for how many rows arrive, and plans the exchanges to the experts and back."""
+        route = pending_route()
+        to_tokens = None if route.to_experts is None else route.to_experts.reverse
+        return {"counts": route.counts, "to_experts": route.to_experts, "to_tokens": to_tokens}
 
     def run_experts(self, rows: Tensor, counts: Tensor, context: ForwardContext) -> Mapping[str, Any]:
-        """Each row through its expert."""
+        """Applies each row's expert."""
         return {"rows": self.experts(rows, counts, context.recompute)}
 
     def merge(
@@ -284,20 +292,20 @@ class MoE(Block):
         shared: Tensor | None,
         context: ForwardContext,
     ) -> Mapping[str, Any]:
-        """Sum each token's experts by weight, and add them and the shared one to the residual stream."""
+        """Sums each token's experts by weight, and adds them and the shared expert to the residual stream."""
         routed = merge_rows(rows, weights, order, inverse)
         if self.latent_up is not None:
             routed = self.latent_up(routed)
         return self.join(hidden, routed if shared is None else routed + shared)
 
     def score(self, tokens: Tensor, recompute: Recompute = "none") -> tuple[Tensor, Tensor]:
-        """Router logits and scores over all experts, fp32 [T, experts]."""
+        """Returns router logits and scores over all experts, fp32 [T, experts]."""
         logits = self.router(tokens, recompute) if self.config.router_fp32 else self.router(tokens).float()
         return logits, logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
 
     @torch.no_grad()
     def choose(self, scores: Tensor) -> Tensor:
-        """The experts of each token, [T, top_k]."""
+        """Returns the experts of each token, [T, top_k]."""
         config = self.config
         ranking = scores + self.selection_bias if config.selection_bias else scores
         if config.groups > 1:
@@ -310,7 +318,7 @@ class MoE(Block):
 
     @torch.no_grad()
     def replay(self, choice: Tensor, context: ForwardContext) -> Tensor:
-        """The router's own `choice` [T, top_k], but for tokens whose experts are given."""
+        """Returns `choice` [T, top_k], replaced for tokens whose experts are given."""
         given = context.routing(self.name)
         if given is None:
             return choice
@@ -323,10 +331,10 @@ class MoE(Block):
 
     @torch.no_grad()
     def count(self, choice: Tensor, context: ForwardContext) -> Tensor | None:
-        """Slots each expert got from this rank's tokens of each sequence, padding left out: fp32 [n, experts].
+        """Counts the slots of each expert in this rank's tokens of each sequence, without padding: fp32 [n, experts].
 
-        Without a balance loss all sequences count as one, and without a bias either nothing is counted: None. The sum
-        over sequences is kept for the bias.
+        Without a balance loss all sequences count as one. Without a selection bias either, returns None. The sum over
+        sequences is added to `load`.
         """
         experts = self.config.experts
         if not (self.config.balance_coefficient or self.config.selection_bias):
@@ -352,13 +360,13 @@ class MoE(Block):
     def balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor | None, context: ForwardContext
     ) -> Tensor:
-        """Attach the balance and z losses: their gradient joins at `weights`, so they need no path to the caller.
+        """Attaches the balance and z losses: their gradient joins at `weights`, so they need no path to the caller.
 
-        They are means over the whole batch already, and minimised in training alone. An expert's share is that of a
-        whole sequence, wherever its tokens are: `counts` [n, experts] are this rank's.
+        They are means over the whole batch, and minimised in training only. An expert's share is over a whole sequence,
+        wherever its tokens are: `counts` [n, experts] are this rank's.
         """
         config, batch_tokens = self.config, context.microbatch.batch_tokens
-        attach = add_aux_loss if self.training else _only_report
+        attach = add_aux_loss if self.training else _skip_aux_loss
         if config.balance_coefficient and counts is not None:
             counts = context.total(counts)
             share = counts / counts.sum(-1, keepdim=True).clamp_min(1.0)
@@ -374,12 +382,12 @@ class MoE(Block):
         return weights
 
 
-def _only_report(weights: Tensor, loss: Tensor) -> Tensor:
+def _skip_aux_loss(weights: Tensor, loss: Tensor) -> Tensor:
     return weights
 
 
 class Experts(FSDPUnit):
-    """This rank's block of the experts, stacked: gate and up [E / ep, I, H], down [E / ep, H, I], perhaps biases."""
+    """This rank's experts, stacked: gate and up [E / ep, I, H], down [E / ep, H, I], and biases if any."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, ep: Axis) -> None:
         super().__init__()
@@ -400,7 +408,7 @@ class Experts(FSDPUnit):
 
 
 class ExpertLinear(nn.Module):
-    """One matrix an expert, [E / ep, out, in], and one bias, [E / ep, out]."""
+    """One matrix [E / ep, out, in] and one bias [E / ep, out] per expert."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
@@ -416,7 +424,7 @@ class ExpertLinear(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An MLP that every token passes, scaled by its own sigmoid gate where there is one. Each rank has all of it."""
+    """An MLP for every token, scaled by a sigmoid gate if there is one. Each rank has all of it."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, tp: Axis) -> None:
         super().__init__()
