@@ -124,8 +124,11 @@ def test_answers_of_a_llama_cpp_server(tokenizer, ours, llama_cpp: str) -> None:
     expected = Generator(ours, tokenizer).generate(prompts, greedy)
     with closing(GenerationClient(llama_cpp, tokenizer=tokenizer)) as engine:
         answered = engine.generate(prompts, greedy)
-        (server,) = engine.fleet.servers
-        assert (server.api.name, engine.longest(server)) == ("llama.cpp", 512)  # of 1,024 for two answers at once
+        (server,) = engine.pool.servers
+        assert (server.api.name, engine.run_on(server, server.max_length())) == (
+            "llama.cpp",
+            512,
+        )  # of 1,024 for two answers at once
     gaps = []
     for (one,), (other,) in zip(answered, expected, strict=True):
         assert (one.tokens, one.finish_reason, one.text) == (other.tokens, other.finish_reason, other.text)

@@ -321,24 +321,24 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    command.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
-    command.add_argument("--port", type=_port, default=0, help="the port (default: one that is free)")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    command.add_argument("--port", type=_port, default=0, help="port (default: a free one)")
     command.add_argument(
         "--api-key",
         metavar="KEY",
-        help="what requests must show as `Authorization: Bearer KEY`; needed where other machines can ask. Better set "
-        "POSTLUDE_API_KEY: lists of processes show a command's words",
+        help="key that requests must send as `Authorization: Bearer KEY`; needed if other machines can connect. Better "
+        "set POSTLUDE_API_KEY: a process list shows the command line",
     )
-    command.add_argument("--name", help="what the model is called (default: MODEL)")
+    command.add_argument("--name", help="name of the model (default: MODEL)")
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
     command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
     command.add_argument("--threads", type=_count, help="threads to compute with on a CPU (default: all cores)")
-    command.add_argument("--max-sequences", type=_count, help="the most answers at once (default: 256)")
+    command.add_argument("--max-sequences", type=_count, help="most completions at once (default: 256)")
     command.add_argument("--max-batch-tokens", type=_count, help="tokens that the cache has room for (default: 65536)")
     command.add_argument(
         "--max-prefill-tokens", type=_count, help="tokens of new prompts that join a step (default: 8192)"
     )
-    command.add_argument("--empty", action="store_true", help="begin without weights; they come over HTTP")
+    command.add_argument("--empty", action="store_true", help="start without weights; POST /weights loads them")
     command.set_defaults(module="serve", parser=command)
 
 

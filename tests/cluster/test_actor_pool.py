@@ -34,7 +34,7 @@ def busy(pool: WorkerPool, count: int) -> list[Any]:
     until = time.monotonic() + 300
     while time.monotonic() < until:
         with pool.changed:
-            found = [each for each in pool.hired if each.at_work]
+            found = [each for each in pool.workers if each.running]
         if len(found) >= count:
             return found[:count]
         time.sleep(0.01)
@@ -102,20 +102,22 @@ def test_a_server_whose_actor_is_killed_is_started_again(
     """None of its answers is lost, and its process ends with the actor."""
     import ray
 
-    with closing(SupervisedClient(ServerSupervisor(FAKE, 2, RayLauncher(tmp_path, alone=True)), **QUICK)) as engine:
-        assert {server.url.rpartition(":")[0] for server in engine.fleet.servers} == {"http://127.0.0.1"}
-        engine.meet()
-        engine.update("/weights/1", "start.1")
+    with closing(
+        SupervisedClient(ServerSupervisor(FAKE, 2, RayLauncher(tmp_path, single_machine=True)), **QUICK)
+    ) as engine:
+        assert {server.url.rpartition(":")[0] for server in engine.pool.servers} == {"http://127.0.0.1"}
+        engine.connect()
+        engine.reload("/weights/1", "start.1")
         tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
-        running: Any = engine.started._places[0].running
+        running: Any = engine.supervisor._slots[0].running
         ray.kill(running.actor)
         answered(engine, tickets)
         check(engine)
-        until(lambda: engine.fleet.up() == 2)
+        until(lambda: engine.pool.count_up() == 2)
         until(lambda: not reached(running.url))
-        assert engine.started.restarted == 1
-        assert f"{running.url} was lost with the actor beside it: it was killed by `ray.kill`. Another" in caplog.text
-        urls = [server.url for server in engine.fleet.servers]
+        assert engine.supervisor.restarted == 1
+        assert f"{running.url} was lost with its actor: it was killed by `ray.kill`. Another" in caplog.text
+        urls = [server.url for server in engine.pool.servers]
     assert not any(reached(url) for url in urls), "they end with the engine"
 
 

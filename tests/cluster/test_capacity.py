@@ -107,19 +107,19 @@ def test_what_a_config_takes_of_a_cluster(made_up: MadeUp, tmp_path: Path) -> No
 def test_a_server_asks_for_its_share_and_without_a_place_is_a_sentence(
     made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "SAID", 0.05)
-    monkeypatch.setattr(supervisor, "LOOKED", 0.01)
+    monkeypatch.setattr(supervisor, "WARN_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
     started = ServerSupervisor(
         ServerCommand(("serve",), cpus=2.0, gpus=0.4, start_timeout=0.2), 2, RayLauncher(tmp_path)
     )
     with caplog.at_level(logging.WARNING, "postlude"), pytest.raises(ServerError) as refused:
         started.start()
     assert str(refused.value) == (
-        "a server that was to be started was not ready within 0.2 s: it found no room on the cluster, of 2 CPU(s) and "
+        "a server that was to be started was not ready within 0.2 s: it found no node with 2 free CPU(s) and "
         "0.4 GPU(s). Add nodes, or lower rollout.count, cpus or gpus."
     )
     assert [(each["num_cpus"], each["num_gpus"]) for each in made_up.asked] == [(2.0, 0.4)] * 2, "both at once"
-    assert "2 server(s) wait for a place, of 2 CPU(s) and 0.4 GPU(s) each." in caplog.text
+    assert "2 server(s) wait for a machine with 2 CPU(s) and 0.4 GPU(s) each." in caplog.text
     assert len(made_up.killed) >= 2
 
 
@@ -132,11 +132,11 @@ def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said
         now[0] += 10.0
 
     monkeypatch.setattr(rank_actors, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(rank_actors, "WAITING", 20.0)
-    monkeypatch.setattr(rank_actors, "SAID", 50.0)
+    monkeypatch.setattr(rank_actors, "FIRST_WARNING", 20.0)
+    monkeypatch.setattr(rank_actors, "WARN_SECONDS", 50.0)
     needs = ResourceNeeds(3, 4.0, 0.0)
     full = SimpleNamespace(needs=needs, group=SimpleNamespace(wait=wait))
-    lacks = "3 rank(s) of 4 CPU(s) are asked for, but the cluster has room for 2: 8 CPU(s)"
+    lacks = "3 rank(s) of 4 CPU(s) are needed, but the cluster has room for 2: 8 CPU(s)"
     with pytest.raises(ValueError, match="has room for 2"):
         check_capacity(needs)
     with pytest.raises(ValueError, match="has room for 2"):
@@ -157,16 +157,16 @@ def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said
 
 def test_workers_without_a_place_are_waited_for_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        closing(ActorPool(b"", "judge", 1, timeout=1.0, cpus=0.5, patience=100.0)) as crew,
+        closing(ActorPool(b"", "judge", 1, timeout=1.0, cpus=0.5, start_timeout=100.0)) as crew,
         caplog.at_level(logging.WARNING, "postlude"),
     ):
-        crew._limit()
+        crew._wait_seconds()
         crew.idle_since = time.monotonic() - 70
-        assert 0 < (crew._limit() or 0) < 31, "then it is said, or given up"
-        assert "no worker of judge has a place yet; each takes 0.5 CPU(s) of the cluster." in caplog.text
+        assert 0 < (crew._wait_seconds() or 0) < 31, "then it is said, or given up"
+        assert "no worker of judge has a node yet; each takes 0.5 CPU(s) of the cluster." in caplog.text
         crew.idle_since = time.monotonic() - 101
-        with pytest.raises(WorkerError, match="no place for a worker of judge for 100 s; each takes"):
-            crew._limit()
+        with pytest.raises(WorkerError, match="no room for a worker of judge for 100 s; each takes"):
+            crew._wait_seconds()
 
 
 @pytest.mark.slow
@@ -181,13 +181,13 @@ def test_a_server_shares_the_gpu_of_a_rank(tmp_path: Path) -> None:
             nodes = RayLauncher(tmp_path)
             shown = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)"
             beside = nodes.start(saying(shown, gpus=0.4))
-            until(lambda: beside.ended() is None and beside.url, 60.0)
+            until(lambda: beside.exit_reason() is None and beside.url, 60.0)
             another = nodes.start(saying(shown, gpus=0.4))
             until(lambda: (tmp_path / "0" / "0.log").read_text() == "0\n")
             time.sleep(1.0)
-            assert (another.ended(), another.url) == (None, ""), "no room for a third share"
+            assert (another.exit_reason(), another.url) == (None, ""), "no room for a third share"
             ranks.end()
-            until(lambda: another.ended() is None and another.url, 60.0)
+            until(lambda: another.exit_reason() is None and another.url, 60.0)
             beside.stop()
             another.stop()
         finally:

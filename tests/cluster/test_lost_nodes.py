@@ -89,12 +89,12 @@ def test_a_server_on_a_lost_node_is_started_on_another(tmp_path: Path) -> None:
         nodes(1, 1, 1) as cluster,
         closing(SupervisedClient(ServerSupervisor(FAKE, 2, RayLauncher(tmp_path)), **QUICK)) as engine,
     ):
-        engine.meet()
-        engine.update("/weights/1", "start.1")
+        engine.connect()
+        engine.reload("/weights/1", "start.1")
         tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         cluster.remove_node(one_with(cluster, b"ServerActor"), allow_graceful=False)
         answered(engine, tickets)
-        until(lambda: engine.started.restarted and engine.fleet.up() == 2, 120.0)
+        until(lambda: engine.supervisor.restarted and engine.pool.count_up() == 2, 120.0)
         check(engine)
 
 

@@ -55,9 +55,7 @@ def test_what_the_cluster_has_no_room_for_is_a_sentence_at_once(
     local_ray: None, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert grpo(place, "run", "--ray", "--layout", "dp_shard=3", "--cluster.cpus_per_rank", "4") == 2
-    sentence = (
-        "3 rank(s) of 4 CPU(s) are asked for, but the cluster has room for 2: 8 CPU(s) and 0 GPU(s) on 1 node(s)."
-    )
+    sentence = "3 rank(s) of 4 CPU(s) are needed, but the cluster has room for 2: 8 CPU(s) and 0 GPU(s) on 1 node(s)."
     assert sentence in capsys.readouterr().err
     assert not (place / "run" / "metrics.jsonl").exists()
 
@@ -68,8 +66,8 @@ def test_servers_of_a_local_ray_are_reached_from_this_machine_alone(
     """A cluster that is joined by its address may have nodes to come, so that servers listen for them."""
     seen: list[bool] = []
 
-    def made(logs: Path, *, alone: bool) -> RayLauncher:
-        seen.append(alone)
+    def made(logs: Path, *, single_machine: bool) -> RayLauncher:
+        seen.append(single_machine)
         raise ValueError("seen")
 
     monkeypatch.setattr(driver, "RayLauncher", made)
@@ -90,20 +88,20 @@ def test_without_ray_there_is_a_sentence_about_how_to_get_it(
 
 def answered(error: BaseException, at: float = 0.0) -> RankResult:
     word = RankStatus.of(error)
-    return RankResult(word=RankStatus(word.state, word.text, word.traceback, at, word.mistake), error=error)
+    return RankResult(status=RankStatus(word.state, word.text, word.traceback, at, word.mistake), error=error)
 
 
 def test_what_is_worth_another_start() -> None:
     lost, mistake = RankLost("its node has died."), answered(ValueError("no such row"), 2.0)
     stopped, own = (
-        answered(RankError("rank 1 of 2 does not answer any more"), 1.0),
+        answered(RankError("rank 1 of 2 does not reply any more"), 1.0),
         answered(AssertionError("ours"), 3.0),
     )
-    assert failure_of({0: stopped, 1: lost}, 2).again
+    assert failure_of({0: stopped, 1: lost}, 2).can_restart
     assert str(failure_of({0: stopped, 1: lost}, 2).error) == "rank 1 of 2 was lost: its node has died."
-    assert failure_of({0: stopped, 1: answered(RuntimeError("NCCL timed out"), 4.0)}, 2).again, "a lost peer"
+    assert failure_of({0: stopped, 1: answered(RuntimeError("NCCL timed out"), 4.0)}, 2).can_restart, "a lost peer"
     for answers in ({0: stopped, 1: mistake}, {0: lost, 1: mistake}, {0: stopped, 1: own}):
-        assert not failure_of(answers, 2).again  # type: ignore[arg-type]
+        assert not failure_of(answers, 2).can_restart  # type: ignore[arg-type]
     named = failure_of({0: stopped, 1: mistake}, 2).error
     assert isinstance(named, RankError)
     assert (str(named), named.mistake) == ("rank 1 of 2 failed: ValueError: no such row", True)
@@ -115,7 +113,7 @@ def test_rays_reasons_are_told_without_its_advice() -> None:
     assert death_reason(RuntimeError(long)) == "its worker process has died."
     assert death_reason(RuntimeError("The actor is dead because its node has died.\nmore")) == "its node has died."
     lost = "The actor 3cac is unavailable: The actor is temporarily unavailable: RpcError: Socket closed. The task may"
-    assert death_reason(RuntimeError(lost)) == "its node does not answer any more."
+    assert death_reason(RuntimeError(lost)) == "its node does not reply any more."
 
 
 MISTAKEN = """

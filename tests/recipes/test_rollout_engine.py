@@ -27,10 +27,11 @@ from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.read_model import read_config, read_model
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, _stop_tokens
 from postlude.recipes.checks.preflight import _tasks as look_at_tasks
+from postlude.recipes.checks.servers import check_servers
 from postlude.recipes.config.load import ConfigError
 from postlude.recipes.grpo import run
 from postlude.recipes.report.metrics import explain
-from postlude.recipes.rollout_engine import check_servers, connect, start
+from postlude.recipes.rollout_engine import connect_servers, launch_servers
 from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.run.runtime import Runtime
 from postlude.recipes.server_commands import build_server_command, vllm_max_length
@@ -95,7 +96,7 @@ def test_grpo_by_a_server_goes_on_when_a_lost_server_comes_back(ranks: Ranks, tm
         once = ("--rollout.retries=1", "--rollout.backoff=0.01", "--rollout.outage_timeout=0")
         ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *SHORT, f"--rollout={server.url}", *once)
     assert outcome == "failed"
-    assert sentence.startswith(f"the one server there is does not answer any more: {server.url} cannot be reached")
+    assert sentence.startswith(f"the only server does not reply any more: {server.url} cannot be reached")
     assert "step-000002 is complete" in sentence
     with closing(TinyVLLM()) as another:
         (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={another.url}")
@@ -113,15 +114,15 @@ class TinyReceiver(TinyVLLM, Receiver):
     """Takes weights over the network as well, and uses them when it has all."""
 
     def __init__(self, room: Path, port: int = 0) -> None:
-        self.room, self.tensors = room, dict[str, torch.Tensor]()
+        self.capacity, self.tensors = room, dict[str, torch.Tensor]()
         super().__init__(port=port)
         self.got = lambda name, tensor: self.tensors.update({name: tensor.clone()})
 
     def say(self, path: str, body: Any) -> Any:
         if path == "/finish_weight_update":
-            read_config("tiny-dense").save_pretrained(self.room)
-            save_file(self.tensors, self.room / "model.safetensors")
-            self.read(str(self.room))
+            read_config("tiny-dense").save_pretrained(self.capacity)
+            save_file(self.tensors, self.capacity / "model.safetensors")
+            self.read(str(self.capacity))
             self.tensors = {}
         return super().say(path, body)
 
@@ -272,7 +273,7 @@ def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None
 
 
 def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path, monkeypatch) -> None:
-    assert told(tmp_path, "--rollout=generators", "--rollout.count=2") == "2 of postlude serve, to be started"
+    assert told(tmp_path, "--rollout=generators", "--rollout.count=2") == "2 of postlude serve, to be launched"
     vllm = (tmp_path, "--rollout=vllm", "--rollout.gpus=0")
     assert "cannot be run as a Python interpreter" in told(*vllm, "--rollout.python=/nowhere/python")
     assert "has no vLLM. Install it there" in told(*vllm)
@@ -282,12 +283,12 @@ def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path
         tmp_path, "--rollout=vllm", "--rollout.count=2", "--rollout.gpus=2"
     )
     share = (tmp_path, "--rollout=generators", "--rollout.gpus=0.4")
-    assert "rollout.gpus is 0.4, but Ray alone gives out shares of a GPU" in told(*share)
+    assert "rollout.gpus is 0.4, but only Ray gives out shares of a GPU" in told(*share)
     on_ray = LaunchInfo("cuda", ray=True)
-    assert told(*share, start=on_ray) == "1 of postlude serve, to be started"
+    assert told(*share, start=on_ray) == "1 of postlude serve, to be launched"
     assert "on Ray a server that asks for no GPU sees none" in told(tmp_path, "--rollout=generators", start=on_ray)
     by_cpu = ("--rollout=generators", "--rollout.device=cpu")
-    assert told(tmp_path, *by_cpu, start=on_ray) == "1 of postlude serve, to be started"
+    assert told(tmp_path, *by_cpu, start=on_ray) == "1 of postlude serve, to be launched"
 
 
 def told(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **found: Any) -> str:
@@ -305,18 +306,18 @@ def told(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **fou
 @pytest.mark.slow
 def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVLLM, tmp_path: Path) -> None:
     asked = (tmp_path, f"--rollout={server.url}")
-    assert told(*asked) == "1 of 1 answer (vllm)"
+    assert told(*asked) == "1 of 1 reply (vllm)"
     both = told(tmp_path, f"--rollout={server.url},http://127.0.0.1:9")
-    assert both == "1 of 2 answer (vllm); http://127.0.0.1:9 cannot be reached: Connection refused"
+    assert both == "1 of 2 reply (vllm); http://127.0.0.1:9 cannot be reached: Connection refused"
     known, choice = server.say, server.choice
 
     def say(path: str, body: Any) -> Any:
         return {"data": [{"id": "tiny", "owned_by": "llamacpp"}]} if path == "/v1/models" else known(path, body)
 
     server.say = say
-    assert f"{server.url} speaks llama.cpp, which takes no new weights" in told(*asked)
+    assert f"{server.url} is llama.cpp, which takes no new weights" in told(*asked)
     server.say = lambda path, body: {} if path == "/weight_info" else known(path, body)
-    assert "does not say which weights it has at /weight_info" in told(*asked)
+    assert "does not report its weights at /weight_info" in told(*asked)
     server.say = lambda path, body: (
         {"vllm_config": "device_config=cpu"} if path == "/server_info" else known(path, body)
     )
@@ -338,16 +339,16 @@ def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVL
     server.choice = without(token_ids=[9999] * 8)
     assert f"{server.url} gave token 9999, which is not in the vocabulary: that goes from 0 to" in told(*asked)
     server.choice = without(text="Rome")
-    assert f"{server.url} writes its own tokens as 'Rome'" in told(*asked)
+    assert f"{server.url} decodes its tokens as 'Rome'" in told(*asked)
     server.choice = choice
     server.kill()
-    assert "the one server there is does not answer any more" in told(*asked)
+    assert "the only server does not reply any more" in told(*asked)
 
 
 def test_servers_are_known_by_the_models_vocabulary_and_waited_for(tmp_path: Path) -> None:
-    with closing(connect(config_of(tmp_path, "--rollout=http://localhost:1").rollout, None, 258)) as engine:
-        assert engine.fleet.servers[0].vocab_size == 258
-        assert engine.fleet.outage_timeout == 600.0
+    with closing(connect_servers(config_of(tmp_path, "--rollout=http://localhost:1").rollout, None, 258)) as engine:
+        assert engine.pool.servers[0].vocab_size == 258
+        assert engine.pool.outage_timeout == 600.0
 
 
 def test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer(tmp_path: Path) -> None:
@@ -370,7 +371,7 @@ def test_a_server_without_room_for_what_it_will_be_asked_is_refused(server: Tiny
     known, asked = server.say, (tmp_path, f"--rollout={server.url}")
     stated = {"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 70}]}
     server.say = lambda path, body: stated if path == "/v1/models" else known(path, body)
-    assert told(*asked, longest_prompt=67) == "1 of 1 answer (vllm)"  # and 3 more
+    assert told(*asked, longest_prompt=67) == "1 of 1 reply (vllm)"  # and 3 more
     assert told(*asked, longest_prompt=68) == (
         f"{server.url} takes 70 tokens (its max_model_len), but a prompt of 68 tokens and a completion of up to 3 make "
         "71. Start it with a larger one, or lower sampling.max_new_tokens."
@@ -390,7 +391,9 @@ def test_a_server_that_is_started_has_room_for_what_it_will_be_asked(tmp_path: P
 
     def words(budget: int, *overrides: str) -> str:
         rollout = config_of(tmp_path, *overrides).rollout
-        program = build_server_command(rollout, "m", torch.float32, "cpu", empty=True, budget=budget, own=own)
+        program = build_server_command(
+            rollout, "m", torch.float32, "cpu", weights=False, budget=budget, model_limit=own
+        )
         return " ".join(program.command)
 
     assert "--max-model-len 1024" in words(1024, "--rollout=vllm")
@@ -413,7 +416,7 @@ def test_a_server_that_is_started_has_room_for_what_it_will_be_asked(tmp_path: P
 def test_a_vllm_of_the_cpu_leaves_memory_to_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def space(*overrides: str) -> str | None:
         rollout = config_of(tmp_path, "--rollout=vllm", *overrides).rollout
-        program = build_server_command(rollout, "m", torch.float32, "cpu", empty=True, budget=64, own=None)
+        program = build_server_command(rollout, "m", torch.float32, "cpu", weights=False, budget=64, model_limit=None)
         return program.environment.get("VLLM_CPU_KVCACHE_SPACE")
 
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -429,7 +432,8 @@ def test_servers_that_are_started_have_a_key_of_the_run_that_nothing_shows(
 ) -> None:
     rollout = config_of(tmp_path, f"--rollout={kind}").rollout
     made = [
-        build_server_command(rollout, "m", torch.float32, "cpu", empty=False, budget=64, own=None) for _ in range(2)
+        build_server_command(rollout, "m", torch.float32, "cpu", weights=True, budget=64, model_limit=None)
+        for _ in range(2)
     ]
     assert made[0].key != made[1].key
     for program in made:
@@ -437,17 +441,17 @@ def test_servers_that_are_started_have_a_key_of_the_run_that_nothing_shows(
         assert len(program.key) >= 32
         assert program.key not in " ".join(program.command) + repr(program)
     given = (tmp_path, f"--rollout={kind}", "--rollout.gpus=0", "--rollout.arguments=[--api-key,mine]")
-    assert "the run makes a key of its own" in told(*given)
+    assert "the run makes its own key" in told(*given)
 
 
 def test_a_server_that_is_started_answers_the_run_alone(tmp_path: Path) -> None:
     """The server is here, as the machine that starts it says, and knows the key by its environment alone."""
     rollout = config_of(tmp_path, "--rollout=generators").rollout
-    program = build_server_command(rollout, "m", torch.float32, "cpu", empty=False, budget=64, own=None)
+    program = build_server_command(rollout, "m", torch.float32, "cpu", weights=True, budget=64, model_limit=None)
     generator = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense"))
     with serving(generator, key=program.environment["POSTLUDE_API_KEY"]) as (_, url):
-        running = SimpleNamespace(url=url, ended=lambda: None, stop=lambda: None)
-        with closing(start(rollout, program, None, 258, SimpleNamespace(start=lambda _: running))) as engine:
+        running = SimpleNamespace(url=url, exit_reason=lambda: None, stop=lambda: None)
+        with closing(launch_servers(rollout, program, None, 258, SimpleNamespace(start=lambda _: running))) as engine:
             ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=2))
             assert len(one.tokens) == 2
         assert said(f"{url}/weights", {"directory": "/", "version": "1"})[0] == 401
@@ -464,11 +468,11 @@ def test_log_probs_of_another_temperature_are_refused_where_ratios_are_taken_to_
     server: TinyVLLM, tmp_path: Path
 ) -> None:
     hot = (tmp_path, f"--rollout={server.url}", "--sampling.temperature=0.7")
-    assert "1 of 1 answer" in told(*hot)  # this one gives them at the temperature
+    assert "1 of 1 reply" in told(*hot)  # this one gives them at the temperature
     known = server.answer
     server.answer = lambda body: (known(body)[0], [-0.5] * len(known(body)[0]))
     assert "gives log-probs at temperature 1, but answers are drawn at 0.7" in told(*hot)
-    assert "1 of 1 answer" in told(*hot, "--old_logprobs=recompute")
+    assert "1 of 1 reply" in told(*hot, "--old_logprobs=recompute")
     server.answer = lambda body: (known(body)[0], [0.0] * len(known(body)[0]))
     assert "gives log-probs among the tokens that sampling.top_p leaves" in told(*hot, "--sampling.top_p=0.9")
 

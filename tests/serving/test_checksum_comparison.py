@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from postlude.serving.clients.client import GenerationClient
+from postlude.serving.weights.checksum_comparison import ChecksumComparison
 from tests.serving.fake_vllm import FakeVLLM, Refusal
+
+COMPARISONS: dict[GenerationClient, ChecksumComparison] = {}
 
 
 class Hashing(FakeVLLM):
@@ -35,39 +38,43 @@ def several() -> Iterator[Callable[..., tuple[GenerationClient, list[Hashing]]]]
         def start(count: int) -> tuple[GenerationClient, list[Hashing]]:
             servers = [held.enter_context(closing(Hashing())) for _ in range(count)]
             engine = held.enter_context(closing(GenerationClient([each.url for each in servers], backoff=0.01)))
-            engine.meet()
-            engine._run(engine.fleet.gather())
+            engine.connect()
+            engine.run(engine.pool.connect())
             return engine, servers
 
         yield start
 
 
+def compared(engine: GenerationClient, checksum: str) -> int:
+    return engine.run(COMPARISONS.setdefault(engine, ChecksumComparison(engine.pool)).compare(checksum))
+
+
 def states(engine: GenerationClient) -> list[str]:
-    return [server.state for server in engine.fleet.servers]
+    return [server.state for server in engine.pool.servers]
 
 
 def test_one_that_differs_from_most_is_left_out_and_named(several, caplog) -> None:
     engine, servers = several(3)
-    assert engine.compare("first") == 3
+    assert compared(engine, "first") == 3
     assert states(engine) == ["up"] * 3
     for server in servers:
         server.weights = ("c", "d")
     servers[1].weights = ("c", "x")
     with caplog.at_level(logging.WARNING, "postlude"):
-        assert engine.compare("second") == 3
-    assert states(engine) == ["up", "out", "up"]
+        assert compared(engine, "second") == 3
+    assert states(engine) == ["up", "excluded", "up"]
     assert f"{servers[1].url} has other weights than 2 others after the same update: 1 of 2 tensors" in caplog.text
     assert "such as dp0:tp0:second" in caplog.text
 
 
 def test_one_that_kept_what_it_had_is_left_out_even_if_it_is_alone(several, caplog) -> None:
     engine, (server,) = several(1)
-    engine.compare("first")
-    engine.compare("first")
+    compared(engine, "first")
+    compared(engine, "first")
     assert states(engine) == ["up"], "the trainer's are the same, too, as after a step at a rate of 0"
     with caplog.at_level(logging.WARNING, "postlude"):
-        engine.compare("second")
-    assert states(engine) == ["out"]
+        compared(engine, "second")
+    assert states(engine) == ["excluded"]
     assert f"{server.url} has the weights of before" in caplog.text
 
 
@@ -75,9 +82,9 @@ def test_where_nobody_can_tell_all_go_on_and_it_is_said(several, caplog) -> None
     engine, servers = several(2)
     servers[1].weights = ("x", "b")
     with caplog.at_level(logging.WARNING, "postlude"):
-        engine.compare("first")
+        compared(engine, "first")
     assert states(engine) == ["up", "up"]
-    assert f"{servers[0].url} and {servers[1].url} have other weights after the same update" in caplog.text
+    assert f"{servers[0].url} and {servers[1].url} have different weights after the same update" in caplog.text
 
 
 def test_servers_that_hold_weights_otherwise_are_not_compared(several, caplog) -> None:
@@ -85,6 +92,6 @@ def test_servers_that_hold_weights_otherwise_are_not_compared(several, caplog) -
     servers[1].names, servers[1].weights = ("dp0:tp0:first", "dp0:tp1:first"), ("p", "q")
     servers[2].weights = None
     with caplog.at_level(logging.WARNING, "postlude"):
-        assert engine.compare("first") == 2
+        assert compared(engine, "first") == 2
     assert states(engine) == ["up"] * 3
     assert caplog.text == ""

@@ -158,7 +158,7 @@ def test_passing_failures_are_tried_again(server: Server) -> None:
 def test_lasting_failures_say_what_the_server_said(server: Server) -> None:
     server.reply = lambda body: (503, {}, {"error": {"message": "out of memory"}})
     with pytest.raises(
-        ServerError, match=r"the one server there is does not answer any more: http://.* status 503: out of memory"
+        ServerError, match=r"the only server does not reply any more: http://.* status 503: out of memory"
     ):
         GenerationClient(server.url, "tiny", backoff=0.0, retries=2).generate(PROMPTS[:1], SamplingParams())
     server.seen.clear()
@@ -173,7 +173,7 @@ def test_nobody_there_and_no_answer_in_time(server: Server) -> None:
         GenerationClient("http://127.0.0.1:9", "tiny", backoff=0.0, retries=1).generate(PROMPTS[:1], SamplingParams())
     release = threading.Event()
     server.reply = lambda body: (200, {}, {"waited": release.wait(5)})
-    with pytest.raises(ServerError, match=r"gave no answer within 0\.1 s"):
+    with pytest.raises(ServerError, match=r"gave no reply within 0\.1 s"):
         GenerationClient(server.url, "tiny", timeout=0.1, retries=0).generate(PROMPTS[:1], SamplingParams())
     release.set()
 
@@ -209,7 +209,7 @@ def test_other_nonsense_is_refused(server: Server) -> None:
         engine.generate(PROMPTS[:1], SamplingParams())
     server.reply = lambda body: (200, {}, {"choices": []})
     engine = GenerationClient(server.url, "tiny")  # the other one has left the server out
-    with pytest.raises(ServerError, match="gave 0 choices where one was asked for"):
+    with pytest.raises(ServerError, match="gave 0 choices where one was requested"):
         engine.generate(PROMPTS[:1], SamplingParams())
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         engine.generate([[1], []], SamplingParams())
@@ -246,7 +246,7 @@ def text_server(only_text_server: TextServer) -> TextServer:
 def test_text_is_encoded_only_when_asked_for(text_server: TextServer) -> None:
     generator, sampling = text_server.generator, SamplingParams(max_new_tokens=4, temperature=0.0, seed=10)
     prompts = [list(b"a line of text"), list(b"see")]  # whose answers are letters
-    with pytest.raises(ServerError, match=r"status 422: Unexpected fields .*; a server of text alone needs api=.text"):
+    with pytest.raises(ServerError, match=r"status 422: Unexpected fields .*; a text-only server needs api=.text"):
         GenerationClient(text_server.url, "tiny").generate(prompts[:1], sampling)
     text_server.seen.clear()
     engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=generator.tokenizer)
@@ -297,7 +297,7 @@ def test_what_text_cannot_say_is_refused(text_server: TextServer) -> None:
     tokenizer = StartMode()
     engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=tokenizer)
     for ends in (SamplingParams(stop=("\n",)), SamplingParams(stop_tokens=(10,))):
-        with pytest.raises(ValueError, match=r"a request has stop=.* does not say which of them ended"):
+        with pytest.raises(ValueError, match=r"a request has stop=.* does not report which of them ended"):
             engine.generate([[256]], ends)
     text_server.reply = lambda body: (200, {}, {"choices": [{"message": {}, "finish_reason": "stop"}]})
     with pytest.raises(ServerError, match="gave no text"):

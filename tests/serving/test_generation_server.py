@@ -62,7 +62,7 @@ def serving(
     finally:
         assert served._loop is not None
         if thread.is_alive():
-            served._loop.call_soon_threadsafe(served.end)
+            served._loop.call_soon_threadsafe(served.stop)
         thread.join(10)
         assert not thread.is_alive()
 
@@ -87,7 +87,7 @@ def test_answers_over_http_are_those_of_generate() -> None:
         ((one,),) = engine.generate(prompts[:1], samplings[:1])
         ((alone,),) = here.generate(prompts[:1], samplings[:1])
         assert one == replace(alone, versions=(VersionSpan("default", 0, len(one.tokens)),)), "to the bit"
-        assert engine.fleet.servers[0].api.name == "postlude"
+        assert engine.pool.servers[0].api.name == "postlude"
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
     whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with serving(Generator(model)) as (served, url), closing(GenerationClient(url)) as engine:
-        engine.update(str(tmp_path / "old"), "start.1")
+        engine.reload(str(tmp_path / "old"), "start.1")
         prompt, long = [1, 2, 3], SamplingParams(max_new_tokens=250, seed=3, ignore_eos=True)
         engine.submit(Request(tuple(prompt), long))
         while not any(each.tokens[2:] for each in list(served._session._under_way.values())):
@@ -107,7 +107,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
             status, words = said(f"{url}/weights", {"directory": str(tmp_path / bad), "version": "start.3"})
             assert status == 400
             assert words["error"].startswith("the weights stay 'start.1', as they were: ")
-        engine.update(str(tmp_path / "new"), "start.2")
+        engine.reload(str(tmp_path / "new"), "start.2")
         (done,) = engine.poll(timeout=60)
         one = done.answer
         assert one is not None
@@ -127,18 +127,18 @@ def test_weights_that_were_read_otherwise_than_written_are_refused(tmp_path: Pat
         serving(Generator(sharp(), max_batch_tokens=96)) as (_, url),
         closing(GenerationClient(url, retries=0)) as engine,
     ):
-        (server,) = engine.meet()
-        assert engine.longest(server) == 96
+        (server,) = engine.connect()
+        assert engine.run_on(server, server.max_length()) == 96
         monkeypatch.setattr("postlude.serving.clients.remote_server.checksum", lambda path: "other")
         with pytest.raises(ServerError, match=r"read weights of checksum .* where there are other"):
-            engine.update(str(tmp_path / "new"), "start.1")
+            engine.reload(str(tmp_path / "new"), "start.1")
 
 
 def test_one_without_weights_answers_once_it_has_some(tmp_path: Path) -> None:
     export_hf(sharp(seed=1), tmp_path / "new")
     with serving(Generator(sharp()), version=None) as (_, url), closing(GenerationClient(url)) as engine:
         assert said(f"{url}/generate", {"prompt": [1], "sampling": {}}) == (503, {"error": "there are no weights yet."})
-        engine.update(str(tmp_path / "new"), "start.1")
+        engine.reload(str(tmp_path / "new"), "start.1")
         ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=3))
         assert one.versions == (VersionSpan("start.1", 0, 3),)
 
@@ -204,7 +204,7 @@ def test_without_the_key_nothing_is_told_but_that_it_runs() -> None:
 
 def test_who_goes_away_is_not_answered_any_more() -> None:
     with serving(Generator(sharp())) as (served, url), closing(GenerationClient(url, timeout=0.3, retries=0)) as engine:
-        with pytest.raises(ServerError, match="gave no answer within"):
+        with pytest.raises(ServerError, match="gave no reply within"):
             engine.generate([[1]], SamplingParams(max_new_tokens=60_000))
         deadline = time.monotonic() + 300
         while served._session.busy and time.monotonic() < deadline:
@@ -333,7 +333,7 @@ def test_what_nobody_waits_for_is_not_generated(how: str) -> None:
 
 
 def test_a_client_that_has_ended_its_own_side_is_answered(monkeypatch) -> None:
-    monkeypatch.setattr("postlude.serving.server.generation_server.LOOKED", 0.001)
+    monkeypatch.setattr("postlude.serving.server.generation_server.POLL_SECONDS", 0.001)
     body = {"prompt": [1], "sampling": {"max_new_tokens": 200, "ignore_eos": True}}
     with serving(Generator(sharp())) as (_, url), begun(url, body) as connection:
         connection.shutdown(socket.SHUT_WR)

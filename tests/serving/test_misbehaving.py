@@ -18,8 +18,7 @@ import pytest
 
 from postlude.generate.protocol import Completion, Request
 from postlude.generate.sampling_params import SamplingParams
-from postlude.serving.clients import connection
-from postlude.serving.clients import server_pool as fleets
+from postlude.serving.clients import connection, server_pool
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import RemoteServer
 from postlude.serving.clients.server_pool import ServerPool
@@ -186,9 +185,9 @@ SLOW: dict[str, Fault] = {"hang": hangs, "slow loris": drips}
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a test need not wait for what a run does wait for."""
-    monkeypatch.setattr(fleets, "LONGEST_AFTER", 0.05)
-    monkeypatch.setattr(fleets, "BUSY_FOR", 0.2)
-    monkeypatch.setattr(connection, "LARGEST", 1 << 22)
+    monkeypatch.setattr(server_pool, "MAX_RETRY_AFTER", 0.05)
+    monkeypatch.setattr(server_pool, "MIN_BUSY", 0.2)
+    monkeypatch.setattr(connection, "MAX_REPLY", 1 << 22)
 
 
 def answered(engine: GenerationClient) -> list[Completion | Exception]:
@@ -221,7 +220,7 @@ def test_beside_a_healthy_server_every_answer_comes_and_is_right(fault: str, whe
     with ExitStack() as held:
         bad = held.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong)))
         engine = connect(held, bad, held.enter_context(closing(FakeVLLM())), slow=fault in SLOW)
-        engine.meet()  # both, so that both are asked
+        engine.connect()  # both, so that both are asked
         assert all(isinstance(outcome, Completion) for outcome in answered(engine))
         assert bad.number
 
@@ -271,7 +270,7 @@ def test_a_server_is_asked_for_no_more_at_once_than_it_takes(monkeypatch: pytest
         engine = connect(held, bad, retries=0, concurrency=12)
         assert all(isinstance(outcome, Completion) for outcome in answered(engine))
         assert engine.take_counts().failed == 0
-        assert engine.fleet.servers[0].room < 12
+        assert engine.pool.servers[0].capacity < 12
     assert refused
 
 
@@ -281,24 +280,24 @@ def test_a_server_that_is_away_for_a_while_is_waited_for_and_that_is_said_once(c
         port = server.port
     attempts: list[str] = []
     with ExitStack() as held, caplog.at_level(logging.WARNING, "postlude"):
-        with pytest.raises(ServerError, match="the one server there is does not answer any more"):
+        with pytest.raises(ServerError, match="the only server does not reply any more"):
             connect(held, server, outage_timeout=0.0).generate([[1]], SamplingParams(max_new_tokens=3))
         engine = connect(held, server, outage_timeout=60.0)
         caplog.clear()
-        meet = engine.fleet.servers[0].meet
+        meet = engine.pool.servers[0].connect
 
         async def counted(weights: Any) -> None:
             attempts.append("")
             await meet(weights)
 
-        engine.fleet.servers[0].meet = counted
+        engine.pool.servers[0].connect = counted
         ticket = engine.submit(REQUESTS[0])
         while len(attempts) < 8:  # of which 3 are allowed in a row
             time.sleep(0.01)
         with closing(FakeVLLM(port=port)):
             (done,) = engine.poll(30.0)
     assert (done.ticket, done.error) == (ticket, None)
-    assert caplog.text.count("is waited for, up to 60 s more (rollout.outage_timeout)") == 1
+    assert caplog.text.count("Waiting for one of them, up to 60 s more (rollout.outage_timeout)") == 1
     assert caplog.text.count("It is given up for now") == 1
 
 
@@ -306,7 +305,7 @@ def test_a_server_that_asks_for_an_hour_is_told_of_and_asked_again_sooner(caplog
     with ExitStack() as held, caplog.at_level(logging.WARNING, "postlude"):
         bad = held.enter_context(closing(Misbehaving(FAULTS["503 for an hour"], wrong=(1,))))
         assert all(isinstance(outcome, Completion) for outcome in answered(connect(held, bad, outage_timeout=0.0)))
-    assert "asks to be left alone for 3600 s. It is tried again after 0.05 s." in caplog.text
+    assert "asks to wait 3600 s. It is tried again after 0.05 s." in caplog.text
 
 
 @pytest.mark.parametrize("servers", [1, 4])
@@ -315,12 +314,12 @@ def test_the_work_of_handing_out_requests_grows_with_their_number(servers: int, 
 
     def looks(count: int) -> float:
         seen = 0
-        has_room = ServerPool._has_room
+        has_capacity = ServerPool._has_capacity
 
-        def counted(fleet: ServerPool, server: RemoteServer) -> bool:
+        def counted(pool: ServerPool, server: RemoteServer) -> bool:
             nonlocal seen
             seen += 1
-            return has_room(fleet, server)
+            return has_capacity(pool, server)
 
         async def answer(request: Request) -> Completion:
             await asyncio.sleep(0)
@@ -332,12 +331,12 @@ def test_the_work_of_handing_out_requests_grows_with_their_number(servers: int, 
                 for place in range(servers)
             ]
             for server in own:
-                server.state, server.answer = "up", answer
-            fleet = ServerPool(own, retries=5, backoff=0.5, concurrency=4)
-            await asyncio.gather(*(fleet.answer(REQUESTS[0]) for _ in range(count)))
+                server.state, server.generate = "up", answer
+            pool = ServerPool(own, retries=5, backoff=0.5, concurrency=4)
+            await asyncio.gather(*(pool.generate(REQUESTS[0]) for _ in range(count)))
 
         with monkeypatch.context() as patched:
-            patched.setattr(ServerPool, "_has_room", counted)
+            patched.setattr(ServerPool, "_has_capacity", counted)
             asyncio.run(all_of_them())
         return seen / count
 

@@ -7,7 +7,7 @@ import base64
 import pytest
 import torch
 
-from postlude.serving.weights.channel import ChannelError, send
+from postlude.serving.weights.channel import ChannelError, send_all
 from postlude.serving.weights.nccl import NCCLRendezvous
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def test_bytes_go_through_a_communicator_and_stay_as_they_are() -> None:
     for size in (1, 1 << 20, 3_000_001):
         data = torch.randint(256, (size,), dtype=torch.uint8, device=device)
         kept = data.clone()
-        assert send({"http://a": channel}, data, 30.0) == {}
+        assert send_all({"http://a": channel}, data, 30.0) == {}
         assert torch.equal(data, kept)
     channel.close()
     channel.close()
@@ -30,7 +30,7 @@ def test_bytes_go_through_a_communicator_and_stay_as_they_are() -> None:
 
 def test_workers_that_never_come_are_given_up_and_the_gpu_goes_on() -> None:
     device = torch.device("cuda", 0)
-    with pytest.raises(ChannelError, match="did not come to take weights within 2 s"):
+    with pytest.raises(ChannelError, match="did not join to receive weights within 2 s"):
         NCCLRendezvous(2, device).open(2.0)
     assert float(torch.ones(8, device=device).sum()) == 8.0
     NCCLRendezvous(1, device).open(30.0).close()

@@ -138,10 +138,10 @@ def test_a_stream_of_a_completion(url: str) -> None:
         ("completions", {}, "the request has no 'prompt'"),
         ("completions", {"prompt": 5}, "prompt is 5: give text, token ids, or a list of either."),
         ("completions", {"prompt": [1, "a"]}, "give text, token ids, or a list of either."),
-        ("completions", {"prompt": []}, "give from 1 to 1024 answers in all"),
-        ("completions", {"prompt": "a", "n": 10**9}, "give from 1 to 1024 answers in all"),
-        ("completions", {"prompt": "a", "n": 0}, "give from 1 to 1024 answers in all"),
-        ("completions", {"prompt": "a", "logprobs": 5}, "logprobs is 5, but likelier tokens"),
+        ("completions", {"prompt": []}, "give from 1 to 1024 completions in all"),
+        ("completions", {"prompt": "a", "n": 10**9}, "give from 1 to 1024 completions in all"),
+        ("completions", {"prompt": "a", "n": 0}, "give from 1 to 1024 completions in all"),
+        ("completions", {"prompt": "a", "logprobs": 5}, "logprobs is 5, but only the log-probs of sampled tokens"),
         ("completions", {"prompt": "a", "echo": True}, "echo is True, which is not supported"),
         ("completions", {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty is 0.5, which is not supported"),
         ("completions", {"prompt": "a", "model": "gpt"}, "model is 'gpt', but 'tiny' is served here."),
@@ -159,7 +159,7 @@ def test_a_stream_of_a_completion(url: str) -> None:
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
-            "has a part of type 'image_url', but text alone is supported",
+            "has a part of type 'image_url', but only text is supported",
         ),
     ],
 )

@@ -60,19 +60,19 @@ def sent(api: ServerAPI, request: Request) -> dict[str, Any]:
     """What a api sends for a request: how it is drawn."""
     bodies = []
 
-    async def ask(method: str, path: str, body: Any = None) -> Any:
+    async def send(method: str, path: str, body: Any = None) -> Any:
         bodies.append(body)
         raise ServerUnavailable("is not there")
 
     with pytest.raises(ServerUnavailable):
-        asyncio.run(api.answer(ask, "tiny", request))
+        asyncio.run(api.generate(send, "tiny", request))
     (body,) = bodies
     return body.get("sampling_params", body)
 
 
 def by_tokens() -> VLLMAPI:
     api = VLLMAPI()
-    api.by_tokens = True
+    api.has_generate = True
     return api
 
 
@@ -127,7 +127,7 @@ def after(count: int, act: Callable[[], bytes | None]) -> Callable[[], bytes | N
 def test_requests_of_a_killed_server_go_to_another(two, engines) -> None:
     doomed, other = two
     engine = engines(*two)
-    engine.meet()  # both, so that both are asked
+    engine.connect()  # both, so that both are asked
     doomed.before = after(5, doomed.kill)
     check(engine)
     assert doomed.answered == 5
@@ -145,14 +145,14 @@ def test_one_that_hangs_is_timed_out(two, engines) -> None:
     check(engine)
     release.set()
     assert other.answered >= len(PROMPTS) - 3
-    assert "gave no answer within 3 s" in engine.fleet.servers[0].problem
+    assert "gave no reply within 3 s" in engine.pool.servers[0].problem
 
 
 @pytest.mark.parametrize(
     ("garbage", "sentence"),
     [
-        (b"<html>", "answered with something that is not JSON"),
-        (b'{"choices": []}', "gave 0 choices where one was asked for"),
+        (b"<html>", "replied with something that is not JSON"),
+        (b'{"choices": []}', "gave 0 choices where one was requested"),
         (b'{"choices": [{"token_ids": [1], "finish_reason": "stop"}]}', "without token ids or log-probs"),
         (b'{"choices": [{"token_ids": [], "logprobs": {"content": []}, "finish_reason": {}}]}', "cannot be read"),
         (
@@ -170,7 +170,7 @@ def test_one_that_answers_garbage_is_named_and_left_out(two, engines, caplog, ga
     asked = spoiled.calls.count("/inference/v1/generate")
     assert f"{spoiled.url} " in caplog.text
     assert sentence in caplog.text
-    assert "It is left out from now on." in caplog.text
+    assert "It is excluded from now on." in caplog.text
     check(engine)
     assert spoiled.calls.count("/inference/v1/generate") == asked, "it was not asked again"
 
@@ -178,13 +178,13 @@ def test_one_that_answers_garbage_is_named_and_left_out(two, engines, caplog, ga
 def test_what_one_answers_after_it_was_left_out_is_asked_of_another(two, engines) -> None:
     spoiled, other = two
     engine = engines(*two)
-    engine.meet()
+    engine.connect()
     came, release = threading.Event(), threading.Event()
     spoiled.before = other.before = lambda: came.set() or (release.wait(10) and None)
     asked = engine.submit(Request((1, 2), THREE))
     assert came.wait(10)
-    (own,) = [server for server in engine.fleet.servers if server.outstanding]
-    own.state, own.problem = "out", "has other weights than most"
+    (own,) = [server for server in engine.pool.servers if server.outstanding]
+    own.state, own.problem = "excluded", "has other weights than most"
     release.set()
     (found,) = engine.poll(10.0)
     assert (found.ticket, found.answer is not None) == (asked, True)
@@ -220,9 +220,9 @@ def test_when_all_are_lost_each_is_named_with_its_reason(two, engines) -> None:
     with pytest.raises(ServerError) as raised:
         check(engines(*two))
     said = str(raised.value)
-    assert said.startswith("none of the 2 servers answers any more: ")
+    assert said.startswith("none of the 2 servers replies any more: ")
     assert f"{killed.url} cannot be reached: Connection refused" in said
-    assert f"{spoiled.url} answered with something that is not JSON" in said
+    assert f"{spoiled.url} replied with something that is not JSON" in said
 
 
 def test_a_request_that_fells_whoever_reads_it_is_bounded(engines) -> None:
@@ -230,64 +230,64 @@ def test_a_request_that_fells_whoever_reads_it_is_bounded(engines) -> None:
         engine = engines(server)
 
         def fell(body: Any) -> Any:
-            engine.fleet.servers[0].failures = 0  # as if it had answered others since the last time
+            engine.pool.servers[0].failures = 0  # as if it had answered others since the last time
             raise ConnectionError
 
         server.answer = fell
-        with pytest.raises(ServerError, match=r"was not answered in 4 attempts, lastly as .* closed the connection"):
+        with pytest.raises(ServerError, match=r"was not answered in 4 attempts, the last as .* closed the connection"):
             engine.generate([[1]], THREE)
 
 
 def test_weights_are_read_while_requests_are_kept_and_the_version_is_seen_to(two, engines) -> None:
     engine = engines(*two)
-    engine.meet()
+    engine.connect()
     for step in (1, 2):
-        engine.update(f"/weights/{step}", f"start.{step}")
+        engine.reload(f"/weights/{step}", f"start.{step}")
         for server in two:
             assert (server.directory, server.version) == (f"/weights/{step}", f"start.{step}")
         ((one,),) = engine.generate(PROMPTS[:1], THREE)
         assert one.versions == (VersionSpan(f"start.{step}", 0, 3),)
     assert [call for call in two[0].calls if call in RELOAD] == RELOAD * 2
     two[0].say = lambda path, body: {"weight_version": "another"} if path == "/weight_info" else {}
-    engine.update("/weights/3", "start.3")
-    assert engine.fleet.servers[0].state == "out"
-    assert engine.fleet.servers[0].problem == "says that its weights are 'another' after it was given 'start.3'"
+    engine.reload("/weights/3", "start.3")
+    assert engine.pool.servers[0].state == "excluded"
+    assert engine.pool.servers[0].problem == "says that its weights are 'another' after it was given 'start.3'"
     check(engine)
 
 
 def test_weights_are_read_beside_the_caller_and_before_what_it_asks_next(two, engines) -> None:
     engine = engines(*two)
-    engine.meet()
+    engine.connect()
     release = threading.Event()
     for server in two:
         server.read = lambda directory: release.wait(300)
-    engine.update("/weights/2", "start.2", wait=False)  # which returns while they read
-    assert engine.directories() == {"/weights/2"}
-    engine.update("/weights/3", "start.3", wait=False)  # before any has the last ones
+    engine.reload("/weights/2", "start.2", wait=False)  # which returns while they read
+    assert engine.directories_in_use() == {"/weights/2"}
+    engine.reload("/weights/3", "start.3", wait=False)  # before any has the last ones
     release.set()
     found = engine.generate([[1, 2], [3]] * 4, SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert {span.version for each in found for one in each for span in one.versions} == {"start.3"}
-    engine.renewed()
+    engine.wait_for_reload()
     assert [server.version for server in two] == ["start.3"] * 2
     two[0].kill()
     two[1].kill()
-    engine.update("/weights/4", "start.4", wait=False)
-    with pytest.raises(ServerError, match="none of the 2 servers answers any more"):
-        engine.renewed()
+    engine.reload("/weights/4", "start.4", wait=False)
+    with pytest.raises(ServerError, match="none of the 2 servers replies any more"):
+        engine.wait_for_reload()
 
 
 def test_a_server_that_comes_late_or_anew_gets_the_newest_weights_first(engines) -> None:
     with closing(FakeVLLM()) as old, closing(FakeVLLM()) as other:
         engine = engines(old, other, retries=0)
-        engine.meet()
-        engine.update("/weights/1", "start.1")
+        engine.connect()
+        engine.reload("/weights/1", "start.1")
         old.kill()
         check(engine)
-        assert engine.fleet.servers[0].state == "gone"
+        assert engine.pool.servers[0].state == "unavailable"
         with closing(FakeVLLM(port=old.port)) as new:
             assert new.version == OLD
-            engine.update("/weights/2", "start.2")
-            while engine.fleet.servers[0].state != "up":
+            engine.reload("/weights/2", "start.2")
+            while engine.pool.servers[0].state != "up":
                 time.sleep(0.01)
             check(engine)
             assert new.answered > 0
@@ -299,8 +299,8 @@ def test_a_server_that_comes_late_or_anew_gets_the_newest_weights_first(engines)
 def test_answers_of_weights_that_were_never_sent_are_asked_for_again(two, engines) -> None:
     """A server that was started anew between two requests tells its old weights, and gets the new ones."""
     engine = engines(*two)
-    engine.meet()  # both are there: else an update does not wait for who comes later
-    engine.update("/weights/1", "start.1")
+    engine.connect()  # both are there: else an update does not wait for who comes later
+    engine.reload("/weights/1", "start.1")
     two[0].version = OLD
     for (one,) in engine.generate(PROMPTS, THREE):
         assert one.versions == (VersionSpan("start.1", 0, 3),)
@@ -324,12 +324,12 @@ def test_one_that_failed_to_take_weights_is_not_told_to_go_on_before_it_has_read
     two, engines, path: str
 ) -> None:
     engine = engines(*two)
-    engine.meet()
+    engine.connect()
     failing(two[0], path, 500, 1)
-    engine.update("/weights/1", "start.1")
+    engine.reload("/weights/1", "start.1")
     check(engine)
     until = time.monotonic() + 300
-    while engine.fleet.up() < 2 and time.monotonic() < until:
+    while engine.pool.count_up() < 2 and time.monotonic() < until:
         time.sleep(0.01)
     failed = RELOAD[: RELOAD.index(path) + 1]
     assert [call for call in two[0].calls if call in RELOAD] == failed + RELOAD
@@ -337,7 +337,7 @@ def test_one_that_failed_to_take_weights_is_not_told_to_go_on_before_it_has_read
 
 def test_one_that_cannot_read_weights_stays_paused_and_what_it_was_asked_goes_to_others(two, engines) -> None:
     engine = engines(*two)
-    engine.meet()
+    engine.connect()
     came, release = threading.Event(), threading.Event()
     two[0].before = two[1].before = lambda: came.set() or (release.wait(10) and None)
     ticket = engine.submit(Request((1, 2), THREE))
@@ -345,39 +345,39 @@ def test_one_that_cannot_read_weights_stays_paused_and_what_it_was_asked_goes_to
     asked, other = sorted(two, key=lambda each: each.calls.count("/inference/v1/generate"), reverse=True)
     other.before = lambda: None
     failing(asked, "/collective_rpc", 400, 1)
-    engine.update("/weights/1", "start.1")
+    engine.reload("/weights/1", "start.1")
     (found,) = engine.poll(5.0)
     release.set()
     assert (found.ticket, found.answer is not None, other.answered) == (ticket, True, 1)
-    assert [server.state for server in engine.fleet.servers if server.url == asked.url] == ["out"]
+    assert [server.state for server in engine.pool.servers if server.url == asked.url] == ["excluded"]
     assert "/resume" not in asked.calls
 
 
 def test_one_that_reads_weights_at_the_end_is_waited_for_and_one_that_was_left_paused_is_refused(engines) -> None:
     with closing(FakeVLLM()) as server:
         with closing(GenerationClient([server.url])) as engine:
-            engine.meet()
+            engine.connect()
             server.read = lambda directory: time.sleep(0.2)
-            engine.update("/weights/1", "start.1", wait=False)
+            engine.reload("/weights/1", "start.1", wait=False)
         assert [call for call in server.calls if call in RELOAD] == RELOAD
         known = server.say
         server.say = lambda path, body: {"is_paused": True} if path == "/is_paused" else known(path, body)
         with pytest.raises(ServerError, match="is paused, as one is that was left in the middle of new weights"):
-            engines(server).meet()
+            engines(server).connect()
 
 
 def test_weights_that_cannot_be_compared_with_their_files_are_given_again_and_newer_ones_too(engines) -> None:
     with closing(FakeVLLM()) as server:
         engine = engines(server)
-        (met,) = engine.meet()
-        met.api.sums = True
-        engine.update("/nowhere", "start.1", wait=False)
+        (met,) = engine.connect()
+        met.api.reports_checksum = True
+        engine.reload("/nowhere", "start.1", wait=False)
         deadline = time.monotonic() + 300
         while met.state == "up" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert "/nowhere" in met.problem
-        met.api.sums = False
-        engine.update("/weights/2", "start.2", wait=False)
+        met.api.reports_checksum = False
+        engine.reload("/weights/2", "start.2", wait=False)
         ((one,),) = engine.generate(PROMPTS[:1], THREE)
         assert one.versions == (VersionSpan("start.2", 0, 3),)
 
@@ -385,16 +385,16 @@ def test_weights_that_cannot_be_compared_with_their_files_are_given_again_and_ne
 def test_a_directory_is_kept_while_a_server_that_came_late_reads_it(engines) -> None:
     with closing(FakeVLLM()) as one, closing(FakeVLLM()) as late:
         engine = engines(one)
-        engine.update("/weights/1", "start.1")
+        engine.reload("/weights/1", "start.1")
         reading, release = threading.Event(), threading.Event()
         late.read = lambda directory: (reading.set(), release.wait(300))
-        engine.join(late.url)
+        engine.add_server(late.url)
         assert reading.wait(300)
-        engine.update("/weights/2", "start.2")
-        assert engine.directories() == {"/weights/1", "/weights/2"}
+        engine.reload("/weights/2", "start.2")
+        assert engine.directories_in_use() == {"/weights/1", "/weights/2"}
         release.set()
         deadline = time.monotonic() + 300
-        while engine.fleet.up() < 2 and time.monotonic() < deadline:
+        while engine.pool.count_up() < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert (late.directory, late.version, engine.fleet.up()) == ("/weights/2", "start.2", 2)
-        assert engine.directories() == {"/weights/2"}
+        assert (late.directory, late.version, engine.pool.count_up()) == ("/weights/2", "start.2", 2)
+        assert engine.directories_in_use() == {"/weights/2"}

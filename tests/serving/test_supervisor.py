@@ -22,7 +22,7 @@ import pytest
 from postlude.generate.protocol import Request, VersionSpan
 from postlude.serving.errors import ServerError
 from postlude.serving.launch import supervisor
-from postlude.serving.launch.launcher import LocalLauncher, ServerCommand, tail
+from postlude.serving.launch.launcher import LocalLauncher, ServerCommand, log_tail
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.serving.test_server_pool import PROMPTS, THREE, check
 
@@ -46,7 +46,7 @@ def until(true: Callable[[], object], seconds: float = 300.0) -> None:
 
 def pid_of(engine: SupervisedClient, place: int) -> int:
     """The server itself: the one child of the process that keeps it."""
-    keeper = engine.started._places[place].running.process.pid  # type: ignore[union-attr]
+    keeper = engine.supervisor._slots[place].process.process.pid  # type: ignore[union-attr]
     return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
 
 
@@ -56,9 +56,9 @@ def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_pat
         caplog.at_level(logging.WARNING, "postlude"),
         closing(SupervisedClient(ServerSupervisor(FAKE, 2, LocalLauncher(tmp_path)), **QUICK)) as engine,
     ):
-        engine.meet()
-        engine.update("/weights/1", "start.1")
-        first = {server.url for server in engine.fleet.servers}
+        engine.connect()
+        engine.reload("/weights/1", "start.1")
+        first = {server.url for server in engine.pool.servers}
         tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         os.kill(pid_of(engine, 0), signal.SIGKILL)
         while tickets:
@@ -67,11 +67,11 @@ def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_pat
                 assert done.answer.versions == (VersionSpan("start.1", 0, 3),)
                 tickets.remove(done.ticket)
         check(engine)
-        until(lambda: engine.fleet.up() == 2)
-        (new,) = {server for server in engine.fleet.servers if server.url not in first}
-        assert (new.version, engine.fleet.expected, engine.started.restarted) == ("start.1", 0, 1)
+        until(lambda: engine.pool.count_up() == 2)
+        (new,) = {server for server in engine.pool.servers if server.url not in first}
+        assert (new.version, engine.pool.expected, engine.supervisor.restarted) == ("start.1", 0, 1)
         assert "was ended by signal 9" in caplog.text
-        assert "Another is started." in caplog.text
+        assert "It is restarted." in caplog.text
 
 
 def test_a_proxy_is_not_asked_for_servers_of_our_own(tmp_path: Path, monkeypatch) -> None:
@@ -87,7 +87,7 @@ def test_one_alone_that_is_killed_is_waited_for(tmp_path: Path) -> None:
     with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
         check(engine)
         os.kill(pid_of(engine, 0), signal.SIGKILL)
-        until(lambda: engine.fleet.expected or engine.started.restarted)
+        until(lambda: engine.pool.expected or engine.supervisor.restarted)
         check(engine)
 
 
@@ -107,15 +107,15 @@ def test_one_that_cannot_be_ended_is_given_up_in_a_sentence(tmp_path: Path, monk
     """Those who wait for another in its place would wait for ever."""
     with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
         check(engine)
-        running = engine.started._places[0].running
+        running = engine.supervisor._slots[0].running
 
         def refuse() -> None:
             raise OSError("its node does not answer")
 
         monkeypatch.setattr(running, "stop", refuse)
         os.kill(pid_of(engine, 0), signal.SIGKILL)
-        until(lambda: engine.fleet.lost)
-        with pytest.raises(ServerError, match="another could not be started: its node does not answer"):
+        until(lambda: engine.pool.lost)
+        with pytest.raises(ServerError, match="it could not be restarted: its node does not answer"):
             engine.generate(PROMPTS[:1], THREE)
 
 
@@ -126,7 +126,7 @@ def test_one_that_hangs_is_started_again(tmp_path: Path) -> None:
         check(engine)
         os.kill(pid_of(engine, 0), signal.SIGSTOP)
         check(engine)
-        assert engine.started.restarted == 1
+        assert engine.supervisor.restarted == 1
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_gpus_are_given_out_and_given_back_and_no_server_is_a_rank(tmp_path: Pat
         here.start(show)
     until(lambda: (tmp_path / "0.log").read_text() == "4,5 None\n")
     one.stop()
-    assert one.ended() is not None
+    assert one.exit_reason() is not None
     here.start(show).stop()
 
 
@@ -191,7 +191,7 @@ class Machines:
         self.how, self.urls = iter(how), iter(range(8000, 8100))
 
     def start(self, program: ServerCommand) -> Any:
-        return SimpleNamespace(url=f"http://{next(self.urls)}", ended=next(self.how), stop=lambda: None)
+        return SimpleNamespace(url=f"http://{next(self.urls)}", exit_reason=next(self.how), stop=lambda: None)
 
 
 def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path, monkeypatch) -> None:
@@ -202,16 +202,16 @@ def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path,
 
     heard: list[str] = []
     engine: Any = SimpleNamespace(
-        fleet=SimpleNamespace(servers=[]),
-        leave=lambda url, problem, another: heard.append(f"{url} {problem}"),
-        join=heard.append,
-        give_up=heard.append,
+        pool=SimpleNamespace(servers=[]),
+        remove_server=lambda url, problem, replaced: heard.append(f"{url} {problem}"),
+        add_server=heard.append,
+        cancel_expected=heard.append,
     )
-    monkeypatch.setattr(supervisor, "LOOKED", 0.01)
-    monkeypatch.setattr(supervisor, "SETTLED", 0.01)
-    monkeypatch.setattr(supervisor, "_answers", lambda url, body=None: True)
+    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "EXIT_DELAY", 0.01)
+    monkeypatch.setattr(supervisor, "_replies", lambda url, body=None: True)
     ends = iter([False, False])
-    gone = Machines(lambda: None if next(ends, True) is False else tail(tmp_path / "gone.log"), lambda: None)
+    gone = Machines(lambda: None if next(ends, True) is False else log_tail(tmp_path / "gone.log"), lambda: None)
     with closing(ServerSupervisor(FAKE, 1, gone)) as started:
         started.start()
         started.watch(engine)
@@ -224,9 +224,9 @@ def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path,
         started.start()
         started.watch(engine)
         until(lambda: "http://8001" in heard)
-    assert heard[0] == "http://8000 cannot be looked after: no such actor"
+    assert heard[0] == "http://8000 cannot be watched: no such actor"
     heard.clear()
-    engine.fleet.servers = [SimpleNamespace(url="http://8000", state="gone", problem="cannot be reached")]
+    engine.pool.servers = [SimpleNamespace(url="http://8000", state="unavailable", problem="cannot be reached")]
     known = iter([None, None])
     dying = Machines(lambda: next(known, "was ended by signal 9"), lambda: None)
     with closing(ServerSupervisor(FAKE, 1, dying)) as started:
@@ -240,9 +240,9 @@ def test_the_first_error_of_a_log_is_told_before_its_last_lines(tmp_path: Path) 
     log = tmp_path / "log"
     after = [f"(pid=7) went on {count}" for count in range(9)]
     log.write_text("\n".join(["loading", "(pid=8) ERROR 10:53 [worker.py:9] ValueError: no memory", *after]))
-    assert tail(log).startswith(f"ValueError: no memory (the last lines of {log}: {after[3]} | ")
+    assert log_tail(log).startswith(f"ValueError: no memory (the last lines of {log}: {after[3]} | ")
     log.write_text("\n".join(["a warning of `OSError: too many`", *after]))
-    assert tail(log).startswith(f"the last lines of {log}: ")
+    assert log_tail(log).startswith(f"the last lines of {log}: ")
 
 
 @pytest.mark.thorough

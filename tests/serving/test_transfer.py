@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import Weights
 from postlude.serving.errors import ServerError
-from postlude.serving.weights.sync import NetworkSync
+from postlude.serving.weights.sync import NetworkSync, SyncOptions
 from postlude.serving.weights.transfer import WeightTransfer, split_aligned
 from tests.engine.test_weights import ODD
 from tests.engine.training import batch, build, config, policy
@@ -38,7 +39,7 @@ def transfers(
     settings = {"api": "vllm", "retries": 1, "backoff": 0.01, "timeout": 30.0} | http
     first = dist.get_rank() == 0
     with closing(GenerationClient(urls, **settings)) if first else nullcontext() as servers:  # type: ignore[attr-defined]
-        transfer = WeightTransfer(engine, seconds=seconds, send_bytes=SEND_BYTES)
+        transfer = WeightTransfer(engine, timeout=seconds, send_bytes=SEND_BYTES)
         with closing(transfer):
             sent: list[Any] = []
             for step in range(1, steps + 1):
@@ -47,7 +48,7 @@ def transfers(
                 done = transfer.send(servers, Weights(None, f"start.{step}"))
                 channels: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(channels, sorted(transfer.channels))
-                states = [server.state for server in servers.fleet.servers] if servers else []
+                states = [server.state for server in servers.pool.servers] if servers else []
                 sent.append((done.servers, done.bytes, states, channels))
         return [described(name, tensor) for name, tensor in engine.stream_weights()], sent
 
@@ -108,7 +109,7 @@ def test_one_that_dies_in_the_middle_costs_itself_alone(one_rank) -> None:
         arrived(other, expected, "start.2")
         assert [servers for servers, *_ in sent] == [1, 1]
         assert sent[-1][2][1] == "up"
-        assert sent[-1][2][0] in ("coming", "gone")
+        assert sent[-1][2][0] in ("connecting", "unavailable")
 
 
 @pytest.mark.parametrize(
@@ -144,14 +145,14 @@ def _comes_late(group: Any, urls: list[str]) -> None:
         closing(WeightTransfer(engine, send_bytes=SEND_BYTES)) as transfer,
     ):
         assert transfer.send(servers, Weights(None, "start.1")).servers == 1
-        servers.join(urls[1])
-        late = servers.fleet.servers[1]
+        servers.add_server(urls[1])
+        late = servers.pool.servers[1]
         servers.generate([[1]] * 8, SamplingParams(max_new_tokens=1))
-        while late.state == "coming":
+        while late.state == "connecting":
             time.sleep(0.01)
-        assert late.state == "waiting"
+        assert late.state == "needs_weights"
         servers.generate([[1]] * 8, SamplingParams(max_new_tokens=1))
-        assert late.state == "waiting", "and is not asked"
+        assert late.state == "needs_weights", "and is not asked"
         assert transfer.send(servers, Weights(None, "start.1")).servers == 1, "the other has them"
         assert late.state == "up"
 
@@ -184,11 +185,11 @@ def test_one_that_was_left_in_the_middle_is_sent_all_again(ranks) -> None:
 def _left_in_the_middle(group: Any, url: str) -> list[Any]:
     engine = build("pp=1", ODD, compute_dtype=torch.bfloat16)
     with closing(GenerationClient([url], api="vllm", backoff=0.01)) as servers:
-        sync = NetworkSync(engine, servers, seconds=2.0)
+        sync = NetworkSync(engine, servers, SyncOptions(Path(), "network", timeout=2.0))
         with closing(sync):
-            sync.bring("start.1")
-            assert servers.fleet.servers[0].state == "up"
-            assert sync.take_costs()["servers/sync_bytes"] > 0
+            sync.sync("start.1")
+            assert servers.pool.servers[0].state == "up"
+            assert sync.take_metrics()["servers/sync_bytes"] > 0
     return [described(name, tensor) for name, tensor in engine.stream_weights()]
 
 

@@ -19,8 +19,8 @@ from postlude.generate.generator import Generator
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs
+from postlude.recipes.checks.servers import check_servers
 from postlude.recipes.grpo import run
-from postlude.recipes.rollout_engine import check_servers
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.errors import ServerError
 from tests.conftest import Ranks
@@ -122,7 +122,7 @@ def test_greedy_tokens_are_the_native_generators(served: Served) -> None:
         answered = served.engine.generate(prompts, SamplingParams(**{**vars(greedy), "stop": stop}))
         assert [one.tokens for (one,) in answered] == [one.tokens for (one,) in native]
         assert [one.finish_reason for (one,) in answered] == ["length"] * len(prompts)
-    assert served.engine.fleet.servers[0].api.name == "vllm"
+    assert served.engine.pool.servers[0].api.name == "vllm"
 
 
 def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
@@ -153,11 +153,11 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
     new = load_model(written(served.family, tmp_path / "new", seed=1), dtype=torch.float32).eval()
     prompt, long = PROMPTS[0], SamplingParams(max_new_tokens=1000, ignore_eos=True, seed=3)
     for pause in (0.5, 1.0, 2.0, 0.2):  # until new weights come in the middle, on a machine that may be busy
-        served.engine.update(str(served.directory), "start.0")
+        served.engine.reload(str(served.directory), "start.0")
         served.engine.submit(Request(tuple(prompt), long))
         time.sleep(pause)
         began = time.perf_counter()
-        served.engine.update(str(tmp_path / "new"), "start.1")
+        served.engine.reload(str(tmp_path / "new"), "start.1")
         reloaded = time.perf_counter() - began
         (done,) = served.engine.poll(timeout=300)
         assert done.error is None
@@ -181,7 +181,7 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
     assert [group[0].tokens for group in answered] == [
         group[0].tokens for group in Generator(new).generate(PROMPTS, greedy)
     ]
-    served.engine.update(str(served.directory), "start.2")
+    served.engine.reload(str(served.directory), "start.2")
 
 
 def test_one_that_could_not_read_weights_stays_paused_until_it_has_read_others(served: Served, tmp_path: Path) -> None:
@@ -189,19 +189,19 @@ def test_one_that_could_not_read_weights_stays_paused_until_it_has_read_others(s
     if served.family != "llama":
         pytest.skip("shown on one family")
     with closing(GenerationClient(served.url, retries=0)) as engine:
-        (server,) = engine.meet()
-        assert engine.longest(server) == 2048
+        (server,) = engine.connect()
+        assert engine.run_on(server, server.max_length()) == 2048
         with pytest.raises(ServerError) as lost:
-            engine.update(str(tmp_path / "nowhere"), "start.8")
+            engine.reload(str(tmp_path / "nowhere"), "start.8")
         print(lost.value)
     with (
         closing(GenerationClient(served.url)) as engine,
         pytest.raises(ServerError, match="is paused, as one is that was"),
     ):
-        engine.meet()
+        engine.connect()
     greedy = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
     with closing(GenerationClient(served.url)) as engine:
-        engine.update(str(served.directory), "start.9")
+        engine.reload(str(served.directory), "start.9")
         answered = engine.generate(PROMPTS, greedy)
     expected = Generator(served.model).generate(PROMPTS, greedy)
     assert [group[0].tokens for group in answered] == [group[0].tokens for group in expected]
@@ -219,7 +219,7 @@ def test_a_tied_head_that_would_not_be_renewed_is_refused(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match="does not renew a head that is tied to the embedding"):
             check.look()
         (check,) = check_servers(PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, trained=False)
-        assert check.look() == "1 of 1 answer (vllm)"
+        assert check.look() == "1 of 1 reply (vllm)"
 
 
 def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ def sends(group: Any, url: str, source: str, directory: str) -> tuple[Any, Any, 
         answered = servers.generate(PROMPTS, GREEDY)
         assert {span.version for (one,) in answered for span in one.versions} == {"start.1"}
         held = digests(url)
-        servers.update(directory, "start.2")
+        servers.reload(directory, "start.2")
         return before, [one.tokens for (one,) in answered], held, digests(url)
 
 
@@ -87,11 +87,11 @@ def test_the_words_by_which_workers_join_nccl_are_vllms() -> None:
     """Read by vLLM's own class, which refuses what it does not know and ids of another length."""
     said: list[Any] = []
 
-    async def ask(method: str, path: str, body: Any = None) -> None:
+    async def send(method: str, path: str, body: Any = None) -> None:
         said.append(body)
 
     info = {"nccl_unique_id_b64": base64.b64encode(bytes(UniqueId())).decode()}  # as NCCLRendezvous gives it
-    asyncio.run(VLLMAPI().join(ask, info, 4))
+    asyncio.run(VLLMAPI().join_channel(send, info, 4))
     read = (
         "import json, sys\n"
         "from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo as Info\n"

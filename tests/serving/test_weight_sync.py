@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from postlude.serving.weights.sync import DiskSync
+from postlude.serving.weights.sync import DiskSync, SyncOptions
 from postlude.world.agreement import Rank0Controller
 from postlude.world.launcher import launch
 
@@ -24,10 +24,10 @@ class Model:
 class Slow:
     """Servers of which the only one is being started, or reads for longer than ranks have patience with each other."""
 
-    def update(self, directory: str, version: str, *, wait: bool = True) -> None:
+    def reload(self, directory: str, version: str, *, wait: bool = True) -> None:
         time.sleep(TIMEOUT + 3.0)
 
-    def directories(self) -> set[str]:
+    def directories_in_use(self) -> set[str]:
         return set()
 
 
@@ -35,9 +35,9 @@ def brought(directory: str) -> str | None:
     controller: Rank0Controller[None, None] = Rank0Controller(lambda _: None)
     servers: Any = Slow() if dist.get_rank() == 0 else None
     model: Any = Model()
-    sync = DiskSync(model, servers, Path(directory), group=controller.group)
-    sync.bring("start.1")
-    return sync.given
+    sync = DiskSync(model, servers, SyncOptions(Path(directory)), controller.group)
+    sync.sync("start.1")
+    return sync.version
 
 
 @pytest.mark.thorough  # it waits for longer than ranks have patience

@@ -1,4 +1,4 @@
-"""Ray: a run's ranks, workers and servers as actors on a cluster's nodes. `driving.py` is where a command comes in.
+"""Ray: a run's ranks, workers and servers as actors on a cluster's nodes. Start with `driver.py`.
 
-`ray` is imported here alone, and only when it is asked for.
+Only this package imports `ray`, and only when it is used.
 """

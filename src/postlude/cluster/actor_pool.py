@@ -1,7 +1,7 @@
-"""Workers that judge as actors, wherever the cluster has CPUs to spare.
+"""ActorPool: a worker pool of Ray actors, on whichever nodes have free CPUs.
 
-Code of the user's runs in a process beside the actor, under the limits that `pool/process_pool.py` sets it. So an
-actor that is gone says nothing about the calls that it had: they are made again by another.
+User code runs in a process beside the actor, under the limits of `pool/process_pool.py`. So a lost actor says nothing
+about its calls, and another actor makes them again.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any
 from postlude.pool.process_pool import ProcessPool
 from postlude.pool.worker_pool import START_LIMIT, CallResult, WorkerError, WorkerPool
 
-TRIES = 3  # workers that may be lost over one call
-SAID = 60.0  # seconds without a place after which that is said, again and again
+TRIES = 3  # actors that may be lost over one call
+WARN_SECONDS = 60.0  # between two warnings that no worker has a node
+MAX_FAILED_STARTS = 8  # actors in a row that may be lost before they have loaded the function
 LOG = logging.getLogger("postlude")
-FALSE_STARTS = 8  # workers in a row that may be lost before they have loaded the function
 
 
 @dataclass(frozen=True)
 class ActorPoolFactory:
-    """Hires actors, each of so many CPUs, which the cluster may take `patience` seconds to have a place for."""
+    """Makes pools of actors with `cpus` each. The cluster may take `start_timeout` seconds to have room for one."""
 
     cpus: float = 1.0
-    patience: float = START_LIMIT
+    start_timeout: float = START_LIMIT
 
     def __call__(self, function: bytes, name: str, count: int, timeout: float) -> WorkerPool:
-        """`count` workers, who are looked for when there is a call for them."""
-        return ActorPool(function, name, count, timeout, self.cpus, self.patience)
+        """Returns a pool of `count` workers, which start with the first call."""
+        return ActorPool(function, name, count, timeout, self.cpus, self.start_timeout)
 
 
 class WorkerActor:
@@ -44,189 +44,190 @@ class WorkerActor:
         self.pool: ProcessPool | None = None
 
     def load(self, function: bytes, name: str, timeout: float, directory: str) -> str:
-        """Starts the process, which loads its function. Returns why it cannot, or an empty text."""
+        """Start the process, which loads the function. Returns why it cannot, or an empty text."""
         try:
-            os.chdir(directory)  # the function may be named by a path from there
+            os.chdir(directory)  # the function may be named by a relative path
             self.pool = ProcessPool(function, name, 1, timeout)
         except (WorkerError, OSError) as error:
             return str(error)
         return ""
 
     def call(self, calls: Sequence[bytes]) -> list[CallResult]:
-        """Makes pickled calls and returns their results in order."""
+        """Make pickled calls. Returns their results in order."""
         assert self.pool is not None
         return self.pool.call_all(calls)
 
 
 @dataclass(eq=False)
-class _Hired:
-    """A worker as the crew knows it: the actor, and the calls it was given and has not answered."""
+class _Worker:
+    """An actor, and the calls that it has not answered."""
 
     actor: Any
     ready: bool = False
-    at_work: list[int] = field(default_factory=list)
-    since: float = 0.0
+    running: list[int] = field(default_factory=list)
+    started_at: float = 0.0
     deadline: float = 0.0
 
 
 class ActorPool(WorkerPool):
-    """ActorPoolFactory, and a thread that hands calls out and hears answers.
+    """Actors, and a thread that sends them calls and receives results. `changed` guards what it shares with callers.
 
-    What it shares with callers is behind `changed`.
-
-    The thread alone touches actors, and never while it holds `changed`: Ray may have to tell of an answer first. They
-    are started with the first call: of a run's ranks one alone has calls.
+    Only the thread touches actors, and never while it holds `changed`, since Ray may have to deliver a result first.
+    Actors start with the first call: of a run's ranks only one makes calls.
     """
 
     lost: int
 
-    def __init__(self, function: bytes, name: str, count: int, timeout: float, cpus: float, patience: float) -> None:
+    def __init__(
+        self, function: bytes, name: str, count: int, timeout: float, cpus: float, start_timeout: float
+    ) -> None:
         super().__init__(name)
         self.function, self.count, self.timeout, self.cpus, self.lost = function, count, timeout, cpus, 0
-        self.patience, self.say_at = patience, SAID
+        self.start_timeout, self.next_warning = start_timeout, WARN_SECONDS
         self.tries: Counter[int] = Counter()
-        self.false_starts = 0
-        self.bell = threading.Event()
-        self.heard: deque[tuple[_Hired, Any]] = deque()  # workers that have answered, and what
-        self.hired: list[_Hired] = []
-        self.idle_since: float | None = None  # while no worker is ready, and some are wanted
+        self.failed_starts = 0
+        self.wake_event = threading.Event()
+        self.replies: deque[tuple[_Worker, Any]] = deque()
+        self.workers: list[_Worker] = []
+        self.idle_since: float | None = None  # since when no worker is ready
         self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
         self.thread.start()
 
     def _stop_workers(self) -> None:
-        for each in self.hired:
-            _kill(each)
+        for worker in self.workers:
+            _kill(worker)
 
     def _wake(self) -> None:
-        self.bell.set()
+        self.wake_event.set()
 
-    def _hire(self) -> _Hired:
+    def _start_worker(self) -> _Worker:
         import ray
 
-        made = ray.remote(WorkerActor).options(num_cpus=self.cpus, max_restarts=0, scheduling_strategy="SPREAD")
-        hired = _Hired(made.remote())
-        self._expect(hired, hired.actor.load.remote(self.function, self.name, self.timeout, os.getcwd()))
-        return hired
+        actor = ray.remote(WorkerActor).options(num_cpus=self.cpus, max_restarts=0, scheduling_strategy="SPREAD")
+        worker = _Worker(actor.remote())
+        self._on_reply(worker, worker.actor.load.remote(self.function, self.name, self.timeout, os.getcwd()))
+        return worker
 
-    def _expect(self, hired: _Hired, answer: Any) -> None:
-        """Hear of an answer when it comes. A thread of Ray's tells it, and must not be held up."""
+    def _on_reply(self, worker: _Worker, reply: Any) -> None:
+        """Queue a reply when it comes. Ray's thread does this and must not be blocked."""
 
-        def ring(found: Any) -> None:
-            self.heard.append((hired, found))
-            self.bell.set()
+        def receive(future: Any) -> None:
+            self.replies.append((worker, future))
+            self.wake_event.set()
 
-        answer.future().add_done_callback(ring)
+        reply.future().add_done_callback(receive)
 
     def _run(self) -> None:
         try:
-            self.bell.wait()
+            self.wake_event.wait()
             while not self.closed:
-                while len(self.hired) < self.count:
-                    self.hired.append(self._hire())
-                for each, calls in self._hand_out():
-                    self._expect(each, each.actor.call.remote(calls))
-                self.bell.wait(self._limit())
-                self.bell.clear()
-                for each in self._hear():
-                    _kill(each)
-        except BaseException as error:  # whoever waits is told
+                while len(self.workers) < self.count:
+                    self.workers.append(self._start_worker())
+                for worker, calls in self._assign_calls():
+                    self._on_reply(worker, worker.actor.call.remote(calls))
+                self.wake_event.wait(self._wait_seconds())
+                self.wake_event.clear()
+                for worker in self._receive_replies():
+                    _kill(worker)
+        except BaseException as error:  # callers raise it
             with self.changed:
                 self.error = error
                 self.changed.notify_all()
 
-    def _limit(self) -> float | None:
-        """Seconds until something is late, if anything can be."""
+    def _wait_seconds(self) -> float | None:
+        """Returns the seconds until the next deadline; None if there is none. Raises if no node has room for long."""
         now = time.monotonic()
-        if any(each.ready for each in self.hired):
+        if any(worker.ready for worker in self.workers):
             self.idle_since = None
         elif self.idle_since is None:
-            self.idle_since, self.say_at = now, SAID
-        elif now - self.idle_since > self.patience:
+            self.idle_since, self.next_warning = now, WARN_SECONDS
+        elif now - self.idle_since > self.start_timeout:
             raise WorkerError(
-                f"the cluster has had no place for a worker of {self.name} for {self.patience:g} s; each takes "
+                f"the cluster has had no room for a worker of {self.name} for {self.start_timeout:g} s; each takes "
                 f"{self.cpus:g} CPU(s). Add nodes, or lower cluster.cpus_per_worker or the environment's workers."
             )
-        elif now - self.idle_since > self.say_at:
-            self.say_at += SAID
-            LOG.warning("no worker of %s has a place yet; each takes %g CPU(s) of the cluster.", self.name, self.cpus)
-        ends = [each.deadline for each in self.hired if each.at_work]
-        ends += [] if self.idle_since is None else [self.idle_since + min(self.patience, self.say_at)]
-        return max(0.0, min(ends) - now) + 0.01 if ends else None
+        elif now - self.idle_since > self.next_warning:
+            self.next_warning += WARN_SECONDS
+            LOG.warning("no worker of %s has a node yet; each takes %g CPU(s) of the cluster.", self.name, self.cpus)
+        deadlines = [worker.deadline for worker in self.workers if worker.running]
+        if self.idle_since is not None:
+            deadlines.append(self.idle_since + min(self.start_timeout, self.next_warning))
+        return max(0.0, min(deadlines) - now) + 0.01 if deadlines else None
 
-    def _hand_out(self) -> list[tuple[_Hired, list[bytes]]]:
-        """The calls that workers who have none are to be sent."""
-        parcels = []
+    def _assign_calls(self) -> list[tuple[_Worker, list[bytes]]]:
+        """Returns the next calls of each idle worker."""
+        assigned = []
         with self.changed:
             for ticket in [ticket for ticket in self.waiting if ticket in self.cancelled]:
                 self.waiting.remove(ticket)
                 self.cancelled.discard(ticket)
                 del self.calls[ticket]
-            for each in self.hired:
-                if self.waiting and each.ready and not each.at_work:
-                    each.at_work = self._next_calls(len(self.hired))
-                    each.since = time.monotonic()
-                    each.deadline = (
-                        each.since + self.timeout * len(each.at_work) + START_LIMIT
-                    )  # as one may start again
-                    parcels.append((each, [self.calls[ticket] for ticket in each.at_work]))
-        return parcels
+            for worker in self.workers:
+                if self.waiting and worker.ready and not worker.running:
+                    worker.running = self._next_calls(len(self.workers))
+                    worker.started_at = time.monotonic()
+                    seconds = self.timeout * len(worker.running) + START_LIMIT  # its process may have to start again
+                    worker.deadline = worker.started_at + seconds
+                    assigned.append((worker, [self.calls[ticket] for ticket in worker.running]))
+        return assigned
 
-    def _hear(self) -> list[_Hired]:
-        """Put down what has been answered; returns workers that are lost, in whose place others are to come."""
+    def _receive_replies(self) -> list[_Worker]:
+        """Record results. Returns workers that are lost and have to be replaced."""
         import ray
 
         lost = []
         with self.changed:
-            while self.heard:
-                hired, answer = self.heard.popleft()
-                if hired not in self.hired or hired in lost:
-                    continue  # it was given up before
-                error = answer.exception()
+            while self.replies:
+                worker, reply = self.replies.popleft()
+                if worker not in self.workers or worker in lost:
+                    continue  # it was replaced
+                error = reply.exception()
                 if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ray.exceptions.RayTaskError):
-                    lost.append(hired)
+                    lost.append(worker)
                 elif error is not None:
                     raise error
-                elif hired.ready:
-                    outcomes = dict(zip(hired.at_work, answer.result(), strict=True))
-                    self.seconds_per_call = 0.9 * self.seconds_per_call + 0.1 * (time.monotonic() - hired.since) / len(
-                        outcomes
-                    )
-                    hired.at_work = []
-                    self._record(outcomes)
-                elif problem := answer.result():
+                elif worker.ready:
+                    results = dict(zip(worker.running, reply.result(), strict=True))
+                    seconds = (time.monotonic() - worker.started_at) / len(results)
+                    self.seconds_per_call = 0.9 * self.seconds_per_call + 0.1 * seconds
+                    worker.running = []
+                    self._record(results)
+                elif problem := reply.result():
                     raise WorkerError(problem)
                 else:
-                    hired.ready, self.false_starts = True, 0
+                    worker.ready, self.failed_starts = True, 0
             now = time.monotonic()
-            lost += [each for each in self.hired if each.at_work and now > each.deadline and each not in lost]
-            for each in lost:
-                self._lose(each)
+            lost += [
+                worker for worker in self.workers if worker.running and now > worker.deadline and worker not in lost
+            ]
+            for worker in lost:
+                self._remove(worker)
             self.changed.notify_all()
         return lost
 
-    def _lose(self, hired: _Hired) -> None:
-        """Have what a worker was at done again, unless that was tried often enough; with `changed` held."""
-        self.hired.remove(hired)
+    def _remove(self, worker: _Worker) -> None:
+        """Remove a lost worker. Its calls wait for another, unless they were tried `TRIES` times. Holds `changed`."""
+        self.workers.remove(worker)
         self.lost += 1
-        self.false_starts += not hired.ready
-        if self.false_starts > FALSE_STARTS:
+        self.failed_starts += not worker.ready
+        if self.failed_starts > MAX_FAILED_STARTS:
             raise WorkerError(
-                f"{self.false_starts} workers of {self.name} in a row were lost as they began. Ray's logs say why."
+                f"{self.failed_starts} workers of {self.name} in a row were lost as they started. Ray's logs say why."
             )
-        self.tries.update(hired.at_work)
-        given_up = [ticket for ticket in hired.at_work if self.tries[ticket] >= TRIES]
-        self.waiting.extendleft(ticket for ticket in reversed(hired.at_work) if ticket not in given_up)
+        self.tries.update(worker.running)
+        given_up = [ticket for ticket in worker.running if self.tries[ticket] >= TRIES]
+        self.waiting.extendleft(ticket for ticket in reversed(worker.running) if ticket not in given_up)
         sentence = f"{self.name} was lost with its worker {TRIES} times."
         self._record({ticket: CallResult(failure="died", error=sentence) for ticket in given_up})
 
-    def _record(self, outcomes: Mapping[int, CallResult]) -> None:
-        for ticket in outcomes:
+    def _record(self, results: Mapping[int, CallResult]) -> None:
+        for ticket in results:
             self.tries.pop(ticket, None)
-        super()._record(outcomes)
+        super()._record(results)
 
 
-def _kill(hired: _Hired) -> None:
+def _kill(worker: _Worker) -> None:
     import ray
 
-    with suppress(Exception):  # the cluster may be gone already
-        ray.kill(hired.actor)
+    with suppress(Exception):  # the cluster may be gone
+        ray.kill(worker.actor)

@@ -1,4 +1,4 @@
-"""The driver: starts a run's ranks on a cluster, shows what they show, and starts them again when one is lost."""
+"""The driver: starts a run's ranks on a Ray cluster, shows their output, and restarts them when one is lost."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from postlude.world.failure_report import GRACE, RankError
 from postlude.world.launcher import SIGNALS, ending_signals
 
 LOG = logging.getLogger("postlude")
-LEAVING = 30.0  # seconds that ranks which were ended may still hold the run's directory
-PATIENCE = 300.0  # seconds that ranks have to end after a signal
+LOCK_TIMEOUT = 30.0  # seconds that ranks which were stopped may still hold the run's directory
+STOP_TIMEOUT = 300.0  # seconds that ranks have to end after a signal
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """A recipe that is to be run, on so many ranks."""
+    """A recipe to run on a number of ranks."""
 
     recipe: Recipe
     config: Any
@@ -47,27 +47,26 @@ class RayJob:
     start_mode: StartMode
     ranks: int
     timeout: float
-    """Seconds after which a silent rank, or a place for it, is given up."""
+    """Seconds until a silent rank, or a wait for resources, fails."""
 
     @property
     def settings(self) -> ClusterSettings:
-        """What it takes of a cluster."""
-        found: ClusterSettings = self.config.cluster
-        return found
+        """The cluster settings of the config."""
+        settings: ClusterSettings = self.config.cluster
+        return settings
 
     def needs(self, address: str) -> ResourceNeeds:
-        """What that comes to."""
+        """Returns the resources that the run needs."""
         gpus = self.settings.gpus_per_rank if self.device == "cuda" else 0.0
         shared = (os.cpu_count() or 1) // self.ranks if address == LOCAL and not gpus else 1
-        # The first rank alone has those who judge and servers; which of them there are, a recipe's config may not say.
-        asks = self.config if hasattr(self.config, "environment") else getattr(self.config, "data", None)
-        environment, rollout = getattr(asks, "environment", None), getattr(asks, "rollout", None)
-        count = getattr(rollout, "count", 0)
-        cpus = getattr(environment, "workers", 0) * self.settings.cpus_per_worker + count * getattr(
-            rollout, "cpus", 0.0
-        )
-        own = self.settings.cpus_per_rank or max(1, shared)
-        return ResourceNeeds(self.ranks, own, gpus, cpus, count, getattr(rollout, "gpus", 0.0))
+        # Only rank 0 has reward workers and servers. Some recipes have none, and some hold them in `data`.
+        holder = self.config if hasattr(self.config, "environment") else getattr(self.config, "data", None)
+        environment, rollout = getattr(holder, "environment", None), getattr(holder, "rollout", None)
+        servers = getattr(rollout, "count", 0)
+        worker_cpus = getattr(environment, "workers", 0) * self.settings.cpus_per_worker
+        other_cpus = worker_cpus + servers * getattr(rollout, "cpus", 0.0)
+        cpus = self.settings.cpus_per_rank or max(1, shared)
+        return ResourceNeeds(self.ranks, cpus, gpus, other_cpus, servers, getattr(rollout, "gpus", 0.0))
 
 
 class Interrupted(Exception):
@@ -79,27 +78,27 @@ class Interrupted(Exception):
 
 
 def run_on_ray(job: RayJob, address: str = LOCAL) -> RunOutcome:
-    """Run a job on a cluster, and return how it ended, as its first rank says."""
+    """Run a job on a cluster. Returns the outcome of rank 0."""
     needs = job.needs(address)
     try:
-        with connected_to_ray(address, needs), DriverSignals() as signalled:
-            return _restarted(job, needs, signalled, grows=address != LOCAL)
-    except Interrupted as ended:
-        signal.raise_signal(ended.number)  # now it means what it always means here
-        raise SystemExit(128 + ended.number) from None
+        with connected_to_ray(address, needs), DriverSignals() as signals:
+            return _run_with_restarts(job, needs, signals, can_grow=address != LOCAL)
+    except Interrupted as interrupted:
+        signal.raise_signal(interrupted.number)  # with the usual handler
+        raise SystemExit(128 + interrupted.number) from None
 
 
 class DriverSignals:
-    """While it is entered, signals that would end this process are kept, for the ranks to hear of."""
+    """Within the block, signals that would end this process are kept and forwarded to the ranks."""
 
     def __init__(self) -> None:
-        self.first, self.at = 0, 0.0
-        self.over = False
+        self.first, self.received_at = 0, 0.0
+        self.stop_now = False
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._hear) for number in ending_signals(SIGNALS)}
+            self._handlers = {number: signal.signal(number, self._receive) for number in ending_signals(SIGNALS)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,109 +106,123 @@ class DriverSignals:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Go on, unless it is time to end."""
-        if self.over or (self.first and time.monotonic() - self.at > PATIENCE):
+        """Raise `Interrupted` after a second signal, or if ranks took too long to stop."""
+        if self.stop_now or (self.first and time.monotonic() - self.received_at > STOP_TIMEOUT):
             raise Interrupted(self.first)
 
-    def check_early(self) -> None:
-        """Go on, unless a signal came: nothing has begun that could be saved."""
+    def check_before_start(self) -> None:
+        """Raise `Interrupted` after a signal: there is nothing to save yet."""
         if self.first:
             raise Interrupted(self.first)
 
-    def _hear(self, number: int, _: Any) -> None:
+    def _receive(self, number: int, _: Any) -> None:
         if not self.first:
-            self.first, self.at = number, time.monotonic()
-            with suppress(OSError):  # a terminal that has hung up takes no words
+            self.first, self.received_at = number, time.monotonic()
+            with suppress(OSError):  # the terminal may be closed
                 os.write(2, stop_message(number))
-        elif time.monotonic() - self.at > DUPLICATE_SECONDS:
-            self.over = True
+        elif time.monotonic() - self.received_at > DUPLICATE_SECONDS:
+            self.stop_now = True
 
 
-def _restarted(job: RayJob, needs: ResourceNeeds, signalled: DriverSignals, *, grows: bool) -> RunOutcome:
-    """Run until all ranks have a result, or there is no use in another start. To one that `grows` nodes may come."""
-    audience, used, saved = DriverDisplay(), 0, _saved(job)
+def _run_with_restarts(job: RayJob, needs: ResourceNeeds, signals: DriverSignals, *, can_grow: bool) -> RunOutcome:
+    """Run until all ranks have a result or restarts are used up. Nodes may join a cluster that `can_grow`."""
+    display, attempts, saved = DriverDisplay(), 0, _newest_checkpoint(job)
     allowed = job.settings.max_restarts
     restarted = False
     while True:
-        start_mode = replace(job.start_mode, resume_from=None) if audience.began else job.start_mode
-        patient = grows or restarted  # a node that was lost may come back
-        again = replace(job, start_mode=start_mode)
-        answers, found = _started(again, needs, signalled, audience, patient=patient, grows=grows)
-        if found is None:
-            outcome: RunOutcome = answers[0].value  # type: ignore[union-attr]
+        start_mode = replace(job.start_mode, resume_from=None) if display.run_started else job.start_mode
+        wait_for_nodes = can_grow or restarted  # a lost node may come back
+        results, failure = _run_ranks(
+            replace(job, start_mode=start_mode),
+            needs,
+            signals,
+            display,
+            wait_for_nodes=wait_for_nodes,
+            can_grow=can_grow,
+        )
+        if failure is None:
+            outcome: RunOutcome = results[0].value  # type: ignore[union-attr]
             return outcome
-        if signalled.first:
-            raise Interrupted(signalled.first)
-        if not found.again:
-            raise found.error
-        before, saved = saved, _saved(job)
-        used = 1 if saved != before else used + 1
-        if used > allowed:
+        if signals.first:
+            raise Interrupted(signals.first)
+        if not failure.can_restart:
+            raise failure.error
+        before, saved = saved, _newest_checkpoint(job)
+        attempts = 1 if saved != before else attempts + 1
+        if attempts > allowed:
             raise RankError(
-                f"{str(found.error).rstrip('.')}. The ranks were started again {allowed} times without a new "
+                f"{str(failure.error).rstrip('.')}. The ranks were started again {allowed} times without a new "
                 f"checkpoint (cluster.max_restarts); go on with: {job.start_mode.command}"
             )
         LOG.warning(
-            "%s All ranks start again from %s (%d of %d).", found.error, saved or "the beginning", used, allowed
+            "%s All ranks start again from %s (%d of %d).",
+            *(failure.error, saved or "the beginning", attempts, allowed),
         )
         restarted = True
 
 
-def _started(
-    job: RayJob, needs: ResourceNeeds, signalled: DriverSignals, audience: DriverDisplay, *, patient: bool, grows: bool
+def _run_ranks(
+    job: RayJob,
+    needs: ResourceNeeds,
+    signals: DriverSignals,
+    display: DriverDisplay,
+    *,
+    wait_for_nodes: bool,
+    can_grow: bool,
 ) -> tuple[dict[int, RankResult | RankLost], RunFailure | None]:
-    """One start of all ranks: what each answered, and why they ended if not all have a value."""
+    """Start all ranks once. Returns the result of each, and the failure if there was one."""
     import ray
 
-    gang = RankActors(needs, signalled.check_early, job.timeout, patient=patient)
-    relay = _relay(needs.ranks)  # after that, since nobody ends it where there is no room
+    ranks = RankActors(needs, signals.check_before_start, job.timeout, wait_for_nodes=wait_for_nodes)
+    relay = _start_relay(needs.ranks)  # after the ranks have resources, since only the block below ends it
     try:
-        alone = not grows and len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
-        servers = RayLauncher(Path(job.config.run).expanduser().absolute() / SERVERS, alone=alone)
-        pool_factory = ActorPoolFactory(job.settings.cpus_per_worker, max(START_LIMIT, job.timeout))
-        where = Runtime(view=ForwardedViews(relay), pool_factory=pool_factory, launcher=servers)
-        function = partial(_rank, job, where)
-        gang.start(function, relay, {"nproc": job.ranks, "timeout": job.timeout, "device": job.device})
-        told, failed = False, 0.0
-        while not gang.look() and not (failed and time.monotonic() - failed > 2 * GRACE):
-            audience.hear(ray.get(relay.take.remote(0.2)))
-            signalled.check()
-            if signalled.first and not told:
-                told = True
-                relay.ask.remote(signalled.first)
-            if gang.failed and not failed:
-                failed = time.monotonic()  # the others may know better why
-        audience.hear(ray.get(relay.take.remote(0.0)))
-    except ray.exceptions.RayActorError as error:
-        return gang.answers, RunFailure(
-            RankError(f"the relay of the ranks' words was lost: {type(error).__name__}."), True
+        addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        logs = Path(job.config.run).expanduser().absolute() / SERVERS
+        runtime = Runtime(
+            view=ForwardedViews(relay),
+            pool_factory=ActorPoolFactory(job.settings.cpus_per_worker, max(START_LIMIT, job.timeout)),
+            launcher=RayLauncher(logs, single_machine=not can_grow and len(addresses) == 1),
         )
+        options = {"nproc": job.ranks, "timeout": job.timeout, "device": job.device}
+        ranks.start(partial(_run_rank, job, runtime), relay, options)
+        signal_sent, failed_at = False, 0.0
+        while not ranks.poll() and not (failed_at and time.monotonic() - failed_at > 2 * GRACE):
+            display.show(ray.get(relay.take.remote(0.2)))
+            signals.check()
+            if signals.first and not signal_sent:
+                signal_sent = True
+                relay.send_signal.remote(signals.first)
+            if ranks.failed and not failed_at:
+                failed_at = time.monotonic()  # other ranks may report the cause
+        display.show(ray.get(relay.take.remote(0.0)))
+    except ray.exceptions.RayActorError as error:
+        lost = RankError(f"the relay of the ranks' output was lost: {type(error).__name__}.")
+        return ranks.results, RunFailure(lost, can_restart=True)
     finally:
-        audience.leave()
-        gang.end()
+        display.close_view()
+        ranks.stop()
         ray.kill(relay)
-    return gang.answers, failure_of(gang.answers, job.ranks) if gang.failed else None
+    return ranks.results, failure_of(ranks.results, job.ranks) if ranks.failed else None
 
 
-def _relay(ranks: int) -> Any:
-    """Beside the driver, so that it is lost with it alone."""
+def _start_relay(ranks: int) -> Any:
+    """Start the relay on the driver's node, so that it is lost only with the driver."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return (
-        ray.remote(MessageRelay).options(num_cpus=0, max_concurrency=2 * ranks + 64, scheduling_strategy=here).remote()
-    )
+    options = {"num_cpus": 0, "max_concurrency": 2 * ranks + 64, "scheduling_strategy": here}
+    return ray.remote(MessageRelay).options(**options).remote()
 
 
-def _rank(job: RayJob, where: Runtime) -> RunOutcome:
-    """What each rank does."""
+def _run_rank(job: RayJob, runtime: Runtime) -> RunOutcome:
+    """Run the recipe, on each rank."""
     if os.environ["RANK"] == "0":
-        wait_for(job.config.run, LEAVING)
-    return job.recipe.run(job.config, job.device, job.start_mode, where)
+        wait_for(job.config.run, LOCK_TIMEOUT)
+    return job.recipe.run(job.config, job.device, job.start_mode, runtime)
 
 
-def _saved(job: RayJob) -> str:
-    """The name of the newest checkpoint; empty where there is none."""
-    found = RunDirectory(Path(job.config.run)).checkpoints()
-    return found[-1].name if found else ""
+def _newest_checkpoint(job: RayJob) -> str:
+    """Returns the name of the newest checkpoint; empty if there is none."""
+    checkpoints = RunDirectory(Path(job.config.run)).checkpoints()
+    return checkpoints[-1].name if checkpoints else ""

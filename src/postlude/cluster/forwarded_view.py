@@ -1,4 +1,4 @@
-"""The run's steps as the driver shows them: what a rank's view is told goes through the relay to a live view there."""
+"""ForwardedView: a rank's progress view, which the driver shows. `DriverDisplay` is the driver's side."""
 
 from __future__ import annotations
 
@@ -18,64 +18,64 @@ class ForwardedViews:
     relay: Any
 
     def __call__(self, total: int, *, title: str = "postlude", start: int = 0, unit: str = "step") -> ForwardedView:
-        """A view."""
+        """Returns a view."""
         return ForwardedView(self.relay, {"total": total, "title": title, "start": start, "unit": unit})
 
 
 class ForwardedView:
-    """A rank's view: what it is told, the driver's `LiveView` shows. On a rank that is not the first, nothing."""
+    """Sends rank 0's progress to the driver's `LiveView`. On other ranks it does nothing."""
 
     def __init__(self, relay: Any, settings: dict[str, Any]) -> None:
         self.relay, self.settings, self.silent = relay, settings, not is_rank0()
 
     def __enter__(self) -> Self:
-        self._tell("view", self.settings)
+        self._send("start of view", self.settings)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell("end of view")
+        self._send("end of view")
 
     def doing(self, phase: str) -> None:
-        """Say what is going on."""
-        self._tell("doing", phase)
+        """Show the current phase."""
+        self._send("phase", phase)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show a finished step."""
         numbers = {name: value for name, value in flatten(metrics).items() if isinstance(value, int | float)}
-        self._tell("update", step, numbers)
+        self._send("update", step, numbers)
 
-    def _tell(self, *news: Any) -> None:
+    def _send(self, *message: Any) -> None:
         if not self.silent:
-            self.relay.tell.remote(*news)
+            self.relay.send.remote(*message)
 
 
 class DriverDisplay:
-    """The driver's side: shows what ranks say."""
+    """Shows the messages of ranks, on the driver."""
 
     def __init__(self) -> None:
         self.view: LiveView | None = None
-        self.began = False
-        """Whether a run has gone on from where it was to go on."""
+        self.run_started = False
+        """Whether a view was shown: the run has started or resumed."""
 
-    def hear(self, news: list[tuple[Any, ...]]) -> None:
-        """Show what was said."""
-        for each in news:
-            match each:
-                case ("said", stream, text):
+    def show(self, messages: list[tuple[Any, ...]]) -> None:
+        """Show messages."""
+        for message in messages:
+            match message:
+                case ("output", stream, text):
                     print(text, end="", flush=True, file=sys.stderr if stream == "stderr" else sys.stdout)
-                case ("view", settings):
-                    self.leave()
-                    self.began = True
+                case ("start of view", settings):
+                    self.close_view()
+                    self.run_started = True
                     self.view = LiveView(**settings, silent=False).__enter__()
-                case ("doing", phase) if self.view is not None:
+                case ("phase", phase) if self.view is not None:
                     self.view.doing(phase)
                 case ("update", step, metrics) if self.view is not None:
                     self.view.update(step, metrics)
                 case ("end of view",):
-                    self.leave()
+                    self.close_view()
 
-    def leave(self) -> None:
-        """Show no more steps, as those who did them are done or lost."""
+    def close_view(self) -> None:
+        """Close the progress view, as its ranks have finished or are lost."""
         if self.view is not None:
             self.view.__exit__()
             self.view = None

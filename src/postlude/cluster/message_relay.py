@@ -1,6 +1,6 @@
-"""Between ranks, wherever they are, and the driver: what they print and show goes there, a signal comes from there.
+"""MessageRelay: carries output and progress from ranks to the driver, and a signal from the driver to ranks.
 
-It needs the standard library alone, so that the actor between them starts at once.
+It needs the standard library only, so that its actor starts at once.
 """
 
 from __future__ import annotations
@@ -16,67 +16,67 @@ from typing import Any, TextIO
 
 
 class MessageRelay:
-    """An actor that keeps what ranks say until the driver asks, and a signal until ranks do."""
+    """An actor that keeps messages of ranks until the driver takes them, and a signal until ranks do."""
 
     def __init__(self) -> None:
-        self.news: list[tuple[Any, ...]] = []
+        self.messages: list[tuple[Any, ...]] = []
         self.signal = 0
-        self.said, self.asked = asyncio.Event(), asyncio.Event()
+        self.has_messages, self.has_signal = asyncio.Event(), asyncio.Event()
 
-    async def tell(self, *news: Any) -> None:
-        """One thing that a rank says."""
-        self.news.append(news)
-        self.said.set()
+    async def send(self, *message: Any) -> None:
+        """Add a message of a rank."""
+        self.messages.append(message)
+        self.has_messages.set()
 
-    async def take(self, patience: float) -> list[tuple[Any, ...]]:
-        """All that was said since; waits a while for the first."""
-        if not self.news:
+    async def take(self, timeout: float) -> list[tuple[Any, ...]]:
+        """Returns the messages since the last call. Waits up to `timeout` seconds for the first."""
+        if not self.messages:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.said.wait(), patience)
-        found, self.news = self.news, []
-        self.said.clear()
-        return found
+                await asyncio.wait_for(self.has_messages.wait(), timeout)
+        messages, self.messages = self.messages, []
+        self.has_messages.clear()
+        return messages
 
-    async def ask(self, number: int) -> None:
-        """Ask all ranks to end, by a signal."""
+    async def send_signal(self, number: int) -> None:
+        """Send a signal to all ranks."""
         self.signal = number
-        self.asked.set()
+        self.has_signal.set()
 
-    async def heard(self) -> int:
-        """The signal that asks to end, once there is one."""
-        await self.asked.wait()
+    async def wait_for_signal(self) -> int:
+        """Returns the signal, once there is one."""
+        await self.has_signal.wait()
         return self.signal
 
 
 class ForwardedStream(io.TextIOBase):
-    """A stream whose lines the driver prints."""
+    """A text stream whose lines the driver prints."""
 
     def __init__(self, relay: Any, stream: str) -> None:
         self.relay, self.stream = relay, stream
-        self.begun = ""
+        self.partial_line = ""
         self.lock = threading.Lock()
 
     def writable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def write(self, text: str) -> int:
-        """Send whole lines, and keep the rest."""
+        """Send complete lines, and keep the rest."""
         with self.lock:
-            lines, newline, self.begun = (self.begun + text).rpartition("\n")
+            lines, newline, self.partial_line = (self.partial_line + text).rpartition("\n")
             if newline:
-                self.relay.tell.remote("said", self.stream, lines + newline)
+                self.relay.send.remote("output", self.stream, lines + newline)
         return len(text)
 
-    def end(self) -> None:
-        """Send what is left."""
-        if self.begun:
+    def finish(self) -> None:
+        """Send an incomplete last line."""
+        if self.partial_line:
             self.write("\n")
 
 
 @contextmanager
 def forward_output(relay: Any) -> Iterator[None]:
-    """Have the driver print what is printed here."""
+    """Within the block, the driver prints what is printed here."""
     import ray
 
     out, err = ForwardedStream(relay, "stdout"), ForwardedStream(relay, "stderr")
@@ -85,18 +85,18 @@ def forward_output(relay: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            out.end()
-            err.end()
+            out.finish()
+            err.finish()
             with suppress(ray.exceptions.RayError):
-                ray.get(relay.tell.remote("all is said"))  # before the rank's own answer comes
+                ray.get(relay.send.remote("end of output"))  # before the rank's result
 
 
 def forward_signals(relay: Any) -> None:
-    """From now on, a signal that the driver hands on comes to this process as one of its own."""
+    """From now on, a signal of the driver is raised in this process."""
     import ray
 
     def wait() -> None:
-        os.kill(os.getpid(), ray.get(relay.heard.remote()))
+        os.kill(os.getpid(), ray.get(relay.wait_for_signal.remote()))
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own would end it by an exception that is none of the run's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler would raise an exception
     threading.Thread(target=wait, name="signals of the driver", daemon=True).start()

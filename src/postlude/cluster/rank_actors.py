@@ -1,6 +1,6 @@
-"""The ranks of a run as actors of one placement group: they start together, and when one is lost all end.
+"""RankActors: the ranks of a run as actors of one placement group. They start together and end together.
 
-Each is made a rank by torchrun's variables, so that `postlude.world` knows nothing of Ray.
+Each actor becomes a rank by torchrun's environment variables, so `postlude.world` knows nothing of Ray.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from postlude.world.failure_report import RankError, RankStatus
 from postlude.world.launcher import SIGNALS, run_on_ranks
 from postlude.world.ports import ReservedPort
 
-LOOKED = 0.5  # seconds between two looks whether ranks have a place
-WAITING, SAID = 5.0, 60.0  # seconds without a place after which it is said that ranks wait for one, and again
+POLL_SECONDS = 0.5
+FIRST_WARNING, WARN_SECONDS = 5.0, 60.0  # seconds without resources until the first message, and between two
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What came of a rank: a value, or how it failed."""
+    """The result of a rank: a value, or how it failed."""
 
     value: Any = None
-    word: RankStatus | None = None
+    status: RankStatus | None = None
     error: BaseException | None = None
-    """What it raised, where that can be sent."""
-    broken: bool = False
-    """Whether its device failed under it, which another may not."""
+    """The exception, if it can be pickled."""
+    device_failed: bool = False
+    """Whether its device failed: another device may work."""
 
 
 @dataclass(frozen=True)
 class RankLost:
-    """A rank whose actor or node is gone, and what Ray says of it."""
+    """A rank whose actor or node is gone, and Ray's reason."""
 
-    why: str
+    reason: str
 
 
 class RankActor:
-    """An actor that becomes a rank. Its methods run in the first thread, where Python hears signals."""
+    """An actor that becomes a rank. Its methods run in the main thread, where Python handles signals."""
 
-    def where(self, directory: str) -> tuple[str, str, int]:
-        """Go to the driver's directory. Returns this rank's node, its address, and a port that is free there."""
+    def prepare(self, directory: str) -> tuple[str, str, int]:
+        """Change to the driver's directory. Returns this rank's node, its address, and a free port there."""
         import ray
 
         try:
@@ -61,13 +61,13 @@ class RankActor:
                 f"{directory}, where the command was given, cannot be used on node {socket.gethostname()} "
                 f"({error.strerror}). Nodes must see the same files by the same paths: give it in a shared directory."
             ) from None
-        self.port = ReservedPort("")  # for as long as this actor lives
+        self.port = ReservedPort("")  # as long as this actor lives
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), self.port.number
 
     def run(
         self, variables: dict[str, str], threads: int, relay: Any, function: Callable[[], Any], options: dict[str, Any]
     ) -> RankResult:
-        """Be a rank: what `run_on_ranks` says of a function. Whatever it raises comes back as an answer."""
+        """Run a function as a rank. Its exception is returned, not raised."""
         os.environ.update(variables)
         torch.set_num_threads(threads)
         try:
@@ -77,146 +77,147 @@ class RankActor:
                 return RankResult(run_on_ranks(function, **options))
         except BaseException as error:
             out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError)
-            broken = isinstance(error, torch.AcceleratorError) and not out_of_memory
-            return RankResult(word=RankStatus.of(error), error=_sendable(error), broken=broken)
+            device_failed = isinstance(error, torch.AcceleratorError) and not out_of_memory
+            return RankResult(status=RankStatus.of(error), error=_if_picklable(error), device_failed=device_failed)
 
 
 class RankActors:
-    """Ranks that have a place. `start` has them run a function, `look` says what came of them, `end` ends all."""
+    """All ranks. `start` runs a function on them, `poll` collects results, `stop` ends them."""
 
     def __init__(
-        self, needs: ResourceNeeds, waits: Callable[[], None], timeout: float, *, patient: bool = False
+        self, needs: ResourceNeeds, while_waiting: Callable[[], None], timeout: float, *, wait_for_nodes: bool = False
     ) -> None:
-        """Wait for a place, and call `waits` meanwhile. If `patient`, a cluster that is too small may grow."""
+        """Wait for resources, and call `while_waiting` meanwhile. With `wait_for_nodes` the cluster may still grow."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self.needs, self.seats = needs, list[Any]()
-        self.answers: dict[int, RankResult | RankLost] = {}
+        self.needs, self.actors = needs, list[Any]()
+        self.results: dict[int, RankResult | RankLost] = {}
         self.runs: dict[Any, int] = {}
-        if not patient:
+        if not wait_for_nodes:
             check_capacity(needs)
         bundle = {"CPU": needs.cpus} | ({"GPU": needs.gpus} if needs.gpus else {})
         self.group = ray.util.placement_group([bundle] * needs.ranks, strategy="PACK")
         try:
-            self._wait(waits, timeout)
+            self._wait(while_waiting, timeout)
             for index in range(needs.ranks):
-                place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)
-                seat = ray.remote(RankActor).options(
-                    num_cpus=needs.cpus, num_gpus=needs.gpus, max_restarts=0, scheduling_strategy=place
+                strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)
+                actor = ray.remote(RankActor).options(
+                    num_cpus=needs.cpus, num_gpus=needs.gpus, max_restarts=0, scheduling_strategy=strategy
                 )
-                self.seats.append(seat.remote())
+                self.actors.append(actor.remote())
         except BaseException:
-            self.end()
+            self.stop()
             raise
 
-    def _wait(self, waits: Callable[[], None], timeout: float) -> None:
-        began, say_at = time.monotonic(), WAITING
-        while not self.group.wait(LOOKED):
-            waits()
-            waited = time.monotonic() - began
+    def _wait(self, while_waiting: Callable[[], None], timeout: float) -> None:
+        start, next_warning = time.monotonic(), FIRST_WARNING
+        while not self.group.wait(POLL_SECONDS):
+            while_waiting()
+            waited = time.monotonic() - start
             if waited > timeout:
                 check_capacity(self.needs)
                 raise ValueError(
                     f"the cluster had no room for {self.needs} within {timeout:g} s: others use it. Wait for them, or "
                     "raise --timeout."
                 )
-            if waited > say_at:
-                say_at = waited + SAID
-                lacks = missing_capacity(self.needs) or f"{self.needs} are asked for, which others use."
+            if waited > next_warning:
+                next_warning = waited + WARN_SECONDS
+                lacks = missing_capacity(self.needs) or f"{self.needs} are needed, which others use."
                 print(f"waiting for room, {timeout - waited:.0f} s more at most (--timeout): {lacks}", file=sys.stderr)
 
     def start(self, function: Callable[[], Any], relay: Any, options: dict[str, Any]) -> None:
-        """Have every rank run the function."""
+        """Run a function on every rank."""
         import ray
 
-        asked = [seat.where.remote(os.getcwd()) for seat in self.seats]
-        where = [self._asked(index, question) for index, question in enumerate(asked)]
-        if any(isinstance(each, RankLost) for each in where):
+        calls = [actor.prepare.remote(os.getcwd()) for actor in self.actors]
+        prepared = [self._get(index, call) for index, call in enumerate(calls)]
+        if any(isinstance(result, RankLost) for result in prepared):
             return
-        nodes = [node for node, _, _ in where]
-        _, address, port = where[0]
-        alone = len(set(nodes)) == 1
-        beside, packed = Counter[str](), ray.put(function)
+        nodes = [node for node, _, _ in prepared]
+        _, address, port = prepared[0]
+        single_node = len(set(nodes)) == 1
+        local_ranks, packed = Counter[str](), ray.put(function)
         threads = int(os.environ.get("OMP_NUM_THREADS", self.needs.cpus))
-        for index, (seat, node) in enumerate(zip(self.seats, nodes, strict=True)):
+        for index, (actor, node) in enumerate(zip(self.actors, nodes, strict=True)):
             variables = {
                 "RANK": str(index),
                 "WORLD_SIZE": str(len(nodes)),
-                "LOCAL_RANK": str(beside[node]),
+                "LOCAL_RANK": str(local_ranks[node]),
                 "LOCAL_WORLD_SIZE": str(nodes.count(node)),
-                "MASTER_ADDR": "127.0.0.1" if alone else address,
+                "MASTER_ADDR": "127.0.0.1" if single_node else address,
                 "MASTER_PORT": str(port),
             }
-            beside[node] += 1
-            self.runs[seat.run.remote(variables, max(1, threads), relay, packed, options)] = index
+            local_ranks[node] += 1
+            self.runs[actor.run.remote(variables, max(1, threads), relay, packed, options)] = index
 
-    def _asked(self, index: int, question: Any) -> Any:
+    def _get(self, index: int, call: Any) -> Any:
+        """Returns the result of a call, or `RankLost`."""
         import ray
 
         try:
-            return ray.get(question)
-        except ray.exceptions.RayTaskError as error:  # what it could not even begin to do, another cannot either
+            return ray.get(call)
+        except ray.exceptions.RayTaskError as error:  # an error that another start would meet again
             raise (error.cause or error) from None
         except ray.exceptions.RayError as error:
-            self.answers[index] = RankLost(death_reason(error))
-            return self.answers[index]
+            self.results[index] = RankLost(death_reason(error))
+            return self.results[index]
 
-    def look(self) -> bool:
-        """Hear which ranks have answered or are lost. True when there is no more to wait for."""
+    def poll(self) -> bool:
+        """Collect results. Returns whether there is nothing more to wait for."""
         import ray
 
-        pending = [run for run, index in self.runs.items() if index not in self.answers]
+        pending = [run for run, index in self.runs.items() if index not in self.results]
         for run in ray.wait(pending, num_returns=len(pending), timeout=0)[0] if pending else ():
-            self.answers[self.runs[run]] = self._asked(self.runs[run], run)
-        return len(self.answers) == self.needs.ranks or any(
-            isinstance(each, RankLost) for each in self.answers.values()
-        )
+            self.results[self.runs[run]] = self._get(self.runs[run], run)
+        any_lost = any(isinstance(result, RankLost) for result in self.results.values())
+        return len(self.results) == self.needs.ranks or any_lost
 
     @property
     def failed(self) -> bool:
         """Whether a rank has failed or is lost."""
-        return any(isinstance(each, RankLost) or each.word is not None for each in self.answers.values())
+        return any(isinstance(result, RankLost) or result.status is not None for result in self.results.values())
 
-    def end(self) -> None:
-        """End every rank, and give its place back."""
+    def stop(self) -> None:
+        """End every rank, and free its resources."""
         import ray
 
-        for seat in self.seats:
-            ray.kill(seat)
+        for actor in self.actors:
+            ray.kill(actor)
         ray.util.remove_placement_group(self.group)
 
 
 @dataclass(frozen=True)
 class RunFailure:
-    """Why ranks ended, and whether others in their place may fare better."""
+    """Why the ranks ended, and whether a restart may help."""
 
     error: BaseException
-    again: bool
+    can_restart: bool
 
 
-def failure_of(answers: dict[int, RankResult | RankLost], size: int) -> RunFailure:
-    """What is to be said of ranks of which some failed or are lost."""
-    lost = {rank: each.why for rank, each in answers.items() if isinstance(each, RankLost)}
-    told = {rank: each for rank, each in answers.items() if isinstance(each, RankResult) and each.word is not None}
-    words = {rank: each.word for rank, each in told.items() if each.word is not None}
-    failed = [rank for rank, word in words.items() if word.state == "failed"]
-    if failed and (not lost or any(words[rank].mistake for rank in failed)):
-        first = min(failed, key=lambda rank: words[rank].time)
-        word = words[first]
-        named = RankError(f"rank {first} of {size} failed: {word.text}", word.traceback, mistake=word.mistake)
-        alone = told[first].error if size == 1 else None  # then it is told as without ranks
-        return RunFailure(alone or named, told[first].broken)
+def failure_of(results: dict[int, RankResult | RankLost], size: int) -> RunFailure:
+    """Returns the failure of ranks of which some failed or are lost."""
+    lost = {rank: result.reason for rank, result in results.items() if isinstance(result, RankLost)}
+    ended = {rank: result for rank, result in results.items() if isinstance(result, RankResult)}
+    statuses = {rank: result.status for rank, result in ended.items() if result.status is not None}
+    failed = [rank for rank, status in statuses.items() if status.state == "failed"]
+    if failed and (not lost or any(statuses[rank].mistake for rank in failed)):
+        first = min(failed, key=lambda rank: statuses[rank].time)
+        status = statuses[first]
+        named = RankError(f"rank {first} of {size} failed: {status.text}", status.traceback, mistake=status.mistake)
+        original = ended[first].error if size == 1 else None  # a single rank needs no name
+        return RunFailure(original or named, ended[first].device_failed)
     if lost:
-        rank, why = min(lost.items())
-        return RunFailure(RankError(f"rank {rank} of {size} was lost: {why}"), True)
-    stopped = sorted((word.time, word.text, word.traceback) for word in words.values() if word.state == "stopped")
+        rank, reason = min(lost.items())
+        return RunFailure(RankError(f"rank {rank} of {size} was lost: {reason}"), can_restart=True)
+    stopped = [status for status in statuses.values() if status.state == "stopped"]
     if stopped:
-        return RunFailure(RankError(*stopped[0][1:]), True)
-    return RunFailure(RankError(f"rank {min(words)} of {size} ended without a result."), False)
+        first_stopped = min(stopped, key=lambda status: (status.time, status.text, status.traceback))
+        return RunFailure(RankError(first_stopped.text, first_stopped.traceback), can_restart=True)
+    return RunFailure(RankError(f"rank {min(statuses)} of {size} ended without a result."), can_restart=False)
 
 
-def _sendable(error: BaseException) -> BaseException | None:
+def _if_picklable(error: BaseException) -> BaseException | None:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""The cluster's nodes as a machine to start servers on: beside each server an actor, which is lost with its node."""
+"""RayLauncher: starts servers on a cluster's nodes. Each server has an actor beside it, which is lost with its node."""
 
 from __future__ import annotations
 
@@ -10,102 +10,101 @@ from pathlib import Path
 from typing import Any
 
 from postlude.cluster.ray_cluster import death_reason
-from postlude.serving.launch.launcher import STOPPED_WITHIN, LocalLauncher, ServerCommand, ServerProcess
+from postlude.serving.launch.launcher import STOP_TIMEOUT, LocalLauncher, ServerCommand, ServerProcess
 
-LOOKED = 0.2  # seconds between two looks at a server
+POLL_SECONDS = 0.2
 
 
 class RayLauncher:
-    """Wherever the cluster has the CPUs and GPUs that a server wants. The N-th writes to `logs`/N.
+    """Starts servers on nodes that have the CPUs and GPUs they want. The N-th writes its logs to `logs`/N.
 
-    Servers listen at their node's address for the others, or, where all of it is this machine, at its loopback.
+    Servers listen at their node's address; with `single_machine`, at the loopback address.
     """
 
-    def __init__(self, logs: Path, *, alone: bool = False) -> None:
-        self.logs, self.alone = logs, alone
+    def __init__(self, logs: Path, *, single_machine: bool = False) -> None:
+        self.logs, self.single_machine = logs, single_machine
         self._started = 0
 
-    def start(self, program: ServerCommand) -> ServerProcess:
-        """Have one started, once a node has room for it."""
+    def start(self, command: ServerCommand) -> ServerProcess:
+        """Start a server as soon as a node has room for it."""
         import ray
 
-        made = ray.remote(ServerActor).options(
-            num_cpus=program.cpus,
-            num_gpus=program.gpus,
+        actor = ray.remote(ServerActor).options(
+            num_cpus=command.cpus,
+            num_gpus=command.gpus,
             max_restarts=0,
             max_concurrency=4,
             scheduling_strategy="SPREAD",
         )
         logs = self.logs / str(self._started)
         self._started += 1
-        return _Hosted(made.remote(), program, logs, alone=self.alone)
+        return _RayProcess(actor.remote(), command, logs, single_machine=self.single_machine)
 
 
 class ServerActor:
-    """An actor that starts a server on its node and waits for it."""
+    """An actor that starts a server on its node and waits for its end."""
 
     def __init__(self) -> None:
-        self.running: ServerProcess | None = None
+        self.process: ServerProcess | None = None
 
-    def start(self, program: ServerCommand, logs: str, directory: str, alone: bool) -> str:
-        """Start it; returns its address."""
+    def start(self, command: ServerCommand, logs: str, directory: str, single_machine: bool) -> str:
+        """Start the server and return its address."""
         import ray
 
         os.chdir(directory)
-        launcher = (
-            LocalLauncher(Path(logs)) if alone else LocalLauncher(Path(logs), host=ray.util.get_node_ip_address())
-        )
-        self.running = launcher.start(replace(program, gpus=0.0))  # which GPUs it sees, Ray has said already
-        return self.running.url
+        host = "127.0.0.1" if single_machine else ray.util.get_node_ip_address()
+        launcher = LocalLauncher(Path(logs), host=host)
+        self.process = launcher.start(replace(command, gpus=0.0))  # Ray has set CUDA_VISIBLE_DEVICES
+        return self.process.url
 
     def wait(self) -> str:
-        """How it ended, when it has."""
-        assert self.running is not None
-        while (how := self.running.ended()) is None:
-            time.sleep(LOOKED)
-        return how
+        """Wait for the server's end and return its reason."""
+        assert self.process is not None
+        while (reason := self.process.exit_reason()) is None:
+            time.sleep(POLL_SECONDS)
+        return reason
 
     def stop(self) -> None:
-        """End it."""
-        if self.running is not None:
-            self.running.stop()
+        """Stop the server."""
+        if self.process is not None:
+            self.process.stop()
 
 
-class _Hosted:
+class _RayProcess:
     """A server, by the actor beside it. It has an address once a node has room for it."""
 
-    def __init__(self, actor: Any, program: ServerCommand, logs: Path, *, alone: bool) -> None:
-        self.actor, self.program, self.url = actor, program, ""
-        self._placed = actor.start.remote(program, str(logs), os.getcwd(), alone)
-        self._end: Any = None
-        self._how: str | None = None
+    def __init__(self, actor: Any, command: ServerCommand, logs: Path, *, single_machine: bool) -> None:
+        self.actor, self.command, self.url = actor, command, ""
+        self._started = actor.start.remote(command, str(logs), os.getcwd(), single_machine)
+        self._ended: Any = None
+        self._reason: str | None = None
 
-    def ended(self) -> str | None:
-        """As the actor says, or as Ray says of the actor."""
+    def exit_reason(self) -> str | None:
+        """Returns the actor's reason, or Ray's if the actor is lost."""
         import ray
 
-        if self._how is None and self._end is None and ray.wait([self._placed], timeout=0)[0]:
+        if self._reason is None and self._ended is None and ray.wait([self._started], timeout=0)[0]:
             try:
-                self.url, self._end = ray.get(self._placed), self.actor.wait.remote()
+                self.url, self._ended = ray.get(self._started), self.actor.wait.remote()
             except ray.exceptions.RayError as error:
-                self._how = f"could not be started: {death_reason(error).rstrip('.')}"
-        if self._how is None and self._end is not None and ray.wait([self._end], timeout=0)[0]:
+                self._reason = f"could not be started: {death_reason(error).rstrip('.')}"
+        if self._reason is None and self._ended is not None and ray.wait([self._ended], timeout=0)[0]:
             try:
-                self._how = ray.get(self._end)
+                self._reason = ray.get(self._ended)
             except ray.exceptions.RayError as error:
-                self._how = f"was lost with the actor beside it: {death_reason(error).rstrip('.')}"
-        return self._how
+                self._reason = f"was lost with its actor: {death_reason(error).rstrip('.')}"
+        return self._reason
 
     def stop(self) -> None:
-        """End it, and give its room back."""
+        """Stop the server and free its resources."""
         import ray
 
-        if self.ended() is None and self._end is None:
-            self._how = (
-                f"found no room on the cluster, of {self.program.cpus:g} CPU(s) and {self.program.gpus:g} GPU(s). Add "
-                "nodes, or lower rollout.count, cpus or gpus"
+        if self.exit_reason() is None and self._ended is None:
+            self._reason = (
+                f"found no node with {self.command.cpus:g} free CPU(s) and {self.command.gpus:g} GPU(s). Add nodes, or "
+                "lower rollout.count, cpus or gpus"
             )
-        elif self._how is None:
+        elif self._reason is None:
             with suppress(ray.exceptions.RayError):
-                ray.get(self.actor.stop.remote(), timeout=STOPPED_WITHIN + 5.0)
+                ray.get(self.actor.stop.remote(), timeout=STOP_TIMEOUT + 5.0)
         ray.kill(self.actor)

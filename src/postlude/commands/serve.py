@@ -23,7 +23,7 @@ KEY = "POSTLUDE_API_KEY"
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve until a signal ends it. One line tells the address when it is ready."""
+    """Serve until a signal stops it. One line reports the address when it is ready."""
     check_device(options.device)
     check_address(options.host, options.port)
     key = options.api_key or os.environ.get(KEY)
@@ -44,17 +44,18 @@ def run(options: argparse.Namespace) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_prefill_tokens")
         if getattr(options, name) is not None
     }
-    ends = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
-    generator = Generator(model.eval(), tokenizer, eos_tokens=ends, **limits)
-    served = GenerationServer(generator, options.name or options.model, None if options.empty else "default", key=key)
+    eos_tokens = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
+    generator = Generator(model.eval(), tokenizer, eos_tokens=eos_tokens, **limits)
+    version = None if options.empty else "default"
+    server = GenerationServer(generator, options.name or options.model, version, key=key)
     try:
-        asyncio.run(_serve(served, options))
+        asyncio.run(_serve(server, options))
     except (RuntimeError, ArithmeticError) as error:
         raise RunFailed(str(error)) from error
 
 
 def check_key(host: str, key: str | None) -> None:
-    """Refuse to let other machines in without a key: who can ask can also give it weights to read."""
+    """Refuse to listen to other machines without a key: a client can have the server load any weights."""
     if not key and not is_loopback(host):
         raise ValueError(
             f"--host {host} is reached from other machines, which could have it read any weights. Set a key that they "
@@ -63,21 +64,21 @@ def check_key(host: str, key: str | None) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened at, before a model is loaded."""
+    """Refuse an address that is not free, before a model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
             trial.bind(address)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise OSError(f"cannot listen at {host}, port {port}: {why}. Give another --host or --port.") from error
+        reason = (error.strerror or str(error)).lower()
+        raise OSError(f"cannot listen at {host}, port {port}: {reason}. Give another --host or --port.") from error
 
 
-async def _serve(served: GenerationServer, options: argparse.Namespace) -> None:
+async def _serve(server: GenerationServer, options: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
-    for each in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(each, served.end)
-    await served.run(
-        options.host, options.port, lambda address: print(f"serving {served.name} at {address}", flush=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    await server.run(
+        options.host, options.port, lambda address: print(f"serving {server.name} at {address}", flush=True)
     )

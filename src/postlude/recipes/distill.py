@@ -22,12 +22,12 @@ from postlude.recipes.checks.preflight import (
     teacher_checks,
     training_checks,
 )
+from postlude.recipes.checks.servers import check_servers
 from postlude.recipes.config.data import Examples
 from postlude.recipes.config.recipe_configs import MASK, DistillConfig, OnPolicyData
 from postlude.recipes.config.settings import ObjectiveFile, build_objective
 from postlude.recipes.dataset import IndexedRows
 from postlude.recipes.prompts import build_environment
-from postlude.recipes.rollout_engine import check_servers
 from postlude.recipes.rollouts import (
     HELD_OUT,
     TRAINED,

@@ -13,13 +13,14 @@ from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.read_model import end_tokens, read_generation
 from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, model_checks
+from postlude.recipes.checks.servers import check_servers
 from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.rollout import NativeRollout
 from postlude.recipes.prompts import build_environment
 from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.summary import EVALUATED
-from postlude.recipes.rollout_engine import check_servers, make_eval_engine
+from postlude.recipes.rollout_engine import make_eval_engine
 from postlude.recipes.rollouts import RolloutSampler, completion_metrics, evaluation_metrics, sample_rows
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run

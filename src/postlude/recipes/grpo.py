@@ -22,11 +22,11 @@ from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
 from postlude.recipes.checks.objective_trial import SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, training_checks
+from postlude.recipes.checks.servers import check_servers
 from postlude.recipes.config.recipe_configs import GRPOConfig
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.prompts import build_environment
 from postlude.recipes.report.metrics import LOSS, SKIPPED
-from postlude.recipes.rollout_engine import check_servers
 from postlude.recipes.rollout_queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts import (
     RolloutBatch,

@@ -1,11 +1,9 @@
-"""Who draws a recipe's answers: the generator here or servers, and what servers must be able to do for it."""
+"""Makes the rollout engine of a config: the generator in the ranks, running servers, or servers that are launched."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,7 @@ import torch
 
 from postlude.engine import Engine
 from postlude.generate.distributed import DistributedEngine, SyncedGenerator
-from postlude.generate.protocol import Completion, Request
-from postlude.generate.sampling_params import SamplingParams
-from postlude.hf.export import has_hf_config
 from postlude.hf.read_model import read_model
-from postlude.recipes.checks.preflight import Check, PreflightInputs
 from postlude.recipes.config.rollout import (
     ConnectionSettings,
     LaunchedGenerators,
@@ -31,28 +25,21 @@ from postlude.recipes.config.rollout import (
 )
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.server_commands import (
-    MODEL,
-    LengthLimit,
     build_server_command,
-    check_server_command,
     generator_limits,
-    launched_max_length,
     local_launcher,
     needs_untied_head,
-    unused_gpus,
     vllm_max_length,
-    write_model_description,
+    write_model_files,
 )
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import RemoteServer
 from postlude.serving.engine import ServerEngine
 from postlude.serving.launch.launcher import ServerCommand, ServerLauncher
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
+from postlude.serving.weights.sync import SyncOptions
 
-SERVERS = "servers"  # in the run's directory: logs of those that are started
-QUESTION = "The capital of France is Paris, and the capital of Italy is"
-UNSEEN = "\N{SNOWMAN}\N{SNOWMAN}\N{SNOWMAN}"  # a stop text, so that vLLM is asked where it writes text
-SAME = 1e-4  # how far two log-probs of one number may be apart
+SERVERS = "servers"  # in the run's directory: logs and model files of launched servers
+MODEL = "model"  # in SERVERS: the model's files without weights
 
 
 def make_rollout_engine(
@@ -60,37 +47,42 @@ def make_rollout_engine(
     engine: Engine,
     tokenizer: Any,
     run: Path,
-    answers: SamplingSettings,
+    sampling: SamplingSettings,
     *,
     budget: int,
     routing: bool = False,
     launcher: ServerLauncher | None = None,
-    beside: bool = False,
+    background: bool = False,
 ) -> DistributedEngine:
-    """What samples with the weights of an engine that is trained. Servers are started on `launcher`, or on this one.
+    """Returns the engine that samples with the weights of the trained `engine`.
 
-    `budget` is the most tokens that are asked for, prompt and answer together. `beside`: the trainer goes on meanwhile.
+    Servers are started by `launcher`; None starts them on this machine. `budget` is the most tokens of prompt and
+    completion together. With `background` the trainer works while servers generate.
     """
     if isinstance(rollout, NativeRollout):
-        return SyncedGenerator(engine, tokenizer, draft=answers.draft, routing=routing, **generator_limits(budget))
-    way: dict[str, Any] = {}
+        return SyncedGenerator(engine, tokenizer, draft=sampling.draft, routing=routing, **generator_limits(budget))
+    untied = not isinstance(rollout, RunningServers) and needs_untied_head(rollout)
+    sync = SyncOptions(run, untied=untied, wait=not background)
     if isinstance(rollout, SyncSettings):
-        way = {"sync": rollout.sync, "seconds": rollout.sync_timeout, "checksum_every": rollout.checksum_every}
+        sync = SyncOptions(
+            run, rollout.sync, rollout.sync_timeout, rollout.checksum_every, untied=untied, wait=not background
+        )
+    connect: Callable[[], GenerationClient]
     if isinstance(rollout, RunningServers):
-        connected = partial(connect, rollout, tokenizer, engine.config.vocab_size)
-        return ServerEngine(connected, engine=engine, directory=run, wait=not beside, **way)
+        connect = partial(connect_servers, rollout, tokenizer, engine.config.vocab_size)
+    else:
 
-    untied = needs_untied_head(rollout)
+        def connect() -> GenerationClient:
+            home, device = run.expanduser().absolute() / SERVERS, engine.device.type
+            model = write_model_files(engine, tokenizer, home / MODEL, untied_head=untied)
+            limit = vllm_max_length(engine.config, tokenizer)
+            command = build_server_command(
+                rollout, model, engine.compute_dtype, device, weights=False, budget=budget, model_limit=limit
+            )
+            starter = launcher or local_launcher(home, training_on=device)
+            return launch_servers(rollout, command, tokenizer, engine.config.vocab_size, starter)
 
-    def begin() -> GenerationClient:
-        home, device = run.expanduser().absolute() / SERVERS, engine.device.type
-        model = write_model_description(engine, tokenizer, home / MODEL, own_head=untied)
-        own = vllm_max_length(engine.config, tokenizer)
-        program = build_server_command(rollout, model, engine.compute_dtype, device, empty=True, budget=budget, own=own)
-        where = launcher or local_launcher(home, training_on=device)
-        return start(rollout, program, tokenizer, engine.config.vocab_size, where)
-
-    return ServerEngine(begin, engine=engine, directory=run, untied=untied, wait=not beside, **way)
+    return ServerEngine(connect, engine=engine, sync=sync)
 
 
 def make_eval_engine(
@@ -103,33 +95,34 @@ def make_eval_engine(
     budget: int,
     launcher: ServerLauncher | None = None,
 ) -> DistributedEngine:
-    """Servers of a model that stays as it is; `budget` as of `make_rollout_engine`."""
-    if isinstance(rollout, RunningServers):
-        return ServerEngine(partial(connect, rollout, tokenizer, read_model(model)[1].vocab_size))
+    """Returns the engine of servers whose model does not change. Arguments are those of `make_rollout_engine`."""
 
-    def begin() -> GenerationClient:
+    def connect() -> GenerationClient:
         config = read_model(model)[1]
-        own = vllm_max_length(config, tokenizer)
-        program = build_server_command(rollout, model, dtype, device, empty=False, budget=budget, own=own)
-        home = run.expanduser().absolute() / SERVERS
-        return start(
-            rollout, program, tokenizer, config.vocab_size, launcher or local_launcher(home, training_on="cpu")
-        )
+        if isinstance(rollout, RunningServers):
+            return connect_servers(rollout, tokenizer, config.vocab_size)
+        limit = vllm_max_length(config, tokenizer)
+        command = build_server_command(rollout, model, dtype, device, weights=True, budget=budget, model_limit=limit)
+        starter = launcher or local_launcher(run.expanduser().absolute() / SERVERS, training_on="cpu")
+        return launch_servers(rollout, command, tokenizer, config.vocab_size, starter)
 
-    return ServerEngine(begin)
+    return ServerEngine(connect)
 
 
-def start(
-    rollout: LaunchedServers, program: ServerCommand, tokenizer: Any, vocab_size: int, launcher: ServerLauncher
+def launch_servers(
+    rollout: LaunchedServers, command: ServerCommand, tokenizer: Any, vocab_size: int, launcher: ServerLauncher
 ) -> GenerationClient:
-    """Servers of a program, when all are ready."""
-    started = ServerSupervisor(program, rollout.count, launcher, max_restarts=rollout.max_restarts)
-    key = program.key or None
-    return SupervisedClient(started, tokenizer=tokenizer, vocab_size=vocab_size, api_key=key, **_asked(rollout))
+    """Launch the servers of a config. Returns their client when all are ready."""
+    supervisor = ServerSupervisor(command, rollout.count, launcher, max_restarts=rollout.max_restarts)
+    settings = _connection_settings(rollout)
+    key = command.key or None
+    return SupervisedClient(supervisor, tokenizer=tokenizer, vocab_size=vocab_size, api_key=key, **settings)
 
 
-def connect(rollout: RunningServers, tokenizer: Any, vocab_size: int, *, trial: bool = False) -> GenerationClient:
-    """The servers of a config. On `trial` nobody is waited for."""
+def connect_servers(
+    rollout: RunningServers, tokenizer: Any, vocab_size: int, *, trial: bool = False
+) -> GenerationClient:
+    """Returns a client of the running servers of a config. A `trial` does not wait for servers."""
     key = None
     if rollout.api_key is not None:
         key = os.environ.get(rollout.api_key)
@@ -144,131 +137,9 @@ def connect(rollout: RunningServers, tokenizer: Any, vocab_size: int, *, trial: 
         tokenizer=tokenizer,
         api_key=key,
         vocab_size=vocab_size,
-        **_asked(rollout) | ({"retries": 1, "outage_timeout": 0.0} if trial else {}),
+        **_connection_settings(rollout) | ({"retries": 1, "outage_timeout": 0.0} if trial else {}),
     )
 
 
-def _asked(rollout: ConnectionSettings) -> dict[str, Any]:
+def _connection_settings(rollout: ConnectionSettings) -> dict[str, Any]:
     return {name: getattr(rollout, name) for name in ("timeout", "retries", "backoff", "concurrency", "outage_timeout")}
-
-
-def check_servers(
-    inputs: PreflightInputs, rollout: Rollout, answers: SamplingSettings, *, trained: bool, compared: bool = False
-) -> Iterator[Check]:
-    """Servers that answer, and can do what the recipe needs, by a trial request to each; or that could be started.
-
-    `trained`: their weights are to follow the trainer's. `compared`: their log-probs are compared with the trainer's.
-    """
-    if isinstance(rollout, NativeRollout):
-        return
-
-    def look() -> str:
-        if trained and not has_hf_config(inputs.model[1]):
-            raise ValueError(
-                f"servers read Hugging Face directories, but {inputs.config.model} has no Hugging Face family to be "
-                "written as. Use rollout: native."
-            )
-        if not isinstance(rollout, RunningServers):
-            start = inputs.launch
-            if found := launched_max_length(
-                rollout, inputs.config.model, vllm_max_length(inputs.model[1], inputs.tokenizer)
-            ):
-                _fits(found, inputs, answers)
-            devices = None if start.ray else unused_gpus(start.ranks if trained and start.device == "cuda" else 0)
-            return check_server_command(rollout, answers, device=start.device, devices=devices, compared=compared)
-        with closing(connect(rollout, inputs.tokenizer, inputs.model[1].vocab_size, trial=True)) as engine:
-            servers = engine.meet()
-            for server in servers:
-                if server.state == "out":
-                    raise ValueError(f"{server.url} {server.problem}.")
-            up = [server for server in servers if server.state == "up"]
-            for server in up:
-                if (limit := engine.longest(server)) is not None:
-                    said = f"{server.url} takes {limit} tokens (its max_model_len)"
-                    _fits(LengthLimit(limit, said, "Start it with a larger one"), inputs, answers)
-                if trained:
-                    _takes_weights(engine, server, rollout, tied_head=inputs.model[1].tied_head)
-                _speaks_of_the_model(engine, server, inputs)
-                if compared:
-                    _compares(engine, server, inputs, answers)
-            kinds = ", ".join(sorted({server.api.name for server in up}))
-            away = "".join(f"; {server.url} {server.problem}" for server in servers if server not in up)
-            return f"{len(up)} of {len(servers)} answer ({kinds}){away}"
-
-    yield Check("servers", look, after=("tokenizer",))
-
-
-def _fits(length: LengthLimit, inputs: PreflightInputs, answers: SamplingSettings) -> None:
-    """Refuse a server that would refuse what it will be asked."""
-    most, why, lower = inputs.max_request(answers)
-    if most > length.most:
-        raise ValueError(f"{length.said}, but {why}. {length.mend}, or lower {lower}.")
-
-
-def _takes_weights(engine: GenerationClient, server: RemoteServer, rollout: RunningServers, *, tied_head: bool) -> None:
-    """Refuse a server that would go on with the weights it was started with, or with some of them."""
-    if not server.api.reloads:
-        raise ValueError(
-            f"{server.url} speaks {server.api.name}, which takes no new weights while it runs, but training "
-            "changes them with every step. Use vLLM or SGLang, or rollout: native; to evaluate with, it will do."
-        )
-    engine.version(server)  # or a sentence
-    if problem := engine.drawback(server, tied_head=tied_head, sent=rollout.sync == "network"):
-        raise ValueError(f"{server.url} {problem}.")
-
-
-def _speaks_of_the_model(engine: GenerationClient, server: RemoteServer, inputs: PreflightInputs) -> None:
-    """Refuse a server without token ids or log-probs, or one of other tokens: its text must be what ours make."""
-    prompt = tuple(inputs.tokenizer.encode(QUESTION))
-    found = engine.ask(
-        server, Request(prompt, SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop=(UNSEEN,)))
-    )
-    size = inputs.model[1].vocab_size
-    if not found.tokens or max(found.tokens) >= size or min(found.tokens) < 0:
-        raise ValueError(
-            f"{server.url} answered with tokens {found.tokens}, but the vocabulary of {inputs.config.model} goes from "
-            f"0 to {size - 1}. It serves another model."
-        )
-    ours = inputs.tokenizer.decode(found.tokens, skip_special_tokens=True)
-    if found.text is not None and _letters(found.text) != _letters(ours):
-        raise ValueError(
-            f"{server.url} writes its own tokens as {found.text!r}, but with the tokenizer of {inputs.config.model} "
-            f"they are {ours!r}. It serves a model of other tokens."
-        )
-
-
-def _compares(
-    engine: GenerationClient, server: RemoteServer, inputs: PreflightInputs, answers: SamplingSettings
-) -> None:
-    """Refuse log-probs of another distribution than the trainer's: softmax(logits / temperature) of all tokens.
-
-    The likeliest token is asked for at two temperatures: if it has one log-prob, no temperature is in it; if that is 0,
-    it is of what top-k left alone.
-    """
-    prompt = tuple(inputs.tokenizer.encode(QUESTION))
-
-    def likeliest(temperature: float) -> float:
-        drawn = SamplingParams(max_new_tokens=1, temperature=temperature, top_k=1, ignore_eos=True)
-        found: Completion = engine.ask(server, Request(prompt, drawn))
-        return found.logprobs[0]
-
-    temperature = answers.temperature
-    here, other = likeliest(temperature), likeliest(2.0 * temperature)
-    plain, after_cuts = abs(here - other) < SAME and abs(here) > SAME, abs(here) < SAME and abs(other) < SAME
-    if plain and temperature != 1.0:
-        raise ValueError(
-            f"{server.url} gives log-probs at temperature 1, but answers are drawn at {temperature:g}, and ratios are "
-            "taken to what it says. Set old_logprobs to recompute, sampling.temperature to 1, or start vLLM with "
-            "--logprobs-mode processed_logprobs."
-        )
-    cuts = [name for name, none in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(answers, name) != none]
-    if after_cuts and cuts:
-        raise ValueError(
-            f"{server.url} gives log-probs among the tokens that sampling.{cuts[0]} leaves, but the trainer's are of "
-            f"all. Set old_logprobs to recompute, leave {cuts[0]} out, or start vLLM with --logprobs-mode raw_logprobs."
-        )
-
-
-def _letters(text: str) -> str:
-    """What is alike however a server treats spaces and letters of which bytes are missing."""
-    return re.sub(r"[^A-Za-z0-9]", "", text)

@@ -189,7 +189,7 @@ def open_rollouts(
             budget=config.budget,
             routing=routing,
             launcher=trainer.runtime.launcher,
-            beside=background,
+            background=background,
         )
     )
     return trainer.keep_open(

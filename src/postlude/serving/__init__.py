@@ -1,1 +1,4 @@
-"""Answers from servers: `engine.py` is what a recipe holds; each kind of server has a file with its api."""
+"""Generation over HTTP: clients of servers, our own server, launching servers, and sending them new weights.
+
+Start with `engine.py`, the rollout engine of a training run that uses servers.
+"""

@@ -1,27 +1,24 @@
-"""Answers of servers for the ranks of a run: the first rank talks to them."""
+"""ServerEngine: the rollout engine of a run that uses servers. Rank 0 sends requests, and all ranks sync weights."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from postlude.engine import Engine
 from postlude.generate.protocol import Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.weights.sync import SyncMethod, WeightSync, make_weight_sync
+from postlude.serving.weights.sync import SyncOptions, WeightSync, make_weight_sync
 from postlude.world.agreement import Rank0Controller, on_rank0
 
 
 class ServerEngine:
-    """A `DistributedEngine` of servers, which answer beside whatever the ranks do.
+    """A `DistributedEngine` of servers, which generate while the ranks do other work.
 
-    Given an `engine`, they get its weights before they are asked; else they keep theirs. Weights go by `sync`: below
-    `directory`, which servers must see under the same path, or over the network, where a server may take `seconds` for
-    a part of them; `checksum_every` is `WeightSync`'s, and `untied` writes a tied head as one of its own. Without
-    `wait` ranks go on while servers read what is on disk. They have the name START.STEP, START being new with
-    each start of the run: a step that is done again may have made others.
+    `connect` makes the client, on rank 0. With an `engine` and `sync`, servers get its weights before they generate;
+    else they keep theirs. A version of the weights is named START.STEP. START is new with each start of the run, since
+    a step that is repeated may give other weights.
     """
 
     batched_polls = False
@@ -31,47 +28,35 @@ class ServerEngine:
         connect: Callable[[], GenerationClient],
         *,
         engine: Engine | None = None,
-        directory: Path | None = None,
-        sync: SyncMethod = "disk",
-        seconds: float = 60.0,
-        checksum_every: int = 0,
-        untied: bool = False,
-        wait: bool = True,
+        sync: SyncOptions | None = None,
     ) -> None:
         self.engine = engine
         self.sync: WeightSync | None = None
         self.controller: Rank0Controller[None, None] = Rank0Controller(lambda _: self.refresh())
-        self.servers: GenerationClient | None = None
+        self._client: GenerationClient | None = None
         try:
-            self.servers = connect() if self.controller.is_rank0 else None
+            self._client = connect() if self.controller.is_rank0 else None
             self.start: str = on_rank0(lambda: secrets.token_hex(4), self.controller.group)
-            if engine is not None:
-                self.sync = make_weight_sync(
-                    sync,
-                    engine,
-                    self.servers,
-                    directory=directory,
-                    group=self.controller.group,
-                    seconds=seconds,
-                    checksum_every=checksum_every,
-                    untied=untied,
-                    wait=wait,
-                )
+            if engine is not None and sync is not None:
+                self.sync = make_weight_sync(engine, self._client, sync, self.controller.group)
         except BaseException:
             self.close()
             raise
 
-    def refresh(self) -> None:
-        """Have servers use the engine's weights, where a step was made since the last time or one came that lacks them.
+    @property
+    def client(self) -> GenerationClient:
+        """The client, on rank 0."""
+        assert self._client is not None, "only rank 0 has the client"
+        return self._client
 
-        Every rank makes this call.
-        """
+    def refresh(self) -> None:
+        """Have servers use the engine's weights, if they are new or a server lacks them. Every rank calls it."""
         if self.engine is not None and self.sync is not None:
-            self.sync.bring(f"{self.start}.{self.engine.step}")
+            self.sync.sync(f"{self.start}.{self.engine.step}")
 
     def check_health(self) -> None:
-        """Have all ranks send weights, if nobody can answer without them. The first rank calls it while all wait."""
-        if self.sync is not None and self.sync.is_stuck():
+        """Have all ranks send weights if no server can generate without them. Rank 0 calls it while all wait."""
+        if self.sync is not None and self.sync.is_blocked():
             self.controller.call_all(None)
 
     def generate(
@@ -82,39 +67,34 @@ class ServerEngine:
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        """The servers' answers. The first rank asks."""
-        return self._servers.generate(prompts, sampling, n, first=first)
+        """Returns the servers' completions. Rank 0 calls it."""
+        return self.client.generate(prompts, sampling, n, first=first)
 
     def submit(self, request: Request) -> int:
-        """Ask for answers, and go on. The first rank asks."""
-        return self._servers.submit(request)
+        """Send a request without waiting. Rank 0 calls it."""
+        return self.client.submit(request)
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """What has been answered since the last time."""
-        return self._servers.poll(timeout)
+        """Returns the completions since the last call. Rank 0 calls it."""
+        return self.client.poll(timeout)
 
     def take_metrics(self) -> dict[str, float]:
-        """How the servers fared. The first rank asks."""
-        fleet, counts = self._servers.fleet, self._servers.take_counts()
-        found: dict[str, float] = {
-            "servers/up": fleet.up(),
+        """Returns the metrics of servers since the last call. Rank 0 calls it."""
+        pool, counts = self.client.pool, self.client.take_counts()
+        metrics: dict[str, float] = {
+            "servers/up": pool.count_up(),
             "servers/failed": counts.failed,
             "servers/retried": counts.retried,
         }
         if self.sync is not None:
-            found["servers/reload_seconds"] = max((server.reload_seconds for server in fleet.servers), default=0.0)
-            found |= self.sync.take_costs()
-        return {name: float(value) for name, value in found.items()}
+            metrics["servers/reload_seconds"] = max((server.reload_seconds for server in pool.servers), default=0.0)
+            metrics |= self.sync.take_metrics()
+        return {name: float(value) for name, value in metrics.items()}
 
     def close(self) -> None:
-        """Let go of the servers, and of the weights that they have read."""
-        if self.servers is not None:
-            self.servers.close()
+        """Close the client, and remove weights that servers have read."""
+        if self._client is not None:
+            self._client.close()
         if self.sync is not None:
             self.sync.close()
         self.controller.close()
-
-    @property
-    def _servers(self) -> GenerationClient:
-        assert self.servers is not None, "the first rank alone talks to servers"
-        return self.servers

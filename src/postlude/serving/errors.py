@@ -1,35 +1,35 @@
-"""What can go wrong with a server. Each is a clause that follows its address: "http://a:8000 gave no answer"."""
+"""Failures of a server. Each message is a clause that follows the server's address: "http://a:8000 gave no reply"."""
 
 from __future__ import annotations
 
 
 class ServerError(OSError):
-    """Servers did not give the answers that were asked for, in a sentence."""
+    """No server gave what was asked for. The message is a whole sentence."""
 
 
 class ServerUnavailable(Exception):
-    """No connection, a broken one, no answer in time, or one that says "not now". Another attempt may do."""
+    """No connection, a broken one, no reply in time, or a reply that says to try later. A retry may succeed."""
 
-    def __init__(self, clause: str, after: float = 0.0) -> None:
+    def __init__(self, clause: str, retry_after: float = 0.0) -> None:
         super().__init__(clause)
-        self.after = after
-        """Seconds that the server asks to be left alone for."""
+        self.retry_after = retry_after
+        """Seconds that the server asks clients to wait."""
 
 
 class RequestCancelled(ServerUnavailable):
-    """We let go of the connection, since another request showed that the server is not to be asked."""
+    """The client closed the connection, because another request showed that the server cannot be used."""
 
 
 class ServerBusy(ServerUnavailable):
-    """The server is well but does not answer this now, such as with status 429: it is asked again a little later."""
+    """The server works but takes no more requests now, for example status 429."""
 
 
 class InvalidResponse(Exception):
-    """An answer that is none. The server is not what it was taken for, and is left out."""
+    """A reply that no server of this kind gives. The server is excluded."""
 
 
 class RequestRefused(Exception):
-    """The server read the request, and will not do it. Another one may."""
+    """The server understood the request and rejects it. Another server may accept it."""
 
     def __init__(self, clause: str, status: int = 400) -> None:
         super().__init__(clause)

@@ -1,4 +1,4 @@
-"""parse: the JSON of a request as a typed value, or one sentence that says what is wrong with it."""
+"""parse: reads the JSON body of a request as a typed value, or raises one sentence about what is wrong."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from typing_extensions import TypeAliasType
 
-# Validation of these ends with the first mistake: a list of a million mistakes is one.
+# Validation of these stops at the first error, so that a list of a million errors gives one.
 Tokens = TypeAliasType("Tokens", Annotated[tuple[int, ...], FailFast()])
 TokenLists = TypeAliasType("TokenLists", Annotated[tuple[Tokens, ...], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[tuple[str, ...], FailFast()])
-GIVE = {
+EXPECTED = {
     "int_type": "a whole number",
     "float_type": "a number",
     "finite_number": "a finite number",
@@ -25,7 +25,7 @@ SHOWN = 60  # characters of a wrong value
 
 
 class Body(BaseModel):
-    """What a request's body has: these types exactly, finite numbers, and no other field."""
+    """The body of a request: strict types, finite numbers, and no unknown field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
@@ -34,7 +34,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
-    """The body as `schema` has it. Raises a ValueError with a sentence where it is anything else."""
+    """Returns the body as a `schema`. Raises a ValueError with a sentence if it is none."""
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
@@ -43,24 +43,24 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 def _sentence(schema: type[BaseModel], error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
-    kind, place, value = first["type"], first["loc"], first["input"]
+    kind, location, value = first["type"], first["loc"], first["input"]
     if kind == "json_invalid":
         return f"the request is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}."
-    name = ".".join(str(part) for part in place)
+    name = ".".join(str(part) for part in location)
     if kind == "missing":
         return f"the request has no {name!r}, which it needs."
     if kind == "extra_forbidden":
-        return f"{name} is not supported; there are {', '.join(_fields(schema, place[:-1]))}."
-    field = schema.model_fields.get(str(place[0])) if place else None
-    if field is not None and field.description:  # of several types, where each would have its own error
-        return f"{place[0]} is {_shown(value)}: give {field.description}."
-    give = f"give {GIVE[kind]}" if kind in GIVE else first["msg"]
+        return f"{name} is not supported; there are {', '.join(_fields(schema, location[:-1]))}."
+    field = schema.model_fields.get(str(location[0])) if location else None
+    if field is not None and field.description:  # a union, in which each type would give its own error
+        return f"{location[0]} is {_shown(value)}: give {field.description}."
+    give = f"give {EXPECTED[kind]}" if kind in EXPECTED else first["msg"]
     return f"{name or 'the request'} is {_shown(value)}: {give}."
 
 
-def _fields(schema: type[BaseModel], place: Sequence[str | int]) -> list[str]:
-    """The names that the object at a place may have."""
-    for part in place:
+def _fields(schema: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Returns the field names of the object at a location."""
+    for part in location:
         inner = schema.model_fields[str(part)].annotation if str(part) in schema.model_fields else None
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             break

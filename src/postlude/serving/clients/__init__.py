@@ -1,1 +1,1 @@
-"""Clients of inference servers: one file for each kind of server. Start at `client.py`."""
+"""Clients of servers. `client.py` is the one that callers use; each kind of server has a file with its HTTP API."""

@@ -1,4 +1,4 @@
-"""ServerAPI: how one kind of server is asked for answers, and how it is given new weights."""
+"""ServerAPI: the HTTP API of one kind of server: generation and new weights."""
 
 from __future__ import annotations
 
@@ -12,128 +12,128 @@ from postlude.generate.protocol import Completion, FinishReason, Request
 from postlude.serving.errors import InvalidResponse, ServerBusy
 
 ABORTED = frozenset({"abort", "cancelled"})
-FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
-class Ask(Protocol):
-    """One request to the server. Gives the JSON it answers with, or raises one of `errors`."""
+class SendRequest(Protocol):
+    """Sends one HTTP request to the server."""
 
     async def __call__(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON of its answer."""
+        """Returns the JSON of the reply, or raises one of `errors`."""
         ...
 
 
 @dataclass(frozen=True)
 class TensorSpecs:
-    """What one send carries: tensors one behind the other, each of so many bytes as its dtype and shape say."""
+    """The tensors of one broadcast, stored one after the other as bytes."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
-    """As torch calls them, without "torch."."""
+    """torch's names without "torch."."""
     shapes: Sequence[Sequence[int]]
 
 
 class ServerAPI(ABC):
-    """What is known of one server, and its words. An instance belongs to one server."""
+    """The API of one server. An instance belongs to one server and may hold what that server supports."""
 
     name: str
-    reloads: bool = False
-    """Whether it can be given new weights while it runs."""
-    sums: bool = False
-    """Whether it tells the checksum of weights that it has read."""
-    hashes: bool = False
-    """Whether it tells what its weights hash to as it holds them."""
-    receives: bool = False
-    """Whether they can be sent straight into its memory, with no disk between."""
-    leaves_out_stops: bool = False
-    """Whether the tokens that ended an answer are not among its tokens, so that one may have none."""
+    can_reload: bool = False
+    """Whether it takes new weights while it runs."""
+    reports_checksum: bool = False
+    """Whether it reports the checksum of the weights that it read."""
+    reports_hashes: bool = False
+    """Whether it reports a hash of each parameter in its memory."""
+    can_receive: bool = False
+    """Whether weights can be sent into its memory over the network."""
+    omits_stop_tokens: bool = False
+    """Whether the tokens that ended a completion are left out, so that a completion may be empty."""
 
-    async def meet(self, ask: Ask) -> None:
-        """Learn what must be known of a server that has just come up. Any answer shows that it is there."""
-        await ask("GET", "/v1/models")
+    async def probe(self, send: SendRequest) -> None:
+        """Check that the server replies, and learn what it supports."""
+        await send("GET", "/v1/models")
 
-    async def models(self, ask: Ask) -> list[str]:
-        """What it calls the models that it serves."""
-        found = await ask("GET", "/v1/models")
+    async def model_names(self, send: SendRequest) -> list[str]:
+        """Returns the names of the models that it serves."""
+        models = await send("GET", "/v1/models")
         try:
-            return [str(each["id"]) for each in found["data"]]
+            return [str(model["id"]) for model in models["data"]]
         except (KeyError, TypeError) as error:
             raise InvalidResponse("gives no list of models at /v1/models") from error
 
-    async def longest(self, ask: Ask, model: str) -> int | None:
-        """The most tokens, prompt and answer together, that it takes; None where it does not say."""
-        found = await ask("GET", "/v1/models")
+    async def max_length(self, send: SendRequest, model: str) -> int | None:
+        """Returns the most tokens of prompt and completion together; None where the server does not report it."""
+        models = await send("GET", "/v1/models")
         try:
-            stated = next(each for each in found["data"] if each["id"] == model).get("max_model_len")
+            length = next(entry for entry in models["data"] if entry["id"] == model).get("max_model_len")
         except (AttributeError, KeyError, StopIteration, TypeError):
             return None
-        return stated if isinstance(stated, int) and stated > 0 else None
+        return length if isinstance(length, int) and length > 0 else None
 
     @abstractmethod
-    async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
-        """One answer, with token ids and the log-prob of each."""
+    async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
+        """Returns one completion, with token ids and the log-prob of each."""
 
-    async def version(self, ask: Ask) -> str | None:
-        """What it calls the weights it has; None where it does not say."""
+    async def weights_version(self, send: SendRequest) -> str | None:
+        """Returns the server's name for its weights; None where it reports none."""
         return None
 
-    async def paused(self, ask: Ask) -> bool:
-        """Whether it would not answer until it is told to go on."""
+    async def is_paused(self, send: SendRequest) -> bool:
+        """Whether it holds back completions until it is told to resume."""
         return False
 
-    async def checksum(self, ask: Ask) -> str | None:
-        """Of the weights it has, as `hf.checksum` counts; None where it does not say."""
+    async def weights_checksum(self, send: SendRequest) -> str | None:
+        """Returns the checksum of its weights, as `hf.checksum` computes it; None where it reports none."""
         return None
 
-    async def digests(self, ask: Ask) -> Mapping[str, str] | None:
-        """What its weights hash to, by names of its own, to be compared with those of its like; None if it is mute."""
+    async def parameter_hashes(self, send: SendRequest) -> Mapping[str, str] | None:
+        """Returns a hash of each parameter, by the server's own names; None where it reports none."""
         return None
 
-    async def drawback(self, ask: Ask, *, tied_head: bool, sent: bool) -> str:
-        """Why new weights of such a model, read or `sent`, would not all be used, as a clause; empty if they would."""
+    async def update_problem(self, send: SendRequest, *, tied_head: bool, over_network: bool) -> str:
+        """Returns why it would not use all new weights of such a model, as a clause; empty if it would."""
         return ""
 
-    async def reload(self, ask: Ask, directory: str, version: str) -> None:
-        """Take the weights in a directory that it can read, and call them `version`. Answers in flight go on."""
+    async def reload(self, send: SendRequest, directory: str, version: str) -> None:
+        """Read weights from a directory and call them `version`. Running completions continue with them."""
         raise NotImplementedError(f"{self.name} takes no new weights")
 
-    async def workers(self, ask: Ask) -> int:
-        """How many processes hold its model: each has to join a channel."""
-        raise NotImplementedError(f"{self.name} reads weights from disk alone")
+    async def worker_count(self, send: SendRequest) -> int:
+        """Returns how many processes hold its model. Each joins the channel."""
+        raise NotImplementedError(f"{self.name} reads weights from disk only")
 
-    async def join(self, ask: Ask, info: Mapping[str, Any], workers: int) -> None:
-        """Have all workers join a channel, at the place that `info` names."""
-        raise NotImplementedError(f"{self.name} reads weights from disk alone")
+    async def join_channel(self, send: SendRequest, info: Mapping[str, Any], workers: int) -> None:
+        """Have all workers join a channel at the address in `info`."""
+        raise NotImplementedError(f"{self.name} reads weights from disk only")
 
-    async def begin(self, ask: Ask) -> None:
-        """Keep answers in flight as they are, and be ready for new weights."""
-        raise NotImplementedError(f"{self.name} reads weights from disk alone")
+    async def begin_update(self, send: SendRequest) -> None:
+        """Pause running completions and prepare for new weights."""
+        raise NotImplementedError(f"{self.name} reads weights from disk only")
 
-    async def take(self, ask: Ask, tensors: TensorSpecs) -> None:
-        """Take one send from the channel. It comes while this is asked."""
-        raise NotImplementedError(f"{self.name} reads weights from disk alone")
+    async def receive_tensors(self, send: SendRequest, specs: TensorSpecs) -> None:
+        """Receive one broadcast from the channel. The trainer sends it during this request."""
+        raise NotImplementedError(f"{self.name} reads weights from disk only")
 
-    async def finish(self, ask: Ask, version: str) -> None:
-        """Use the new weights from now on, under the name `version`. Answers in flight go on."""
-        raise NotImplementedError(f"{self.name} reads weights from disk alone")
+    async def finish_update(self, send: SendRequest, version: str) -> None:
+        """Use the new weights under the name `version`, and resume running completions."""
+        raise NotImplementedError(f"{self.name} reads weights from disk only")
 
 
 def text_or_none(value: Any) -> str | None:
-    """A text that a server may leave out."""
+    """Returns `value` if it is text, else None."""
     return value if isinstance(value, str) else None
 
 
-def completion(
-    tokens: Any, logprobs: Any, reason: Any, text: Any = None, finish: Mapping[str, FinishReason] = FINISH
+def make_completion(
+    tokens: Any, logprobs: Any, reason: Any, text: Any = None, reasons: Mapping[str, FinishReason] = FINISH_REASONS
 ) -> Completion:
-    """One answer of what a server said of it, or `InvalidResponse`."""
-    if reason in ABORTED:  # by its pause, or its end: what there is of the answer is no sample
-        raise ServerBusy(f"ended an answer for the reason {reason!r}")
-    if reason not in finish:
-        raise InvalidResponse(f"ended an answer for the reason {reason!r}, not stop or length")
+    """Returns a completion from the fields of a reply. Raises `InvalidResponse` if they make none."""
+    if reason in ABORTED:  # by a pause or a shutdown: a part of a completion is no sample
+        raise ServerBusy(f"ended a completion for the reason {reason!r}")
+    if reason not in reasons:
+        raise InvalidResponse(f"ended a completion for the reason {reason!r}, not stop or length")
     try:
         ids, values = [int(token) for token in tokens], [float(value) for value in logprobs]
-        if ids != tokens:  # texts, or fractions
+        if ids != tokens:  # text or fractions
             raise ValueError(str(tokens)[:80])
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidResponse(f"gave token ids or log-probs that are no numbers: {error}") from error
@@ -141,4 +141,4 @@ def completion(
         raise InvalidResponse("gave log-probs that are not finite")
     if len(ids) != len(values):
         raise InvalidResponse(f"gave {len(ids)} tokens but {len(values)} log-probs")
-    return Completion(ids, values, list(values), finish[reason], text_or_none(text))
+    return Completion(ids, values, list(values), reasons[reason], text_or_none(text))

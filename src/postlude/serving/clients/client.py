@@ -1,4 +1,4 @@
-"""GenerationClient: a rollout engine on the other side of HTTP, of one server or several."""
+"""GenerationClient: completions from one server or several, over HTTP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import concurrent.futures
 import itertools
 import queue
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,32 +26,29 @@ from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.text import TextAPI, Tokenizer
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerError, ServerUnavailable
-from postlude.serving.weights.checksum_comparison import ChecksumComparison
-from postlude.serving.weights.coordinator import TransferCoordinator
 
 SERVER_APIS = ("auto", "postlude", "vllm", "sglang", "llama.cpp", "openai", "text")
-# By who /v1/models says that a model is owned by.
-OWNERS = {"postlude": "postlude", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
-ENDED_WITHIN = 5.0  # seconds for servers to hear that nobody waits for them any more
+# The API of a server by "owned_by" of its models.
+API_BY_OWNER = {"postlude": "postlude", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+CLOSE_TIMEOUT = 5.0  # seconds for connections to close
 Result = TypeVar("Result")
 
 
 class GenerationClient:
-    """Answers from servers of one model, at `urls`: their roots, with or without /v1.
+    """Completions from servers of one model at `urls`, which may end with /v1.
 
-    Prompts are sent as token ids, and ids must come back: text is not encoded again, since that can give other tokens
-    than those that were sampled. `api="text"` makes do with text; see `TextAPI`. `api="auto"` asks each server
-    what it is. `model` is what the servers call the model; None takes the only one there is.
+    Prompts are sent as token ids, and ids must come back: text that is encoded again can give other tokens than those
+    that were sampled. `api="text"` accepts text, see `TextAPI`. `api="auto"` finds out the API of each server.
+    `model` is the servers' name for the model; None takes the only one.
 
-    `concurrency` answers at most are outstanding at a server. A request waits `timeout` seconds for its answer. What
-    becomes of servers that fail is told at `ServerPool`; `retries`, `backoff` and `outage_timeout` are its. When
-    no server is left and `outage_timeout` seconds have passed, whoever waits for an answer gets a `ServerError`
-    that names each with its reason. Answers with tokens outside of a vocabulary of `vocab_size` are refused.
+    A server has at most `concurrency` outstanding requests. A request waits `timeout` seconds for its reply.
+    `ServerPool` explains `retries`, `backoff` and `outage_timeout`. When no server is left and `outage_timeout` seconds
+    have passed, requests raise a `ServerError` that names each server and its reason. Completions with tokens outside
+    of a vocabulary of `vocab_size` are refused.
 
-    `Completion.logprobs` are the server's and mean what they mean there; `sampled_logprobs` repeat them, since the
-    protocols carry one number a token. vLLM and llama.cpp give those at temperature 1. For the sampling temperature, as
-    the native generator gives, start vLLM with `--logprobs-mode processed_logprobs`, and leave top-k, top-p and min-p
-    alone.
+    `Completion.logprobs` are the server's; `sampled_logprobs` repeat them, since the protocols carry one number a
+    token. vLLM and llama.cpp report log-probs at temperature 1. For those at the sampling temperature, which the native
+    generator reports, start vLLM with `--logprobs-mode processed_logprobs` and use no top-k, top-p or min-p.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class GenerationClient:
         vocab_size: int | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tokenizer` writes the text of answers that come without. `extra` goes into requests to /v1/completions."""
+        """`tokenizer` decodes completions that have no text. `extra` fields go into requests to /v1/completions."""
         urls = [urls] if isinstance(urls, str) else list(urls)
         if timeout <= 0 or retries < 0 or backoff < 0 or concurrency < 1 or outage_timeout < 0:
             raise ValueError(
@@ -86,22 +83,24 @@ class GenerationClient:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.tokenizer = tokenizer
 
-        def server(url: str) -> RemoteServer:
-            speaks = None if api == "auto" else spoken(api, tokenizer, extra)
-            speaks_or_asks = speaks or partial(recognised, extra)
-            return RemoteServer(url, speaks_or_asks, model, headers=headers, timeout=timeout, vocab_size=vocab_size)
+        def make_server(url: str) -> RemoteServer:
+            known = None if api == "auto" else make_api(api, tokenizer, extra)
+            choice = known or partial(detect_api, extra)
+            return RemoteServer(url, choice, model, headers=headers, timeout=timeout, vocab_size=vocab_size)
 
-        self._server = server
-        servers = [server(url) for url in urls]
-        self.fleet = ServerPool(
-            servers, retries=retries, backoff=backoff, concurrency=concurrency, outage_timeout=outage_timeout
+        self._make_server = make_server
+        self.pool = ServerPool(
+            [make_server(url) for url in urls],
+            retries=retries,
+            backoff=backoff,
+            concurrency=concurrency,
+            outage_timeout=outage_timeout,
         )
-        self.comparison = ChecksumComparison(self.fleet)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="postlude servers", daemon=True)
         self._thread.start()
         self._tickets = itertools.count()
-        self._done: queue.SimpleQueue[FinishedCompletion] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[FinishedCompletion] = queue.SimpleQueue()
 
     def generate(
         self,
@@ -111,166 +110,145 @@ class GenerationClient:
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        """Give `n` answers to each prompt of token ids, in the caller's order, numbered from `first`.
+        """Returns `n` completions of each prompt of token ids, in the caller's order, numbered from `first`.
 
-        `sampling` is one for all, or one a prompt. With one for all, the prompt's place is mixed into its seed.
+        `sampling` is one for all prompts, or one a prompt. One for all gets a seed of its own for each prompt.
         """
-        for place, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             if not prompt:
-                raise ValueError(f"prompt {place} is empty; give at least one token.")
-        own = sampling_per_prompt(sampling, len(prompts))
+                raise ValueError(f"prompt {index} is empty; give at least one token.")
+        samplings = sampling_per_prompt(sampling, len(prompts))
         if isinstance(sampling, SamplingParams):
-            own = [replace(each, seed=rng_key(each.seed, place)) for place, each in enumerate(own)]
-        requests = [Request(tuple(map(int, prompt)), each, n, first) for prompt, each in zip(prompts, own, strict=True)]
-        return self._run(_all(self._answers(request) for request in requests))
+            samplings = [replace(params, seed=rng_key(params.seed, index)) for index, params in enumerate(samplings)]
+        requests = [
+            Request(tuple(map(int, prompt)), params, n, first)
+            for prompt, params in zip(prompts, samplings, strict=True)
+        ]
+        return self.run(_gather(self._generate_all(request) for request in requests))
 
     def submit(self, request: Request) -> int:
-        """Ask for answers, and go on."""
+        """Send a request without waiting. Returns the ticket of its completions."""
         ticket = next(self._tickets)
 
-        async def answer(number: int, one: Request) -> None:
+        async def generate(number: int, single: Request) -> None:
             try:
-                self._done.put(FinishedCompletion(ticket, number, self._told(await self.fleet.answer(one))))
+                completion = self._with_text(await self.pool.generate(single))
+                self._finished.put(FinishedCompletion(ticket, number, completion))
             except Exception as error:
-                self._done.put(FinishedCompletion(ticket, number, None, error))
+                self._finished.put(FinishedCompletion(ticket, number, None, error))
 
-        for number, one in enumerate(_each(request)):
-            asyncio.run_coroutine_threadsafe(answer(number, one), self._loop)
+        for number, single in enumerate(_split(request)):
+            self.start(generate(number, single))
         return ticket
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """What has been answered since the last time; waits up to `timeout` seconds for the first."""
-        found = []
+        """Returns the completions since the last call. Waits up to `timeout` seconds for the first."""
+        finished = []
         try:
-            found.append(self._done.get(timeout is None or timeout > 0, timeout))
+            finished.append(self._finished.get(timeout is None or timeout > 0, timeout))
             while True:
-                found.append(self._done.get_nowait())
+                finished.append(self._finished.get_nowait())
         except queue.Empty:
-            return found
+            return finished
 
-    def update(self, directory: str, version: str, *, wait: bool = True) -> None:
-        """Have every server read new weights from a directory. Answers in flight go on with them.
+    def reload(self, directory: str, version: str, *, wait: bool = True) -> None:
+        """Have every server read new weights from a directory. Running completions continue with them.
 
-        Without `wait` that goes on beside the caller: what it submits is answered by servers that have them.
+        Without `wait`, servers read in the background; new requests go to servers that have the weights.
         """
-        self._run(self.fleet.update(Weights(directory, version)))
+        self.run(self.pool.reload(Weights(directory, version)))
         if wait:
-            self.renewed()
+            self.wait_for_reload()
 
-    def renewed(self) -> None:
-        """Wait until servers have the weights that they were last told of."""
-        self._run(self.fleet.renewed())
+    def wait_for_reload(self) -> None:
+        """Wait until servers have the newest weights."""
+        self.run(self.pool.wait_for_reload())
 
-    def compares(self) -> bool:
-        """Whether there is a server that may tell what its weights hash to."""
-        return any(server.state == "up" and server.api.hashes for server in self.fleet.servers)
+    def directories_in_use(self) -> set[str]:
+        """Returns the directories that servers may read: that of the newest weights, and those being read now."""
+        newest = self.pool.weights
+        reading = (server.reading for server in self.pool.servers)
+        return {directory for directory in (newest and newest.directory, *reading) if directory}
 
-    def compare(self, given: str) -> int:
-        """See that servers have the same weights, whose checksum the trainer says. Returns how many told of theirs."""
-        return self._run(self.comparison.compare(given))
+    def connect(self) -> list[RemoteServer]:
+        """Connect every server and return all, with their states. Raises `ServerError` if none is up."""
+        self.run(self.pool.connect())
+        self.run(self.pool.wait_until_up())
+        return self.pool.servers
 
-    def directories(self) -> set[str]:
-        """Those that a server may read from: the newest weights', and of others what is being read just now."""
-        newest = self.fleet.weights
-        return {each for each in (newest and newest.directory, *(s.reading for s in self.fleet.servers)) if each}
+    def add_server(self, url: str) -> None:
+        """Add a server. It gets the newest weights before its first request."""
+        self.run(self.pool.add(self._make_server(url)))
 
-    def handover(self, weights: Weights, seconds: float | None = None) -> TransferCoordinator:
-        """The words that go with weights which are sent to servers, to those that lack them."""
-        return TransferCoordinator(self.fleet, weights, self._start, seconds)
+    def remove_server(self, url: str, problem: str, *, replaced: bool = False) -> None:
+        """Remove a server for the reason in the clause `problem`; its requests go to others.
 
-    def meet(self) -> list[RemoteServer]:
-        """Meet every server, as `RemoteServer.state` then tells; at least one is up, or a sentence is raised."""
-        self._run(self.fleet.gather())
-        self._run(self.fleet.present())
-        return self.fleet.servers
-
-    def join(self, url: str) -> None:
-        """One more server, from now on. It is met, and given the newest weights, before it is asked."""
-        self._run(self.fleet.join(self._server(url)))
-
-    def leave(self, url: str, problem: str, *, another: bool = False) -> None:
-        """The server at `url` is no more, for what the clause `problem` says; its requests go to others.
-
-        If `another` is to `join` in its place, whoever waits for an answer waits for that, too, unless it is `give_up`.
+        If it is to be `replaced`, requests also wait for the next `add_server`, until `cancel_expected`.
         """
-        self._run(self.fleet.leave(url, problem, another=another))
+        self.run(self.pool.remove(url, problem, replaced=replaced))
 
-    def give_up(self, problem: str) -> None:
-        """A server that was to join will not, for a reason that begins with its address."""
-        self._run(self.fleet.give_up(problem))
+    def cancel_expected(self, problem: str) -> None:
+        """Stop waiting for a server that was to be added. `problem` begins with its address."""
+        self.run(self.pool.cancel_expected(problem))
 
-    def ask(self, server: RemoteServer, request: Request) -> Completion:
-        """An answer of this server and no other, or a sentence that names it."""
+    def generate_on(self, server: RemoteServer, request: Request) -> Completion:
+        """Returns a completion from this server. Raises `ServerError` if it fails."""
+        return self._with_text(self.run_on(server, server.generate(request)))
+
+    def run_on(self, server: RemoteServer, work: Coroutine[Any, Any, Result]) -> Result:
+        """Returns the result of a coroutine of this server. Raises its failure as a `ServerError`."""
         try:
-            return self._told(self._run(server.answer(request)))
-        except (ServerUnavailable, InvalidResponse, RequestRefused) as error:
-            raise ServerError(f"{server.url} {error}.") from error
-
-    def version(self, server: RemoteServer) -> str | None:
-        """What a server calls its weights, or a sentence if it cannot say."""
-        try:
-            return self._run(server.told_version())
-        except (ServerUnavailable, InvalidResponse, RequestRefused) as error:
-            raise ServerError(f"{server.url} {error}.") from error
-
-    def longest(self, server: RemoteServer) -> int | None:
-        """The most tokens, prompt and answer together, that a server takes; None where it does not say."""
-        try:
-            return self._run(server.longest())
-        except (ServerUnavailable, InvalidResponse, RequestRefused) as error:
-            raise ServerError(f"{server.url} {error}.") from error
-
-    def drawback(self, server: RemoteServer, *, tied_head: bool, sent: bool = False) -> str:
-        """Why new weights of such a model, read or `sent`, would not all be used by a server; empty if they would."""
-        try:
-            return self._run(server.drawback(tied_head=tied_head, sent=sent))
+            return self.run(work)
         except (ServerUnavailable, InvalidResponse, RequestRefused) as error:
             raise ServerError(f"{server.url} {error}.") from error
 
     def take_counts(self) -> Counts:
-        """What happened since the last time."""
-        counts, self.fleet.counts = self.fleet.counts, Counts()
+        """Returns the counts since the last call."""
+        counts, self.pool.counts = self.pool.counts, Counts()
         return counts
 
     def close(self) -> None:
-        """Let go of what is under way, of the connections, and of the thread."""
+        """Cancel running requests, and end the connections and the thread."""
         if self._thread.is_alive():
-            self._run(self._end())
+            self.run(self._cancel_all())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
-    async def _end(self) -> None:
-        await self.fleet.close()
-        under_way = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in under_way:
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Returns the result of a coroutine that runs in the client's event loop."""
+        return self.start(work).result()
+
+    def start(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
+        """Start a coroutine in the client's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _cancel_all(self) -> None:
+        await self.pool.close()
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
             task.cancel()
-        if under_way:  # their connections end, so that servers hear of it
-            await asyncio.wait(under_way, timeout=ENDED_WITHIN)
+        if running:  # so that their connections close, and servers stop generating
+            await asyncio.wait(running, timeout=CLOSE_TIMEOUT)
 
-    async def _answers(self, request: Request) -> list[Completion]:
-        return [self._told(found) for found in await _all(self.fleet.answer(one) for one in _each(request))]
+    async def _generate_all(self, request: Request) -> list[Completion]:
+        completions = await _gather(self.pool.generate(single) for single in _split(request))
+        return [self._with_text(completion) for completion in completions]
 
-    def _told(self, completion: Completion) -> Completion:
+    def _with_text(self, completion: Completion) -> Completion:
         if completion.text is not None or self.tokenizer is None:
             return completion
         return replace(completion, text=completion_text(self.tokenizer, completion.tokens, None))
 
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return self._start(work).result()
 
-    def _start(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-
-def _each(request: Request) -> list[Request]:
-    """Each answer is asked for by itself, so that no server's failure costs more than it had begun."""
+def _split(request: Request) -> list[Request]:
+    """Returns one request a completion, so that a failed server costs no more than it had begun."""
     return [replace(request, n=1, first=request.first + number) for number in range(request.n)]
 
 
-async def _all(work: Any) -> list[Any]:
-    """All of it, or the first error, with nothing left running."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+async def _gather(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Returns all results, or raises the first error after it has cancelled the rest."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -278,8 +256,8 @@ async def _all(work: Any) -> list[Any]:
             task.cancel()
 
 
-def spoken(name: str, tokenizer: Tokenizer | None, extra: Mapping[str, Any] | None) -> ServerAPI:
-    """A api for one server."""
+def make_api(name: str, tokenizer: Tokenizer | None, extra: Mapping[str, Any] | None) -> ServerAPI:
+    """Returns the API of this name, for one server."""
     match name:
         case "text":
             assert tokenizer is not None
@@ -296,10 +274,10 @@ def spoken(name: str, tokenizer: Tokenizer | None, extra: Mapping[str, Any] | No
             return OpenAIAPI(extra)
 
 
-def recognised(extra: Mapping[str, Any] | None, models: Any) -> ServerAPI:
-    """The api of a server, by what it says at /v1/models."""
+def detect_api(extra: Mapping[str, Any] | None, models: Any) -> ServerAPI:
+    """Returns the API of a server, by its reply to /v1/models."""
     try:
         owner = str(models["data"][0]["owned_by"]).lower()
     except (KeyError, TypeError, IndexError):
         owner = ""
-    return spoken(OWNERS.get(owner, "openai"), None, extra)
+    return make_api(API_BY_OWNER.get(owner, "openai"), None, extra)

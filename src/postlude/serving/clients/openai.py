@@ -1,4 +1,4 @@
-"""OpenAI's /v1/completions, of servers that take token ids and give them back."""
+"""OpenAI's /v1/completions, of servers that take and return token ids."""
 
 from __future__ import annotations
 
@@ -7,67 +7,54 @@ from typing import Any
 
 from postlude.generate.protocol import Completion, Request
 from postlude.generate.sampling_params import SamplingParams
-from postlude.serving.clients.api import Ask, ServerAPI, completion
+from postlude.serving.clients.api import SendRequest, ServerAPI, make_completion
 from postlude.serving.errors import InvalidResponse, RequestRefused
 
-PATH = "/v1/completions"
+COMPLETIONS = "/v1/completions"
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-TOKEN_PREFIX = "token_id:"  # how vLLM writes a token when asked for its id in place of its text
+TOKEN_PREFIX = "token_id:"  # how vLLM writes a token when it returns ids in place of text
 
 
 class OpenAIAPI(ServerAPI):
-    """A server that is known by its answers alone."""
+    """Any server of OpenAI's protocol."""
 
     name = "openai"
 
     def __init__(self, extra: Mapping[str, Any] | None = None) -> None:
         self.extra = dict(extra or {})
-        """Goes into every request beside what `SamplingParams` asks for."""
+        """Fields added to every request."""
 
-    async def meet(self, ask: Ask) -> None:
-        """It may have no list of models; its first answer shows that it is there."""
+    async def probe(self, send: SendRequest) -> None:
+        """Do nothing: the server may have no list of models."""
 
-    async def longest(self, ask: Ask, model: str) -> int | None:
-        """As others say it at /v1/models, if it has that."""
+    async def max_length(self, send: SendRequest, model: str) -> int | None:
+        """Returns max_model_len of /v1/models, if the server has that."""
         try:
-            return await super().longest(ask, model)
+            return await super().max_length(send, model)
         except RequestRefused:
             return None
 
-    async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
-        """One answer."""
+    async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
+        """Returns one completion."""
         body = {
             "model": model,
             "prompt": list(request.prompt),
-            **all_sampling_words(request.sampling),
+            **sampling_fields(request.sampling),
             "seed": request.seed,
             "logprobs": 1,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
         try:
-            return _completion(only_choice(await ask("POST", PATH, body | self.extra)))
+            return _completion(only_choice(await send("POST", COMPLETIONS, body | self.extra)))
         except RequestRefused as error:
-            if "status 422" in str(error):  # fields it does not know
-                raise RequestRefused(f'{error}; a server of text alone needs api="text"', error.status) from error
+            if "status 422" in str(error):  # unknown fields
+                raise RequestRefused(f'{error}; a text-only server needs api="text"', error.status) from error
             raise
 
 
-def sampling_words(sampling: SamplingParams) -> dict[str, Any]:
-    """How answers are drawn, as /v1/completions has it. What is not in OpenAI's own is sent where it says something."""
-    unusual = {
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_tokens),
-        "ignore_eos": sampling.ignore_eos,
-    }
-    usual = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
-    return usual | {name: value for name, value in unusual.items() if value}
-
-
-def all_sampling_words(sampling: SamplingParams) -> dict[str, Any]:
-    """Every value that a server would else fill in: vLLM does so by the model's generation_config.json."""
+def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Returns every sampling field, so that vLLM takes none from the model's generation_config.json."""
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -81,14 +68,14 @@ def all_sampling_words(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def only_choice(answer: Any) -> Mapping[str, Any]:
-    """The one choice of an answer."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
+def only_choice(reply: Any) -> Mapping[str, Any]:
+    """Returns the one choice of a reply."""
+    choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        got = f"{len(choices)} choices" if isinstance(choices, list) else "no choices"
-        raise InvalidResponse(f"gave {got} where one was asked for")
-    found: Mapping[str, Any] = choices[0]
-    return found
+        count = f"{len(choices)} choices" if isinstance(choices, list) else "no choices"
+        raise InvalidResponse(f"gave {count} where one was requested")
+    choice: Mapping[str, Any] = choices[0]
+    return choice
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:
@@ -108,4 +95,4 @@ def _completion(choice: Mapping[str, Any]) -> Completion:
             tokens = [int(token.removeprefix(TOKEN_PREFIX)) for token in written]
         except ValueError as error:
             raise InvalidResponse(f"gave token ids that are no numbers: {error}") from error
-    return completion(tokens, logprobs, choice.get("finish_reason"), choice.get("text"))
+    return make_completion(tokens, logprobs, choice.get("finish_reason"), choice.get("text"))

@@ -1,13 +1,13 @@
-"""Postlude's own server, `postlude serve`: the native generator on the other side of HTTP.
+"""Postlude's own server, `postlude serve`: the native generator behind HTTP.
 
-    GET  /v1/models    as others have it, owned by "postlude"
+    GET  /v1/models    as OpenAI's, owned by "postlude"
     POST /generate     {model, prompt, first, sampling} -> {tokens, logprobs, sampled_logprobs, finish_reason, text,
                        versions: [[version, start, end]]}; `sampling` has the fields of `SamplingParams`
-    GET  /weights      -> {version, checksum}, each null where it has none
-    POST /weights      {directory, version} -> the same, when all of them are read
+    GET  /weights      -> {version, checksum}, each null where there is none
+    POST /weights      {directory, version} -> the same, after the weights are loaded
 
-Numbers are written so that they are read as they were. A mistake is status 400 and {"error": a sentence}. Values must
-have the types they should have: 1.0 is no token id, and "ab" no list of stop strings.
+Floats keep every bit. An invalid request gets status 400 and {"error": sentence}. Types are strict: 1.0 is no token id,
+and "ab" is no list of stop strings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import create_model
 
 from postlude.generate.protocol import Completion, Request, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
-from postlude.serving.clients.api import Ask, ServerAPI, completion
+from postlude.serving.clients.api import SendRequest, ServerAPI, make_completion
 from postlude.serving.errors import InvalidResponse
 from postlude.serving.request_body import Body, Tokens
 
@@ -32,42 +32,38 @@ _SamplingBody = create_model("_SamplingBody", __base__=Body, **_FIELDS)
 
 
 class PostludeAPI(ServerAPI):
-    """One `postlude serve`."""
+    """The API of `postlude serve`."""
 
     name = "postlude"
-    reloads = True
-    sums = True
+    can_reload = True
+    reports_checksum = True
 
-    async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
-        """One answer."""
-        return read_completion(await ask("POST", GENERATE, write_request(request, model)))
+    async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
+        """Returns one completion."""
+        body = {
+            "model": model,
+            "prompt": list(request.prompt),
+            "first": request.first,
+            "sampling": asdict(request.sampling),
+        }
+        return read_completion(await send("POST", GENERATE, body))
 
-    async def version(self, ask: Ask) -> str | None:
-        """What it calls its weights; None of one that was started without."""
-        found = _field(await ask("GET", WEIGHTS), "version")
-        return None if found is None else str(found)
+    async def weights_version(self, send: SendRequest) -> str | None:
+        """Returns the name of its weights; None where it was started without weights."""
+        version = _field(await send("GET", WEIGHTS), "version")
+        return None if version is None else str(version)
 
-    async def checksum(self, ask: Ask) -> str | None:
-        """Of the weights that it was last given."""
-        return str(_field(await ask("GET", WEIGHTS), "checksum"))
+    async def weights_checksum(self, send: SendRequest) -> str | None:
+        """Returns the checksum of the weights that it loaded last."""
+        return str(_field(await send("GET", WEIGHTS), "checksum"))
 
-    async def reload(self, ask: Ask, directory: str, version: str) -> None:
-        """Answers in flight are kept, and go on with the new weights: all before passes the model anew."""
-        await ask("POST", WEIGHTS, {"directory": directory, "version": version})
-
-
-def write_request(request: Request, model: str) -> dict[str, Any]:
-    """A request for one answer, as JSON has it."""
-    return {
-        "model": model,
-        "prompt": list(request.prompt),
-        "first": request.first,
-        "sampling": asdict(request.sampling),
-    }
+    async def reload(self, send: SendRequest, directory: str, version: str) -> None:
+        """Load weights. Running completions continue: the new model prefills their tokens again."""
+        await send("POST", WEIGHTS, {"directory": directory, "version": version})
 
 
 class GenerateBody(Body):
-    """What is posted to GENERATE. `sampling` has the fields of `SamplingParams`, with their types and defaults."""
+    """The body of POST /generate. `sampling` has the fields, types and defaults of `SamplingParams`."""
 
     prompt: Tokens
     sampling: _SamplingBody  # type: ignore[valid-type]
@@ -76,48 +72,48 @@ class GenerateBody(Body):
 
 
 class WeightsBody(Body):
-    """What is posted to WEIGHTS."""
+    """The body of POST /weights."""
 
     directory: str
     version: str
 
 
 def read_request(body: GenerateBody) -> Request:
-    """The request that was written so; a sentence where the values make none."""
+    """Returns the request in a body. Raises a ValueError where its values are invalid."""
     return Request(body.prompt, SamplingParams(**dict(body.sampling)), first=body.first)
 
 
-def write_completion(found: Completion) -> dict[str, Any]:
-    """An answer, as JSON has it."""
+def write_completion(completion: Completion) -> dict[str, Any]:
+    """Returns a completion as JSON values."""
     return {
-        "tokens": found.tokens,
-        "logprobs": found.logprobs,
-        "sampled_logprobs": found.sampled_logprobs,
-        "finish_reason": found.finish_reason,
-        "text": found.text,
-        "drafted": found.drafted,
-        "accepted": found.accepted,
-        "versions": [list(span) for span in found.versions],
+        "tokens": completion.tokens,
+        "logprobs": completion.logprobs,
+        "sampled_logprobs": completion.sampled_logprobs,
+        "finish_reason": completion.finish_reason,
+        "text": completion.text,
+        "drafted": completion.drafted,
+        "accepted": completion.accepted,
+        "versions": [list(span) for span in completion.versions],
     }
 
 
 def read_completion(body: Any) -> Completion:
-    """The answer that was written so; `InvalidResponse` of anything else."""
+    """Returns the completion in a reply. Raises `InvalidResponse` if there is none."""
     try:
-        found = completion(body["tokens"], body["logprobs"], body["finish_reason"], body["text"])
-        sampled = completion(body["tokens"], body["sampled_logprobs"], body["finish_reason"]).logprobs
+        completion = make_completion(body["tokens"], body["logprobs"], body["finish_reason"], body["text"])
+        sampled = make_completion(body["tokens"], body["sampled_logprobs"], body["finish_reason"]).logprobs
         return replace(
-            found,
+            completion,
             sampled_logprobs=sampled,
             drafted=int(body["drafted"]),
             accepted=int(body["accepted"]),
             versions=tuple(VersionSpan(str(name), int(start), int(end)) for name, start, end in body["versions"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidResponse(f"gave an answer without token ids or log-probs at {GENERATE}: {error!r}") from error
+        raise InvalidResponse(f"gave a completion without token ids or log-probs at {GENERATE}: {error!r}") from error
 
 
-def _field(found: Any, name: str) -> Any:
-    if not isinstance(found, Mapping) or name not in found:
-        raise InvalidResponse(f"does not tell the {name} of its weights at {WEIGHTS}")
-    return found[name]
+def _field(reply: Any, name: str) -> Any:
+    if not isinstance(reply, Mapping) or name not in reply:
+        raise InvalidResponse(f"does not report the {name} of its weights at {WEIGHTS}")
+    return reply[name]

@@ -1,4 +1,4 @@
-"""RemoteServer: one address, what is known of it, and the one place where its replies become answers or errors."""
+"""RemoteServer: one server as its client sees it: address, state, weights; its replies as results or errors."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from typing import Any, Literal, TypeVar
 
 from postlude.generate.protocol import Completion, Request, VersionSpan
 from postlude.hf.checksum import checksum
-from postlude.serving.clients.api import Ask, ServerAPI
+from postlude.serving.clients.api import SendRequest, ServerAPI
 from postlude.serving.clients.connection import Reply, ServerConnection
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerBusy, ServerUnavailable
 
-BUSY, MISSING = 429, 404
-PASSING = frozenset({408, 409, 425, 500, 502, 503, 504})
-REFUSED = frozenset({400, MISSING, 413, 422})
-POSITIVE = 1e-4  # how far above 0 rounding may bring a log-prob
-CHECKED_WITHIN = 10.0  # seconds for what a server that is well answers at once
-State = Literal["coming", "up", "waiting", "gone", "out"]
+BUSY, NOT_FOUND = 429, 404
+TEMPORARY = frozenset({408, 409, 425, 500, 502, 503, 504})
+REFUSED = frozenset({400, NOT_FOUND, 413, 422})
+LOGPROB_ROUNDING = 1e-4  # how far above 0 rounding may bring a log-prob
+STATUS_TIMEOUT = 10.0  # seconds for requests that a working server answers at once
+State = Literal["connecting", "up", "needs_weights", "unavailable", "excluded"]
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The name that weights go by, and a directory that every server can read; None if they are sent."""
+    """A version of the weights, and a directory that every server can read; None if they are sent over the network."""
 
     directory: str | None
     version: str
-    _sums: list[asyncio.Task[str]] = field(default_factory=list, compare=False, repr=False)
+    _checksums: list[asyncio.Task[str]] = field(default_factory=list, compare=False, repr=False)
 
-    def sum_up(self) -> asyncio.Task[str]:
-        """Their checksum, by the files: counted once for all servers, while they read."""
+    def checksum(self) -> asyncio.Task[str]:
+        """Returns the task that computes the checksum of the files. It runs once for all servers."""
         assert self.directory is not None
-        if not self._sums:
-            self._sums.append(asyncio.create_task(asyncio.to_thread(checksum, Path(self.directory))))
-        return self._sums[0]
+        if not self._checksums:
+            self._checksums.append(asyncio.create_task(asyncio.to_thread(checksum, Path(self.directory))))
+        return self._checksums[0]
 
 
 class RemoteServer:
-    """One server. "coming": not known to be there; "up"; "gone": given up until there are new weights; "out" for good.
+    """One server. Only the event loop of its pool may touch it. Its `state` is
 
-    "waiting": there, but without the newest weights, which the trainer's ranks are to send.
-
-    The loop of the fleet it belongs to is the only one that may touch it.
+    - "connecting": it has not replied yet;
+    - "up": it takes requests;
+    - "needs_weights": it replies, but lacks the newest weights, which the ranks have to send;
+    - "unavailable": it failed too often, and is tried again when there are new weights;
+    - "excluded": it gave an invalid response.
     """
 
     def __init__(
@@ -59,188 +61,193 @@ class RemoteServer:
         timeout: float,
         vocab_size: int | None = None,
     ) -> None:
-        self.wire = ServerConnection(url, headers)
-        self.url = self.wire.url
-        self._dialect = api if isinstance(api, ServerAPI) else None
-        self._recognise = None if isinstance(api, ServerAPI) else api
+        """`api` may be a function that chooses the API by the server's reply to /v1/models."""
+        self.connection = ServerConnection(url, headers)
+        self.url = self.connection.url
+        self._api = api if isinstance(api, ServerAPI) else None
+        self._choose_api = None if isinstance(api, ServerAPI) else api
         self.model = model
         self.timeout, self.vocab_size = timeout, vocab_size
-        self.state: State = "coming"
+        self.state: State = "connecting"
         self.problem = ""
         """Why it is not up, as a clause that follows its address."""
         self.failures = 0
-        """Times in a row that it failed."""
-        self.may_return = False
-        """Whether it is out for an answer, and so may be tried again where no other is left."""
-        self.busy = 0
-        """Times in a row that it said "not now"."""
+        """Failures in a row."""
+        self.may_retry = False
+        """Whether it was excluded for a completion, and may be tried again when no other server is left."""
+        self.busy_replies = 0
+        """Busy replies in a row."""
         self.busy_since: float | None = None
-        """When it first did, of these times."""
-        self.resting = False
-        """Whether it is left alone for a moment since it did."""
-        self.room = math.inf
-        """How many answers it takes at once, as far as it has shown by saying "not now"."""
+        """Time of the first of them."""
+        self.backing_off = False
+        """Whether it gets no requests for a moment after a busy reply."""
+        self.capacity = math.inf
+        """How many requests it takes at once, as its busy replies show."""
         self.outstanding = 0
-        """Answers that it has been asked for and has not given."""
+        """Requests that it has not answered yet."""
         self.version: str | None = None
-        """Of the weights it has, as far as is known here."""
+        """Version of its weights, as last reported."""
         self.reload_seconds = 0.0
         self.reading: str | None = None
-        """The directory that it was told to read weights from, until it is seen that it has."""
-        self.unsure = False
-        """Whether it was told to take weights and not seen to have them: it may have some of them, and be paused."""
-        self.renewing = 0
-        """Weights that it is to read before it is asked again."""
-        self.meetings = 0
-        """Times that it came. What was agreed on with it before the last one holds no more."""
+        """The directory that it reads weights from now."""
+        self.update_unconfirmed = False
+        """Whether an update began and was not confirmed: it may hold some new weights, and be paused."""
+        self.pending_reloads = 0
+        """Reloads to finish before it gets requests."""
+        self.connect_count = 0
+        """Times that it was connected. A channel of an earlier connect is useless."""
 
     @property
     def api(self) -> ServerAPI:
-        """How it is spoken to."""
-        assert self._dialect is not None, "it was not met yet"
-        return self._dialect
+        """The API, known after `connect`."""
+        assert self._api is not None, "the server is not connected yet"
+        return self._api
 
-    async def meet(self, weights: Weights | None) -> None:
-        """Find out what it is, and give it the newest weights, before its first request."""
-        if self._dialect is None:
-            assert self._recognise is not None
-            self._dialect = self._recognise(await self._ask_soon("GET", "/v1/models"))
-        await self.api.meet(self._ask_soon)
-        self.meetings += 1
+    async def connect(self, weights: Weights | None) -> None:
+        """Find out its API and model, and give it the newest weights."""
+        if self._api is None:
+            assert self._choose_api is not None
+            self._api = self._choose_api(await self._send_status("GET", "/v1/models"))
+        await self.api.probe(self._send_status)
+        self.connect_count += 1
         if self.model is None:
             self.model = await self._only_model()
         if weights is not None:
-            self.version = await self.told_version()
-            if not self.has(weights) and weights.directory is not None:
+            self.version = await self.fetch_version()
+            if not self.has_weights(weights) and weights.directory is not None:
                 await self.reload(weights)
-        elif await self.api.paused(self._ask_soon):
+        elif await self.api.is_paused(self._send_status):
             raise InvalidResponse(
-                "is paused, as one is that was left in the middle of new weights. Start it again, or have it go on "
-                "(POST /resume) if you know which it has"
+                "is paused, as one is that was left in the middle of new weights. Start it again, or resume it (POST "
+                "/resume) if you know which weights it has"
             )
 
-    def has(self, weights: Weights) -> bool:
-        """Whether it has such weights, whole, as far as is known here."""
-        return self.version == weights.version and not self.unsure
+    def has_weights(self, weights: Weights) -> bool:
+        """Whether it has all of these weights, as far as is known."""
+        return self.version == weights.version and not self.update_unconfirmed
 
-    async def say(self, what: Callable[[ServerAPI, Ask], Awaitable[Result]], *, seconds: float | None = None) -> Result:
-        """What is said to it in its own words. Each request waits as an answer does, or `seconds`."""
+    async def call(
+        self, work: Callable[[ServerAPI, SendRequest], Awaitable[Result]], *, timeout: float | None = None
+    ) -> Result:
+        """Returns what `work` returns, given the API and a function that sends requests with this timeout."""
 
-        async def ask(method: str, path: str, body: Any = None) -> Any:
-            return _told(await self.wire.ask(method, path, body, timeout=seconds or self.timeout))
+        async def send(method: str, path: str, body: Any = None) -> Any:
+            return _read(await self.connection.request(method, path, body, timeout=timeout or self.timeout))
 
-        return await what(self.api, ask)
+        return await work(self.api, send)
 
     async def reload(self, weights: Weights) -> None:
-        """Have it read new weights, and see that it has them."""
+        """Have it read new weights, and check its version and checksum after that."""
         assert weights.directory is not None
-        began = time.perf_counter()
-        expected = weights.sum_up() if self.api.sums else None
-        self.reading, self.unsure = weights.directory, True
+        start = time.perf_counter()
+        expected = weights.checksum() if self.api.reports_checksum else None
+        self.reading, self.update_unconfirmed = weights.directory, True
         try:
-            await self.api.reload(self._ask, weights.directory, weights.version)
-            await self.seen_to_have(weights)
-            if expected is not None and (found := await self.api.checksum(self._ask_soon)) != await expected:
+            await self.api.reload(self._send, weights.directory, weights.version)
+            await self.confirm_version(weights)
+            if expected is not None and (actual := await self.api.weights_checksum(self._send_status)) != (
+                await expected
+            ):
                 raise InvalidResponse(
-                    f"read weights of checksum {found} from {weights.directory}, where there are {await expected}"
+                    f"read weights of checksum {actual} from {weights.directory}, where there are {await expected}"
                 )
         except RequestRefused as error:
             raise InvalidResponse(f"could not read new weights from {weights.directory}: {error}") from error
-        except OSError as error:  # of the files, here
+        except OSError as error:  # from reading the files here
             raise ServerUnavailable(f"could not be compared with {weights.directory}: {error}") from error
         finally:
             self.reading = None
-        self.unsure = False
-        self.reload_seconds = time.perf_counter() - began
+        self.update_unconfirmed = False
+        self.reload_seconds = time.perf_counter() - start
 
-    async def seen_to_have(self, weights: Weights) -> None:
-        """See that it calls its weights as they were called to it."""
-        self.version = await self.told_version()
+    async def confirm_version(self, weights: Weights) -> None:
+        """Check that it reports the version it was given."""
+        self.version = await self.fetch_version()
         if self.version != weights.version:
             raise InvalidResponse(f"says that its weights are {self.version!r} after it was given {weights.version!r}")
 
-    async def answer(self, request: Request) -> Completion:
-        """One answer, with the weights it was sampled with, where that is known."""
+    async def generate(self, request: Request) -> Completion:
+        """Returns one completion, with the version of the weights that sampled it where that is known."""
         assert self.model is not None
-        before = self.version
+        version = self.version
         try:
-            found = await self.api.answer(self._ask, self.model, request)
-        except (AttributeError, LookupError, TypeError, OverflowError) as error:  # JSON, but of another shape
-            raise InvalidResponse(f"gave an answer that cannot be read: {error!r}") from error
+            completion = await self.api.generate(self._send, self.model, request)
+        except (AttributeError, LookupError, TypeError, OverflowError) as error:  # JSON of another shape
+            raise InvalidResponse(f"gave a reply that cannot be read: {error!r}") from error
         except RequestRefused as error:
-            if error.status == MISSING:  # of what it is there for: it may be starting, or has another model
-                raise ServerUnavailable(f"answers with {error}") from error
+            if error.status == NOT_FOUND:  # it may be starting, or has another model
+                raise ServerUnavailable(f"replies with {error}") from error
             raise
-        self._check(found, request)
-        if found.versions or before is None or before != self.version:  # where new ones came in between, nobody knows
-            return found
-        return replace(found, versions=(VersionSpan(before, 0, len(found.tokens)),))
+        self._check(completion, request)
+        if completion.versions or version is None or version != self.version:  # unknown if they changed meanwhile
+            return completion
+        return replace(completion, versions=(VersionSpan(version, 0, len(completion.tokens)),))
 
-    def _check(self, found: Completion, request: Request) -> None:
-        """Refuse an answer that cannot be one to this request."""
-        most = request.sampling.max_new_tokens
-        if len(found.tokens) > most:
-            raise InvalidResponse(f"gave {len(found.tokens)} tokens where at most {most} were asked for")
-        if not found.tokens and not self.api.leaves_out_stops:
-            raise InvalidResponse("gave an answer without a token")
-        least, highest = min(found.tokens, default=0), max(found.tokens, default=0)
-        if least < 0 or (self.vocab_size is not None and highest >= self.vocab_size):
-            wrong, size = least if least < 0 else highest, self.vocab_size
-            known = "" if size is None else f": that goes from 0 to {size - 1}"
-            raise InvalidResponse(f"gave token {wrong}, which is not in the vocabulary{known}")
-        if (logprob := max((*found.logprobs, *found.sampled_logprobs), default=0.0)) > POSITIVE:
+    def _check(self, completion: Completion, request: Request) -> None:
+        """Refuse a completion that cannot belong to this request."""
+        limit = request.sampling.max_new_tokens
+        if len(completion.tokens) > limit:
+            raise InvalidResponse(f"gave {len(completion.tokens)} tokens where at most {limit} were requested")
+        if not completion.tokens and not self.api.omits_stop_tokens:
+            raise InvalidResponse("gave a completion without a token")
+        lowest, highest = min(completion.tokens, default=0), max(completion.tokens, default=0)
+        if lowest < 0 or (self.vocab_size is not None and highest >= self.vocab_size):
+            wrong, size = lowest if lowest < 0 else highest, self.vocab_size
+            bounds = "" if size is None else f": that goes from 0 to {size - 1}"
+            raise InvalidResponse(f"gave token {wrong}, which is not in the vocabulary{bounds}")
+        if (logprob := max((*completion.logprobs, *completion.sampled_logprobs), default=0.0)) > LOGPROB_ROUNDING:
             raise InvalidResponse(f"gave a log-prob of {logprob:g}, but none is above 0")
 
-    async def told_version(self) -> str | None:
-        """What it calls its weights."""
-        return await self.api.version(self._ask_soon)
+    async def fetch_version(self) -> str | None:
+        """Returns the version of its weights, as it reports it."""
+        return await self.api.weights_version(self._send_status)
 
-    async def longest(self) -> int | None:
-        """The most tokens, prompt and answer together, that it takes; None where it does not say."""
+    async def max_length(self) -> int | None:
+        """Returns the most tokens of prompt and completion together; None where it does not report it."""
         assert self.model is not None
-        return await self.api.longest(self._ask_soon, self.model)
+        return await self.api.max_length(self._send_status, self.model)
 
-    async def drawback(self, *, tied_head: bool, sent: bool) -> str:
-        """Why new weights of such a model would not all be used; empty where they would."""
-        if sent and not self.api.receives:
-            return f"speaks {self.api.name}, which takes no weights over the network. Use rollout.sync: disk"
-        return await self.api.drawback(self._ask, tied_head=tied_head, sent=sent)
+    async def update_problem(self, *, tied_head: bool, over_network: bool) -> str:
+        """Returns why it would not use all new weights of such a model, as a clause; empty if it would."""
+        if over_network and not self.api.can_receive:
+            return f"is {self.api.name}, which takes no weights over the network. Use rollout.sync: disk"
+        return await self.api.update_problem(self._send, tied_head=tied_head, over_network=over_network)
 
     async def _only_model(self) -> str:
-        names = await self.api.models(self._ask_soon)
+        names = await self.api.model_names(self._send_status)
         if len(names) != 1:
-            raise InvalidResponse(f"serves {', '.join(names) or 'no model'}; say which of them in rollout.model")
+            raise InvalidResponse(f"serves {', '.join(names) or 'no model'}; name one of them in rollout.model")
         return names[0]
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        return _told(await self.wire.ask(method, path, body, timeout=self.timeout))
+    async def _send(self, method: str, path: str, body: Any = None) -> Any:
+        return _read(await self.connection.request(method, path, body, timeout=self.timeout))
 
-    async def _ask_soon(self, method: str, path: str, body: Any = None) -> Any:
-        return _told(await self.wire.ask(method, path, body, timeout=min(self.timeout, CHECKED_WITHIN)))
+    async def _send_status(self, method: str, path: str, body: Any = None) -> Any:
+        return _read(await self.connection.request(method, path, body, timeout=min(self.timeout, STATUS_TIMEOUT)))
 
 
-def _told(reply: Reply) -> Any:
-    """What a reply says, by its status."""
+def _read(reply: Reply) -> Any:
+    """Returns the JSON of a successful reply. Raises the error that belongs to another status."""
     if 200 <= reply.status < 300:
         return reply.json()
     problem = f"status {reply.status}: {_message(reply)}"
-    after = reply.headers.get("retry-after", "")
-    seconds = float(after) if after.isdigit() else 0.0
+    retry_after = reply.headers.get("retry-after", "")
+    seconds = float(retry_after) if retry_after.isdigit() else 0.0
     if reply.status == BUSY:
-        raise ServerBusy(f"answers with {problem}", seconds)
-    if reply.status in PASSING:
-        raise ServerUnavailable(f"answers with {problem}", seconds)
+        raise ServerBusy(f"replies with {problem}", seconds)
+    if reply.status in TEMPORARY:
+        raise ServerUnavailable(f"replies with {problem}", seconds)
     if reply.status in REFUSED:
         raise RequestRefused(problem, reply.status)
-    raise InvalidResponse(f"answers with {problem}")
+    raise InvalidResponse(f"replies with {problem}")
 
 
 def _message(reply: Reply) -> str:
-    """What the server says went wrong, on one line."""
+    """Returns the server's error message on one line."""
     text = reply.body[:2000].decode(errors="replace").strip()
     try:
-        stated = reply.json()
-        found = next((stated[name] for name in ("error", "message", "detail") if name in stated), text)
-        return " ".join(str(found.get("message", found) if isinstance(found, dict) else found).split())
+        body = reply.json()
+        message = next((body[name] for name in ("error", "message", "detail") if name in body), text)
+        return " ".join(str(message.get("message", message) if isinstance(message, dict) else message).split())
     except (InvalidResponse, AttributeError, TypeError):
-        return " ".join(text.split()) or "nothing more was said"
+        return " ".join(text.split()) or "no message"

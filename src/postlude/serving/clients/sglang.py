@@ -1,25 +1,25 @@
-"""SGLang: /generate. Written to its documented protocol; no SGLang server was at hand to run it against."""
+"""SGLang: /generate. Written to its documented protocol; it was not run against an SGLang server."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from postlude.generate.protocol import Completion, Request
-from postlude.serving.clients.api import Ask, ServerAPI, completion
+from postlude.serving.clients.api import SendRequest, ServerAPI, make_completion
 from postlude.serving.clients.openai import NO_PENALTIES
 from postlude.serving.errors import InvalidResponse, RequestRefused
 
 
 class SGLangAPI(ServerAPI):
-    """One SGLang server."""
+    """The API of an SGLang server."""
 
     name = "sglang"
-    reloads = True
+    can_reload = True
 
-    async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
-        """One answer."""
+    async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
+        """Returns one completion."""
         sampling = request.sampling
-        drawn: dict[str, Any] = {
+        params: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k or -1,
@@ -30,43 +30,39 @@ class SGLangAPI(ServerAPI):
             "sampling_seed": request.seed,
             **NO_PENALTIES,
         }
-        drawn |= {"stop": list(sampling.stop)} if sampling.stop else {}
-        drawn |= {"stop_token_ids": list(sampling.stop_tokens)} if sampling.stop_tokens else {}
-        body = {"input_ids": list(request.prompt), "sampling_params": drawn, "return_logprob": True}
-        return _completion(await ask("POST", "/generate", body))
+        params |= {"stop": list(sampling.stop)} if sampling.stop else {}
+        params |= {"stop_token_ids": list(sampling.stop_tokens)} if sampling.stop_tokens else {}
+        body = {"input_ids": list(request.prompt), "sampling_params": params, "return_logprob": True}
+        return _completion(await send("POST", "/generate", body))
 
-    async def version(self, ask: Ask) -> str | None:
-        """What it calls its weights: "default" until it is told."""
+    async def weights_version(self, send: SendRequest) -> str | None:
+        """Returns the name of its weights: "default" until a reload names them."""
         try:
-            found = await ask("GET", "/weight_version")
-        except RequestRefused:  # the name it had before
-            found = await ask("GET", "/get_weight_version")
-        return str(found["weight_version"] if isinstance(found, dict) else found)
+            reply = await send("GET", "/weight_version")
+        except RequestRefused:  # the path of older versions
+            reply = await send("GET", "/get_weight_version")
+        return str(reply["weight_version"] if isinstance(reply, dict) else reply)
 
-    async def reload(self, ask: Ask, directory: str, version: str) -> None:
-        """Answers in flight go back to the queue, and on from what they have with the new weights.
+    async def reload(self, send: SendRequest, directory: str, version: str) -> None:
+        """Load weights. Running completions return to the queue and continue with the new weights.
 
-        Where that fails it stays paused: which weights it has then, nobody knows.
+        The server stays paused if this fails, since it may hold some of the new weights.
         """
-        await ask("POST", "/pause_generation", {"mode": "retract"})
-        told = await ask(
-            "POST",
-            "/update_weights_from_disk",
-            {"model_path": directory, "weight_version": version, "flush_cache": True},
-        )
-        if not (isinstance(told, dict) and told.get("success")):
-            raise InvalidResponse(
-                f"did not take new weights: {told.get('message') if isinstance(told, dict) else told}"
-            )
-        await ask("POST", "/continue_generation", {})
+        await send("POST", "/pause_generation", {"mode": "retract"})
+        body = {"model_path": directory, "weight_version": version, "flush_cache": True}
+        reply = await send("POST", "/update_weights_from_disk", body)
+        if not (isinstance(reply, dict) and reply.get("success")):
+            message = reply.get("message") if isinstance(reply, dict) else reply
+            raise InvalidResponse(f"did not take new weights: {message}")
+        await send("POST", "/continue_generation", {})
 
 
-def _completion(answer: Any) -> Completion:
+def _completion(reply: Any) -> Completion:
     try:
-        meta = answer["meta_info"]
-        pairs = meta["output_token_logprobs"]  # [log-prob, id, text or None] of each
+        meta = reply["meta_info"]
+        pairs = meta["output_token_logprobs"]  # [log-prob, id, text or None] of each token
         logprobs, tokens = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         reason = meta["finish_reason"]["type"]
     except (KeyError, TypeError, IndexError) as error:
-        raise InvalidResponse(f"gave an answer without token ids or log-probs at /generate: {error!r}") from error
-    return completion(tokens, logprobs, reason, answer.get("text"))
+        raise InvalidResponse(f"gave a completion without token ids or log-probs at /generate: {error!r}") from error
+    return make_completion(tokens, logprobs, reason, reply.get("text"))

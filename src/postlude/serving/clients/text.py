@@ -1,4 +1,4 @@
-"""Servers of text alone, such as `transformers serve`: taken where nothing better is there, and asked for by name."""
+"""Text-only servers, such as `transformers serve`. Used only where `api="text"` asks for it."""
 
 from __future__ import annotations
 
@@ -8,92 +8,98 @@ from typing import Any, Protocol
 
 from postlude.generate.protocol import Completion, FinishReason, Request
 from postlude.generate.stop_strings import Detokenizer
-from postlude.serving.clients.api import FINISH, Ask, ServerAPI
-from postlude.serving.clients.openai import PATH, only_choice, sampling_words
+from postlude.serving.clients.api import FINISH_REASONS, SendRequest, ServerAPI
+from postlude.serving.clients.openai import COMPLETIONS, only_choice
 from postlude.serving.errors import InvalidResponse
 
 TRANSFORMERS_SERVE: Mapping[str, Any] = MappingProxyType({"generation_config": '{"do_sample": true, "top_k": 0}'})
-"""The `extra` with which `transformers serve` samples from the whole vocabulary.
+"""The `extra` fields with which `transformers serve` samples from the whole vocabulary.
 
-Without it a temperature above 0 is taken but not used, unless the model's own generation_config.json samples, and then
-from the likeliest 50 tokens.
+Without them it ignores the temperature, unless the model's generation_config.json samples; then it uses top-k 50.
 """
 
 
 class Tokenizer(Detokenizer, Protocol):
-    """The part of a transformers tokenizer that stands between token ids and a server of text."""
+    """The part of a transformers tokenizer that converts between token ids and text."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
-        """Tokens of text, with those that begin or end every text unless told otherwise."""
+        """Returns the tokens of text, with the special tokens at its ends unless told otherwise."""
         ...
 
 
 class TextAPI(ServerAPI):
-    """Text goes both ways, by the tokenizer of the served model. Then
+    """Sends and receives text, with the tokenizer of the served model. Then
 
-    - a prompt's text must encode to just its tokens, or it is refused;
-    - `Completion.tokens` are the answer's text encoded, which may be other tokens than those that were sampled;
-    - where the server says "stop", the tokenizer's end-of-sequence token is added. `SamplingParams.stop` and
-    `stop_tokens`
-      are refused, since the server does not say which of them ended an answer;
-    - `Completion.logprobs` and `sampled_logprobs` are empty, since nobody knows them. Compute them with the trainer.
+    - a prompt whose text does not encode to exactly its tokens is refused;
+    - `Completion.tokens` are the encoded text, which may differ from the tokens that were sampled;
+    - the tokenizer's end-of-sequence token is added where the finish reason is "stop". `SamplingParams.stop` and
+      `stop_tokens` are refused, since the server does not report which one ended a completion;
+    - `Completion.logprobs` and `sampled_logprobs` are empty. Compute them with the trainer.
 
-    `transformers serve` samples at a temperature with `extra=TRANSFORMERS_SERVE`. It knows no top-k, min-p or
-    ignore_eos, and refuses them. Its seed is the whole server's and is set when a request arrives, so the same seeds
-    give the same answers only one request at a time. Start it without `--continuous-batching`, which keeps the first
-    request's temperature for all.
+    `transformers serve` samples at a temperature with `extra=TRANSFORMERS_SERVE`. It refuses top-k, min-p and
+    ignore_eos. Its seed belongs to the whole server, so equal seeds give equal completions only with one request at a
+    time. Start it without `--continuous-batching`, which uses the first request's temperature for all.
     """
 
     name = "text"
-    leaves_out_stops = True
+    omits_stop_tokens = True
 
     def __init__(self, tokenizer: Tokenizer, extra: Mapping[str, Any] | None = None) -> None:
         if tokenizer.eos_token_id is None:
-            raise ValueError("text_only's tokenizer has no eos_token_id to end answers with; set its eos_token.")
+            raise ValueError("text_only's tokenizer has no eos_token_id to end completions with; set its eos_token.")
         self.tokenizer, self.extra = tokenizer, dict(extra or {})
 
-    async def meet(self, ask: Ask) -> None:
-        """It may have no list of models; its first answer shows that it is there."""
+    async def probe(self, send: SendRequest) -> None:
+        """Do nothing: the server may have no list of models."""
 
-    async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
-        """One answer."""
+    async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
+        """Returns one completion."""
         sampling = request.sampling
         if sampling.stop or sampling.stop_tokens:
             raise ValueError(
-                f"a request has stop={sampling.stop!r} and stop_tokens={sampling.stop_tokens!r}, but a server of text "
-                "does not say which of them ended an answer. Leave both empty, or use a server of token ids."
+                f"a request has stop={sampling.stop!r} and stop_tokens={sampling.stop_tokens!r}, but a text-only "
+                "server does not report which of them ended a completion. Leave both empty, or use a server that "
+                "returns token ids."
             )
-        prompt = _written(self.tokenizer, list(request.prompt))
-        body = {"model": model, "prompt": prompt, **sampling_words(sampling), "seed": request.seed}
-        answer = await ask("POST", PATH, body | self.extra)
-        choice = only_choice(answer)
-        read = (answer.get("usage") or {}).get("prompt_tokens", len(request.prompt))
-        if read != len(request.prompt):
+        optional = {"top_k": sampling.top_k, "min_p": sampling.min_p, "ignore_eos": sampling.ignore_eos}
+        body = {
+            "model": model,
+            "prompt": _prompt_text(self.tokenizer, list(request.prompt)),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **{name: value for name, value in optional.items() if value},
+            "seed": request.seed,
+        }
+        reply = await send("POST", COMPLETIONS, body | self.extra)
+        choice = only_choice(reply)
+        prompt_tokens = (reply.get("usage") or {}).get("prompt_tokens", len(request.prompt))
+        if prompt_tokens != len(request.prompt):
             raise InvalidResponse(
-                f"read {read} tokens in a prompt that has {len(request.prompt)}; give text_only the tokenizer of the "
-                "served model"
+                f"read {prompt_tokens} tokens in a prompt that has {len(request.prompt)}; give text_only the tokenizer "
+                "of the served model"
             )
         if not isinstance(choice.get("text"), str):
             raise InvalidResponse("gave no text; a server of /v1/completions is needed")
-        if choice.get("finish_reason") not in FINISH:
-            raise InvalidResponse(f"ended an answer for the reason {choice.get('finish_reason')!r}, not stop or length")
-        return _encoded(self.tokenizer, choice["text"], FINISH[choice["finish_reason"]])
+        reason = str(choice.get("finish_reason"))
+        if reason not in FINISH_REASONS:
+            raise InvalidResponse(f"ended a completion for the reason {reason!r}, not stop or length")
+        return _encoded(self.tokenizer, choice["text"], FINISH_REASONS[reason])
 
 
-def _written(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """The text that becomes just these tokens where the server encodes it."""
-    for begun in (0, 1):  # a tokenizer may begin every text with a token that must not be written then
-        text = tokenizer.decode(prompt[begun:], skip_special_tokens=False)
+def _prompt_text(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """Returns the text that the server encodes to exactly these tokens."""
+    for skipped in (0, 1):  # a tokenizer may add a token at the beginning, which must not be in the text
+        text = tokenizer.decode(prompt[skipped:], skip_special_tokens=False)
         if list(tokenizer.encode(text)) == prompt:
             return text
     raise ValueError(
-        f"a prompt has {len(prompt)} tokens that its text does not encode to, so a server of text would read another "
-        "prompt. Encode prompts with text_only's tokenizer, or use a server of token ids."
+        f"a prompt has {len(prompt)} tokens that its text does not encode to, so a text-only server would read another "
+        "prompt. Encode prompts with text_only's tokenizer, or use a server that takes token ids."
     )
 
 
 def _encoded(tokenizer: Tokenizer, text: str, reason: FinishReason) -> Completion:
-    """An answer known by its text alone, without log-probs."""
     tokens = list(tokenizer.encode(text, add_special_tokens=False))
     if reason == "stop" and tokenizer.eos_token_id is not None:
         tokens.append(tokenizer.eos_token_id)

@@ -1,6 +1,6 @@
-"""vLLM: /v1/completions, or /inference/v1/generate where it is open, which tells the weights of every token.
+"""vLLM: /v1/completions, or /inference/v1/generate where it is open, which reports the weights of every token.
 
-New weights need `VLLM_SERVER_DEV_MODE=1` in the server's environment, the other path `--enable-scale-out`.
+New weights need `VLLM_SERVER_DEV_MODE=1` in the server's environment, the second path `--enable-scale-out`.
 """
 
 from __future__ import annotations
@@ -10,151 +10,150 @@ from dataclasses import replace
 from typing import Any
 
 from postlude.generate.protocol import Completion, Request, VersionSpan
-from postlude.serving.clients.api import Ask, TensorSpecs, completion
-from postlude.serving.clients.openai import OpenAIAPI, all_sampling_words, only_choice
+from postlude.serving.clients.api import SendRequest, TensorSpecs, make_completion
+from postlude.serving.clients.openai import OpenAIAPI, only_choice, sampling_fields
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerUnavailable
 
 GENERATE = "/inference/v1/generate"
-OTHER_WAYS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n")  # of vLLM's, for trainers that know them
+OTHER_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n")  # vLLM's other ways to transfer weights
 SEND_BYTES = 1 << 30
-"""The most that one broadcast of new weights carries, unless one tensor alone is more."""
+"""The most bytes of one broadcast of new weights, unless a single tensor has more."""
 
 
 class VLLMAPI(OpenAIAPI):
-    """One vLLM server."""
+    """The API of a vLLM server."""
 
     name = "vllm"
-    reloads = True
-    receives = True
-    hashes = True
+    can_reload = True
+    can_receive = True
+    reports_hashes = True
 
     def __init__(self, extra: Mapping[str, Any] | None = None) -> None:
         super().__init__(extra)
-        self.by_tokens = False  # whether it has GENERATE
+        self.has_generate = False  # whether it has GENERATE
 
-    async def meet(self, ask: Ask) -> None:
-        """Whether it has the path of token ids: what it says to an empty request tells."""
-        await ask("GET", "/v1/models")
+    async def probe(self, send: SendRequest) -> None:
+        """Learn from the reply to an empty request whether it has GENERATE."""
+        await send("GET", "/v1/models")
         try:
-            await ask("POST", GENERATE, {})
+            await send("POST", GENERATE, {})
         except RequestRefused as refused:
-            self.by_tokens = "status 404" not in str(refused)
+            self.has_generate = "status 404" not in str(refused)
 
-    async def answer(self, ask: Ask, model: str, request: Request) -> Completion:
-        """One answer. Texts that end an answer are known to /v1/completions alone."""
-        if not self.by_tokens or request.sampling.stop:
-            return await super().answer(ask, model, request)
-        drawn = all_sampling_words(request.sampling) | {"seed": request.seed, "logprobs": 0, "detokenize": False}
-        body = {"model": model, "token_ids": list(request.prompt), "sampling_params": drawn, "stream": False}
-        return _completion(only_choice(await ask("POST", GENERATE, body)))
+    async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
+        """Returns one completion. Only /v1/completions takes stop strings."""
+        if not self.has_generate or request.sampling.stop:
+            return await super().generate(send, model, request)
+        params = sampling_fields(request.sampling) | {"seed": request.seed, "logprobs": 0, "detokenize": False}
+        body = {"model": model, "token_ids": list(request.prompt), "sampling_params": params, "stream": False}
+        return _completion(only_choice(await send("POST", GENERATE, body)))
 
-    async def version(self, ask: Ask) -> str | None:
-        """What it calls its weights: "default" until it is told."""
+    async def weights_version(self, send: SendRequest) -> str | None:
+        """Returns the name of its weights: "default" until an update names them."""
         try:
-            return str((await ask("GET", "/weight_info"))["weight_version"])
+            return str((await send("GET", "/weight_info"))["weight_version"])
         except (RequestRefused, KeyError, TypeError) as error:
             raise InvalidResponse(
-                "does not say which weights it has at /weight_info; start vLLM 0.32 or newer with "
-                "VLLM_SERVER_DEV_MODE=1 in its environment"
+                "does not report its weights at /weight_info; start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1 in "
+                "its environment"
             ) from error
 
-    async def paused(self, ask: Ask) -> bool:
-        """As it says itself."""
+    async def is_paused(self, send: SendRequest) -> bool:
+        """Whether /is_paused says so."""
         try:
-            found = await ask("GET", "/is_paused")
-        except RequestRefused:  # its administration is not open
+            reply = await send("GET", "/is_paused")
+        except RequestRefused:  # the server is not in development mode
             return False
-        return isinstance(found, dict) and found.get("is_paused") is True
+        return isinstance(reply, dict) and reply.get("is_paused") is True
 
-    async def digests(self, ask: Ask) -> Mapping[str, str] | None:
-        """SHA-256 of every parameter of every worker, as they are held: fused, cut, padded."""
-        found = await ask("POST", "/weight_checker", {"action": "checksum"})
-        sums = found.get("checksums") if isinstance(found, dict) else None
-        return {str(name): str(digest) for name, digest in sums.items()} if isinstance(sums, dict) else None
+    async def parameter_hashes(self, send: SendRequest) -> Mapping[str, str] | None:
+        """Returns the SHA-256 of every parameter of every worker, as they are stored: fused, sharded, padded."""
+        reply = await send("POST", "/weight_checker", {"action": "checksum"})
+        hashes = reply.get("checksums") if isinstance(reply, dict) else None
+        return {str(name): str(value) for name, value in hashes.items()} if isinstance(hashes, dict) else None
 
-    async def drawback(self, ask: Ask, *, tied_head: bool, sent: bool) -> str:
-        """On a CPU it packs the head's weights once: one that is tied to the embedding is not packed anew (0.32)."""
-        if not (tied_head or sent):
+    async def update_problem(self, send: SendRequest, *, tied_head: bool, over_network: bool) -> str:
+        """On a CPU, vLLM 0.32 packs the head's weights once and does not update a head tied to the embedding."""
+        if not (tied_head or over_network):
             return ""
         try:
-            told = await ask("GET", "/server_info?config_format=json" if sent else "/server_info")
+            info = await send("GET", "/server_info?config_format=json" if over_network else "/server_info")
         except RequestRefused:
             return ""
-        if sent:
-            return _unready(told)
-        if "device_config=cpu" not in str(told):
+        if over_network:
+            return _transfer_problem(info)
+        if "device_config=cpu" not in str(info):
             return ""
         return (
             "is vLLM on a CPU, which does not renew a head that is tied to the embedding when it reads new weights: "
-            "its answers would be by the old head. Serve on a GPU, train a model with a head of its own, or use "
+            "its completions would use the old head. Serve on a GPU, train a model with an untied head, or use "
             "rollout: native"
         )
 
-    async def reload(self, ask: Ask, directory: str, version: str) -> None:
-        """Answers in flight are kept: what is cached of them is computed anew with the new weights.
+    async def reload(self, send: SendRequest, directory: str, version: str) -> None:
+        """Load weights. Running completions continue, and their caches are computed again.
 
-        Where that fails it stays paused: which weights it has then, nobody knows.
+        The server stays paused if this fails, since it may hold some of the new weights.
         """
-        await self._pause(ask)
-        await ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
-        await self._forget(ask)
-        await ask("POST", "/update_weight_version", {"new_version": version})
-        await ask("POST", "/resume")
+        await self._pause(send)
+        await send("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
+        await self._clear_caches(send)
+        await send("POST", "/update_weight_version", {"new_version": version})
+        await send("POST", "/resume")
 
-    async def workers(self, ask: Ask) -> int:
-        """Over tensor, pipeline and data parallelism together."""
+    async def worker_count(self, send: SendRequest) -> int:
+        """Returns the number of workers over tensor, pipeline and data parallelism together."""
         try:
-            return int((await ask("GET", "/get_world_size"))["world_size"])
+            return int((await send("GET", "/get_world_size"))["world_size"])
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidResponse("does not say at /get_world_size how many workers it has") from error
+            raise InvalidResponse("does not report at /get_world_size how many workers it has") from error
 
-    async def join(self, ask: Ask, info: Mapping[str, Any], workers: int) -> None:
-        """As ranks 1 and on. A channel that it may still have is let go first, and an update that was left open ended.
+    async def join_channel(self, send: SendRequest, info: Mapping[str, Any], workers: int) -> None:
+        """Join as ranks 1 and up. First close an earlier channel, and finish an update that was left open.
 
-        What that leaves half new is never used: it is paused, and all weights follow.
+        Weights that such an update left half new are never used: the server is paused, and all weights follow.
         """
         try:
-            await ask("POST", "/shutdown_weight_transfer_engine")
+            await send("POST", "/shutdown_weight_transfer_engine")
         except ServerUnavailable:
-            await ask("POST", "/finish_weight_update")
-            await ask("POST", "/shutdown_weight_transfer_engine")
+            await send("POST", "/finish_weight_update")
+            await send("POST", "/shutdown_weight_transfer_engine")
         packed = {"packed": True, "packed_buffer_size_bytes": SEND_BYTES, "packed_num_buffers": 2}
-        joined = {**info, "rank_offset": 1, "world_size": workers + 1, **packed}
-        await ask("POST", "/init_weight_transfer_engine", {"init_info": joined})
+        init_info = {**info, "rank_offset": 1, "world_size": workers + 1, **packed}
+        await send("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
-    async def begin(self, ask: Ask) -> None:
-        """Answers in flight are kept from here to `finish`."""
-        await self._pause(ask)
-        await ask("POST", "/start_weight_update")
+    async def begin_update(self, send: SendRequest) -> None:
+        """Pause running completions until `finish_update`."""
+        await self._pause(send)
+        await send("POST", "/start_weight_update")
 
-    async def take(self, ask: Ask, tensors: TensorSpecs) -> None:
-        """One broadcast: a send is no longer than `SEND_BYTES`, or is one tensor."""
-        told = {"names": tensors.names, "dtype_names": tensors.dtypes, "shapes": tensors.shapes}
-        await ask("POST", "/update_weights", {"update_info": told})
+    async def receive_tensors(self, send: SendRequest, specs: TensorSpecs) -> None:
+        """Receive one broadcast: at most `SEND_BYTES`, or one tensor."""
+        update = {"names": specs.names, "dtype_names": specs.dtypes, "shapes": specs.shapes}
+        await send("POST", "/update_weights", {"update_info": update})
 
-    async def finish(self, ask: Ask, version: str) -> None:
-        """What is cached of answers in flight is computed anew. One that failed before stays paused: it is half new."""
-        await ask("POST", "/finish_weight_update", {"weight_version": version})
-        await self._forget(ask)
-        await ask("POST", "/resume")
+    async def finish_update(self, send: SendRequest, version: str) -> None:
+        """Compute the caches of running completions again and resume."""
+        await send("POST", "/finish_weight_update", {"weight_version": version})
+        await self._clear_caches(send)
+        await send("POST", "/resume")
 
-    async def _pause(self, ask: Ask) -> None:
-        await ask("POST", "/pause?mode=keep&clear_cache=false")
+    async def _pause(self, send: SendRequest) -> None:
+        await send("POST", "/pause?mode=keep&clear_cache=false")
 
-    async def _forget(self, ask: Ask) -> None:
-        cleared = await ask("POST", "/reset_prefix_cache?reset_running_requests=true")
-        if isinstance(cleared, dict) and cleared.get("success") is False:
-            raise InvalidResponse("kept what it had cached with older weights")
+    async def _clear_caches(self, send: SendRequest) -> None:
+        reply = await send("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise InvalidResponse("kept caches of older weights")
 
 
-def _unready(told: Any) -> str:
-    """Why it would take no weights over the network, by what it says of how it was started."""
+def _transfer_problem(info: Any) -> str:
+    """Returns why the server cannot receive weights over the network, by its reported config."""
     try:
-        config = told["vllm_config"]
-        backend = (config["weight_transfer_config"] or {}).get("backend")
+        backend = (info["vllm_config"]["weight_transfer_config"] or {}).get("backend")
     except (KeyError, TypeError, AttributeError):
-        return ""  # it is newer or older, and says it in other words
-    if backend is not None and backend not in OTHER_WAYS:
+        return ""  # another version of vLLM reports it differently
+    if backend is not None and backend not in OTHER_BACKENDS:
         return ""
     return (
         f"was started with {backend or 'nothing'} for weights over the network. Start vLLM on GPUs with "
@@ -165,9 +164,9 @@ def _unready(told: Any) -> str:
 def _completion(choice: Mapping[str, Any]) -> Completion:
     try:
         tokens = choice["token_ids"]
-        logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice.get("weight_versions") or ()
-        versions = tuple(VersionSpan(str(each["version"]), int(each["start"]), int(each["end"])) for each in spans)
+        versions = tuple(VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in spans)
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidResponse(f"gave an answer without token ids or log-probs at {GENERATE}: {error!r}") from error
-    return replace(completion(tokens, logprobs, choice.get("finish_reason")), versions=versions)
+        raise InvalidResponse(f"gave a completion without token ids or log-probs at {GENERATE}: {error!r}") from error
+    return replace(make_completion(tokens, logprobs, choice.get("finish_reason")), versions=versions)

@@ -1,1 +1,1 @@
-"""Starting inference servers and keeping them running. Start at `supervisor.py`."""
+"""Starting servers on this machine or another, and restarting the ones that end."""

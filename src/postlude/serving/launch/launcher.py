@@ -1,8 +1,6 @@
-"""Where servers are started (`ServerLauncher`): this machine (`LocalLauncher`), or others.
+"""ServerLauncher: starts a `ServerCommand` on some machine. `LocalLauncher` starts it on this one.
 
-What is started is a `ServerCommand`.
-
-Of others than Postlude it needs the standard library alone, as it may have to be at hand on other machines.
+Besides postlude.world it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -19,35 +17,35 @@ from typing import Any, Protocol
 from postlude.world.ports import ReservedPort
 
 WATCHDOG = Path(__file__).with_name("watchdog.py")
-STOPPED_WITHIN = 10.0  # seconds
-TAIL = 6  # lines of a log that a sentence shows
-CAUSE = re.compile(r"(?:^|\] )(\w*(?:Error|Exception): .+)")  # by itself, or behind what a logger puts before it
-A_RANKS = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+STOP_TIMEOUT = 10.0  # seconds
+TAIL_LINES = 6  # of a log, shown in an error
+ERROR_LINE = re.compile(r"(?:^|\] )(\w*(?:Error|Exception): .+)")  # alone, or behind a logger's prefix
+RANK_VARIABLES = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """A server to start: how, and what it needs. It can be sent to another machine."""
+    """How to start a server, and what it needs. It can be pickled and sent to another machine."""
 
     command: tuple[str, ...]
-    """In which {host} and {port} stand for where it is to listen."""
+    """The command line. {host} and {port} stand for the address to listen at."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Beside what the machine has already. It may hold keys, so nothing shows it."""
+    """Added to the machine's environment. It may hold keys, so it is not shown."""
     cpus: float = 1.0
     gpus: float = 0.0
-    """Those that it has for itself; with none it sees what whoever starts it sees."""
+    """GPUs that it has to itself; with 0 it sees those of the process that starts it."""
     start_timeout: float = 600.0
-    """Seconds in which it answers at /health, or never will."""
-    told: tuple[tuple[str, Any], ...] = ()
-    """What it is told when it is ready: paths, and what is posted there."""
+    """Seconds until it must reply at /health."""
+    setup_requests: tuple[tuple[str, Any], ...] = ()
+    """Paths and bodies that are posted once it is ready."""
     key: str = field(default="", repr=False)
-    """What it wants to be shown with every request (`Authorization: Bearer KEY`); it knows it by its environment, where
-    a list of processes does not show it. Empty where it wants none."""
-    guarded: str = ""
-    """A path that must not be answered without the key."""
+    """The key of every request (`Authorization: Bearer KEY`); empty for none. The server reads it from its environment,
+    where a process list does not show it."""
+    protected_path: str = ""
+    """A path that must not reply without the key."""
 
-    def words(self, host: str, port: int) -> list[str]:
-        """The command for one address."""
+    def arguments(self, host: str, port: int) -> list[str]:
+        """Returns the command line for one address."""
         return [word.replace("{host}", host).replace("{port}", str(port)) for word in self.command]
 
 
@@ -55,73 +53,74 @@ class ServerProcess(Protocol):
     """A server that was started."""
 
     url: str
-    """Its address; empty until it has a place."""
+    """Its address; empty until it has a machine."""
 
-    def ended(self) -> str | None:
-        """Why it does not run any more, as a clause that follows its address; None while it does."""
+    def exit_reason(self) -> str | None:
+        """Returns why it ended, as a clause that follows its address; None while it runs."""
         ...
 
     def stop(self) -> None:
-        """End it, if it has not ended. What it had can then be given to another."""
+        """Stop it, and free its resources."""
         ...
 
 
 class ServerLauncher(Protocol):
-    """Somewhere to start servers."""
+    """Starts servers."""
 
-    def start(self, program: ServerCommand) -> ServerProcess:
-        """Start one, without waiting until it is ready."""
+    def start(self, command: ServerCommand) -> ServerProcess:
+        """Start a server without waiting until it is ready."""
         ...
 
 
 class LocalLauncher:
-    """This machine. Each server is a process that ends with this one, whatever ends it, and writes to `logs`/N.log.
+    """Starts servers on this machine. They end with this process, however it ends, and write to `logs`/N.log.
 
-    `devices` are the GPUs to give out, as CUDA_VISIBLE_DEVICES names them. `host` is this machine's address for those
-    who ask; by itself it is reached from this machine alone.
+    `devices` are the GPUs to use, as CUDA_VISIBLE_DEVICES names them. `host` is the address to listen at; the default
+    is reached from this machine only.
     """
 
     def __init__(self, logs: Path, devices: Sequence[str] = (), host: str = "127.0.0.1") -> None:
         self.logs, self.devices, self.host = logs, list(devices), host
         self._started = 0
-        self._running: list[_Process] = []
+        self._running: list[_LocalProcess] = []
 
-    def start(self, program: ServerCommand) -> ServerProcess:
-        """Start one at a port that is free."""
-        self._running = [each for each in self._running if not each.stopped]
-        taken = {device for each in self._running for device in each.devices}
-        free = [device for device in self.devices if device not in taken]
-        count = int(program.gpus)
-        if count != program.gpus or count > len(free):
+    def start(self, command: ServerCommand) -> ServerProcess:
+        """Start a server at a free port."""
+        self._running = [process for process in self._running if not process.stopped]
+        used = {device for process in self._running for device in process.devices}
+        free = [device for device in self.devices if device not in used]
+        count = int(command.gpus)
+        if count != command.gpus or count > len(free):
             raise ValueError(
-                f"a server wants {program.gpus:g} GPUs, but {len(free)} are free here of those that the trainer leaves "
+                f"a server wants {command.gpus:g} GPUs, but {len(free)} are free here of those that the trainer leaves "
                 f"({', '.join(self.devices) or 'none'}). Give rollout.gpus a whole number, or start fewer."
             )
-        given = {"CUDA_VISIBLE_DEVICES": ",".join(free[:count])} if count else {}
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(free[:count])} if count else {}
+        inherited = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.fullmatch(name)}
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{self._started}.log"
         self._started += 1
         port = ReservedPort(self.host)
-        command = [sys.executable, "-I", str(WATCHDOG), str(os.getpid()), *program.words(self.host, port.number)]
+        arguments = [sys.executable, "-I", str(WATCHDOG), str(os.getpid()), *command.arguments(self.host, port.number)]
         try:
-            with log.open("w") as written:
+            with log.open("w") as output:
                 process = subprocess.Popen(
-                    command,
+                    arguments,
                     stdin=subprocess.DEVNULL,
-                    stdout=written,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**_surroundings(), **program.environment, **given},
+                    env={**inherited, **command.environment, **visible},
                     start_new_session=True,
                 )
         except BaseException:
             port.release()
             raise
-        self._running.append(_Process(f"http://{self.host}:{port.number}", process, log, free[:count], port))
+        self._running.append(_LocalProcess(f"http://{self.host}:{port.number}", process, log, free[:count], port))
         return self._running[-1]
 
 
-class _Process:
-    """A server of this machine, by the process that keeps it."""
+class _LocalProcess:
+    """A server on this machine; `process` is its watchdog."""
 
     def __init__(
         self, url: str, process: subprocess.Popen[bytes], log: Path, devices: Sequence[str], port: ReservedPort
@@ -129,19 +128,19 @@ class _Process:
         self.url, self.process, self.log, self.devices, self.port = url, process, log, devices, port
         self.stopped = False
 
-    def ended(self) -> str | None:
-        """By its exit code, and the last lines of its log."""
+    def exit_reason(self) -> str | None:
+        """Returns its exit code and the last lines of its log."""
         code = self.process.poll()
         if code is None:
             return None
         how = f"was ended by signal {code - 128}" if code > 128 else f"ended with code {code}"
-        return f"{how}; {tail(self.log)}"
+        return f"{how}; {log_tail(self.log)}"
 
     def stop(self) -> None:
-        """End it."""
+        """Stop it, and release its port and GPUs."""
         self.process.terminate()
         try:
-            self.process.wait(STOPPED_WITHIN)
+            self.process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -149,20 +148,15 @@ class _Process:
         self.stopped = True
 
 
-def tail(log: Path) -> str:
-    """The last lines of a log, as a clause, and the first error in it, if that is further up: those after it follow."""
+def log_tail(log: Path) -> str:
+    """Returns the last lines of a log as a clause, after the first error if that is further up."""
     try:
         text = log.read_text(errors="replace")
-    except OSError as error:  # the run's directory may be gone; who asks has more to say than that
+    except OSError as error:  # the run's directory may be gone
         return f"{log} cannot be read: {error.strerror or error}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return f"{log} is empty"
-    said = f"the last lines of {log}: {' | '.join(line[:200] for line in lines[-TAIL:])}"
-    cause = next(filter(None, map(CAUSE.search, lines[:-TAIL])), None)
-    return f"{cause[1][:400]} ({said})" if cause else said
-
-
-def _surroundings() -> dict[str, str]:
-    """The environment of this process, but for what makes it a rank: a server is none."""
-    return {name: value for name, value in os.environ.items() if not A_RANKS.fullmatch(name)}
+    tail = f"the last lines of {log}: {' | '.join(line[:200] for line in lines[-TAIL_LINES:])}"
+    cause = next(filter(None, map(ERROR_LINE.search, lines[:-TAIL_LINES])), None)
+    return f"{cause[1][:400]} ({tail})" if cause else tail

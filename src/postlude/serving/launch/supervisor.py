@@ -1,4 +1,4 @@
-"""Servers that Postlude starts, and keeps running (`ServerSupervisor`), on some machine (`machine.py`)."""
+"""ServerSupervisor: starts servers, waits until they are ready, and restarts the ones that end."""
 
 from __future__ import annotations
 
@@ -17,186 +17,189 @@ from postlude.serving.errors import ServerError
 from postlude.serving.launch.launcher import ServerCommand, ServerLauncher, ServerProcess
 from postlude.world.ports import is_loopback
 
-LOOKED = 0.2  # seconds between two looks at all servers
-SETTLED = 0.5  # seconds after which it is known why a server is not reached any more, if it has ended
-SAID = 30.0  # seconds without a place for a server after which that is said, again and again
-ANSWERED_WITHIN = 5.0
-NOTICED_WITHIN = 10.0  # seconds after which it is known that a server ended, on a busy machine
-STRAIGHT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know our own addresses
+POLL_SECONDS = 0.2
+EXIT_DELAY = 0.5  # seconds after which the exit of a server that cannot be reached is known
+WARN_SECONDS = 30.0  # between two warnings that a server has no machine yet
+REPLY_TIMEOUT = 5.0
+NOTICE_SECONDS = 10.0  # after which the end of a server is known, on a busy machine
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know our addresses
 LOG = logging.getLogger("postlude")
 
 
 class ServerSupervisor:
-    """`count` servers that are kept running: one that ends is started again, `max_restarts` times each."""
+    """Keeps `count` servers running: one that ends is restarted, up to `max_restarts` times each."""
 
-    def __init__(self, program: ServerCommand, count: int, launcher: ServerLauncher, *, max_restarts: int = 3) -> None:
-        self.program, self.launcher = program, launcher
+    def __init__(self, command: ServerCommand, count: int, launcher: ServerLauncher, *, max_restarts: int = 3) -> None:
+        self.command, self.launcher = command, launcher
         self.restarted = 0
-        """How often a server was started again."""
-        self._places = [_Place(max_restarts) for _ in range(count)]
+        """Restarts so far."""
+        self._slots = [_ServerSlot(max_restarts) for _ in range(count)]
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._say_at = time.monotonic() + SAID
+        self._next_warning = time.monotonic() + WARN_SECONDS
 
     def start(self) -> list[str]:
-        """Start all of them. Returns their addresses when all are ready; one that does not get there is a sentence."""
+        """Start all servers. Returns their addresses when all are ready. Raises `ServerError` if one fails."""
         try:
-            for place in self._places:
-                place.running, place.deadline = self.launcher.start(self.program), self._deadline()
-            while coming := [place for place in self._places if place.deadline is not None]:
-                for place in coming:
-                    if problem := self._problem(place):
-                        raise ServerError(f"{place.name} {problem}.")
-                self._tell_of_places()
-                time.sleep(LOOKED)
+            for slot in self._slots:
+                self._start(slot)
+            while starting := [slot for slot in self._slots if slot.deadline is not None]:
+                for slot in starting:
+                    if problem := self._problem(slot):
+                        raise ServerError(f"{slot.name} {problem}.")
+                self._warn_of_waiting()
+                time.sleep(POLL_SECONDS)
         except BaseException:
             self.close()
             raise
-        return [place.running.url for place in self._places if place.running is not None]
+        return [slot.process.url for slot in self._slots if slot.process is not None]
 
-    def watch(self, engine: GenerationClient) -> None:
-        """From now on tell the engine who leaves and who joins."""
-        self._thread = threading.Thread(target=self._watch, args=(engine,), name="postlude started", daemon=True)
+    def watch(self, client: GenerationClient) -> None:
+        """From now on, restart servers that end, and tell the client."""
+        self._thread = threading.Thread(target=self._watch, args=(client,), name="postlude supervisor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End all of them."""
+        """Stop all servers."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        stopping = [threading.Thread(target=place.running.stop) for place in self._places if place.running is not None]
-        for each in stopping:
-            each.start()
-        for each in stopping:
-            each.join()
+        threads = [threading.Thread(target=slot.process.stop) for slot in self._slots if slot.process is not None]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self.program.start_timeout
+    def _start(self, slot: _ServerSlot) -> None:
+        slot.process = self.launcher.start(self.command)
+        slot.deadline = time.monotonic() + self.command.start_timeout
 
-    def _problem(self, place: _Place) -> str | None:
-        """What befell the server of a place; None if nothing. One that is ready is not waited for any more."""
-        running = place.running
-        assert running is not None
-        if problem := running.ended():
+    def _problem(self, slot: _ServerSlot) -> str | None:
+        """Returns what is wrong with a server; None if nothing. Clears the deadline of one that is ready."""
+        process = slot.process
+        assert process is not None
+        if problem := process.exit_reason():
             return problem
-        if place.deadline is None:
+        if slot.deadline is None:
             return None
-        if running.url and _answers(f"{running.url}/health"):
-            for path, body in self.program.told:
-                if not _answers(f"{running.url}{path}", body, self.program.key):
-                    return f"did not do what it was told at {path}"
-            self._warn_of_open(running.url)
-            place.deadline = None
-        elif time.monotonic() > place.deadline:
-            running.stop()
-            return f"was not ready within {self.program.start_timeout:g} s: it {running.ended()}"
+        if process.url and _replies(f"{process.url}/health"):
+            for path, body in self.command.setup_requests:
+                if not _replies(f"{process.url}{path}", body, self.command.key):
+                    return f"refused the setup request at {path}"
+            self._warn_if_unprotected(process.url)
+            slot.deadline = None
+        elif time.monotonic() > slot.deadline:
+            process.stop()
+            return f"was not ready within {self.command.start_timeout:g} s: it {process.exit_reason()}"
         return None
 
-    def _warn_of_open(self, url: str) -> None:
-        """Say it where a server that other machines reach does as it is told without its key."""
-        guarded = f"{url}{self.program.guarded}"
-        if self.program.guarded and not is_loopback(str(urlsplit(url).hostname)) and _answers(guarded):
-            LOG.warning("%s answers without its key: let no one but the run reach it, or use a newer version.", guarded)
+    def _warn_if_unprotected(self, url: str) -> None:
+        """Warn if a server that other machines can reach ignores its key."""
+        path = f"{url}{self.command.protected_path}"
+        if self.command.protected_path and not is_loopback(str(urlsplit(url).hostname)) and _replies(path):
+            LOG.warning("%s replies without its key: let only the run reach it, or use a newer version.", path)
 
-    def _tell_of_places(self) -> None:
-        """Say now and then how many servers no machine has had room for so far."""
-        count = sum(place.running is not None and not place.running.url for place in self._places)
+    def _warn_of_waiting(self) -> None:
+        """Warn now and then of servers that no machine has room for."""
+        count = sum(slot.process is not None and not slot.process.url for slot in self._slots)
         if not count:
-            self._say_at = time.monotonic() + SAID
-        elif time.monotonic() > self._say_at:
-            self._say_at += SAID
-            cpus, gpus = self.program.cpus, self.program.gpus
-            LOG.warning("%d server(s) wait for a place, of %g CPU(s) and %g GPU(s) each.", count, cpus, gpus)
+            self._next_warning = time.monotonic() + WARN_SECONDS
+        elif time.monotonic() > self._next_warning:
+            self._next_warning += WARN_SECONDS
+            cpus, gpus = self.command.cpus, self.command.gpus
+            LOG.warning("%d server(s) wait for a machine with %g CPU(s) and %g GPU(s) each.", count, cpus, gpus)
 
-    def _watch(self, engine: GenerationClient) -> None:
-        while not self._closing.wait(LOOKED):
-            self._tell_of_places()
-            for place in self._places:
-                if place.running is None or self._closing.is_set():
+    def _watch(self, client: GenerationClient) -> None:
+        while not self._closing.wait(POLL_SECONDS):
+            self._warn_of_waiting()
+            for slot in self._slots:
+                if slot.process is None or self._closing.is_set():
                     continue
-                coming = place.deadline is not None
+                starting = slot.deadline is not None
                 try:
-                    problem = self._problem(place)
-                    if problem is None and (problem := _given_up(engine, place.running.url)):
-                        if self._closing.wait(SETTLED):
+                    problem = self._problem(slot)
+                    if problem is None and (problem := _client_problem(client, slot.process.url)):
+                        if self._closing.wait(EXIT_DELAY):
                             return
-                        problem = self._problem(place) or problem  # that it ended says more, and is known by then
-                except Exception as error:  # of whatever machine it is: the others are watched on
-                    problem = f"cannot be looked after: {error}"
+                        problem = self._problem(slot) or problem  # the exit reason says more, and is known by now
+                except Exception as error:  # from any launcher: the other servers are still watched
+                    problem = f"cannot be watched: {error}"
                 if problem:
-                    self._replace(place, problem, engine, known=not coming)
-                elif coming and place.deadline is None:
-                    engine.join(place.running.url)
+                    self._replace(slot, problem, client, in_use=not starting)
+                elif starting and slot.deadline is None:
+                    client.add_server(slot.process.url)
 
-    def _replace(self, place: _Place, problem: str, engine: GenerationClient, *, known: bool) -> None:
-        """Start another in the place of one that ended, if that was not done too often."""
-        assert place.running is not None
-        name, again = place.name, place.max_restarts > 0
-        what = "Another is started." if again else "It was started again often enough."
-        LOG.warning("%s %s. %s", name, problem, what)
-        if known:
-            engine.leave(place.running.url, problem, another=True)
-        old, place.running = place.running, None
+    def _replace(self, slot: _ServerSlot, problem: str, client: GenerationClient, *, in_use: bool) -> None:
+        """Restart the server of a slot, if it has restarts left."""
+        assert slot.process is not None
+        name, again = slot.name, slot.restarts_left > 0
+        LOG.warning("%s %s. %s", name, problem, "It is restarted." if again else "It has no restarts left.")
+        if in_use:
+            client.remove_server(slot.process.url, problem, replaced=True)
+        old, slot.process = slot.process, None
         try:
             old.stop()
             if again:
-                place.max_restarts -= 1
-                place.running, place.deadline = self.launcher.start(self.program), self._deadline()
+                slot.restarts_left -= 1
+                self._start(slot)
                 self.restarted += 1
                 return
-        except Exception as error:  # of whatever machine it is
-            problem = f"{problem}; another could not be started: {error}"
-        engine.give_up(f"{name} {problem}")
+        except Exception as error:  # from any launcher
+            problem = f"{problem}; it could not be restarted: {error}"
+        client.cancel_expected(f"{name} {problem}")
 
 
 @dataclass
-class _Place:
-    """One of the servers there are to be."""
+class _ServerSlot:
+    """One of the servers to keep running."""
 
-    max_restarts: int
-    running: ServerProcess | None = None
+    restarts_left: int
+    process: ServerProcess | None = None
     deadline: float | None = None
     """When it must be ready; None once it is."""
 
     @property
     def name(self) -> str:
-        """What it is called in sentences."""
-        assert self.running is not None
-        return self.running.url or "a server that was to be started"
+        """The server's name in messages."""
+        assert self.process is not None
+        return self.process.url or "a server that was to be started"
 
 
 class SupervisedClient(GenerationClient):
-    """Answers of servers that are started for it, and end with it."""
+    """A client of servers that are started for it and stop with it."""
 
-    def __init__(self, started: ServerSupervisor, **settings: Any) -> None:
-        self.started = started
-        urls = started.start()
+    def __init__(self, supervisor: ServerSupervisor, **settings: Any) -> None:
+        self.supervisor = supervisor
+        urls = supervisor.start()
         try:
             super().__init__(urls, **settings)
         except BaseException:
-            started.close()
+            supervisor.close()
             raise
-        self.fleet.notice = NOTICED_WITHIN
-        started.watch(self)
+        self.pool.supervisor_delay = NOTICE_SECONDS
+        supervisor.watch(self)
 
     def close(self) -> None:
-        """End the servers, and let go of everything."""
-        self.started.close()
+        """Stop the servers and close the client."""
+        self.supervisor.close()
         super().close()
 
 
-def _given_up(engine: GenerationClient, url: str) -> str | None:
-    """Why a server that runs is not asked any more: it hangs, or answers nonsense."""
-    states = ("gone", "out")
-    return next((each.problem for each in engine.fleet.servers if each.url == url and each.state in states), None)
+def _client_problem(client: GenerationClient, url: str) -> str | None:
+    """Returns why the client gave up a server that runs: it hangs, or gave an invalid response."""
+    given_up = ("unavailable", "excluded")
+    return next(
+        (server.problem for server in client.pool.servers if server.url == url and server.state in given_up), None
+    )
 
 
-def _answers(url: str, body: Any = None, key: str = "") -> bool:
+def _replies(url: str, body: Any = None, key: str = "") -> bool:
+    """Whether the server replies with status 200."""
     data = None if body is None else json.dumps(body).encode()
-    shown = {"Authorization": f"Bearer {key}"} if key else {}
-    asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **shown})
+    authorization = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **authorization})
     try:
-        with STRAIGHT.open(asked, timeout=ANSWERED_WITHIN) as reply:
+        with DIRECT.open(request, timeout=REPLY_TIMEOUT) as reply:
             return bool(reply.status == 200)
     except (OSError, http.client.HTTPException):
         return False

@@ -1,8 +1,7 @@
-"""Beside a server that Postlude started: `python keeper.py PARENT COMMAND …`. It ends the server with us.
+"""`python watchdog.py PARENT COMMAND …`: runs a server, and ends it when the process PARENT ends.
 
-It runs by itself, with the standard library alone. Whatever becomes of the process that started it, also a SIGKILL, the
-server and all that it started are told to end, and killed if they do not; where the server ends first, so does this, by
-the same code.
+It needs the standard library only. However the parent ends, also by SIGKILL, the server and all its child processes get
+SIGTERM, and SIGKILL if they do not end. If the server ends first, this process exits with its code.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import subprocess
 import sys
 import time
 
-GRACE = 5.0  # seconds between the request to end and the end
-TICK = 0.1
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Keep a server until it or `parent` ends, or a signal comes."""
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, _leave)
+    """Run a server until it or `parent` ends, or a signal comes."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _exit)
     try:
-        # The last way out: where this is killed, at least the server's first process is.
+        # If this process is killed, the kernel kills at least the server's first process.
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -37,19 +36,19 @@ def main(parent: int, command: list[str]) -> int:
         return 127
     try:
         while child.poll() is None and os.getppid() == parent:
-            time.sleep(TICK)
+            time.sleep(POLL_SECONDS)
     finally:
-        _end(child)
+        _stop(child)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _stop(child: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(GRACE)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # it, or what it left behind
+        os.killpg(child.pid, signal.SIGKILL)  # the server, or children that it left
     child.wait()
 
 
@@ -58,7 +57,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _leave(number: int, frame: object) -> None:
+def _exit(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 

@@ -1,1 +1,1 @@
-"""Postlude's own inference server. Start at `generation_server.py`."""
+"""`postlude serve`: the native generator behind HTTP, with OpenAI's routes."""

@@ -1,4 +1,8 @@
-"""Listener: the other end of `wire.py`. An asynchronous HTTP/1.1 server for JSON requests, and no more."""
+"""HTTPServer: an asynchronous HTTP/1.1 server for JSON requests.
+
+It replies to clients that have closed their own side of the connection, which uvicorn and aiohttp do not;
+docs/architecture.md has the comparison.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,17 @@ from typing import Any
 
 from postlude.checks import USER_ERRORS
 
-MAX_BODY = 4 * 1024**2  # bytes of a request, unless the caller says otherwise
+MAX_BODY = 4 * 1024**2  # bytes of a request, unless the caller sets another limit
 MAX_HEAD = 64 * 1024
-IDLE = 75.0  # seconds after which a connection that sends nothing is closed
-LINGER = 5.0  # seconds in which the rest of a refused request is read, so that the client gets the refusal
+IDLE_TIMEOUT = 75.0  # seconds after which a connection that sends nothing is closed
+DRAIN_TIMEOUT = 5.0  # seconds to read the rest of a refused request, so that the client gets the refusal
 OPEN_PATHS = ("/health",)  # need no key
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LOG = logging.getLogger("postlude")
 
 
-class Problem(Exception):
-    """An answer's status, and a sentence."""
+class HTTPError(Exception):
+    """A status and a sentence for the client."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -33,56 +37,56 @@ class Problem(Exception):
 
 
 @contextlib.contextmanager
-def mistakes_refused() -> Iterator[None]:
-    """What a request says wrong is status 400, and a sentence."""
+def bad_request_on_error() -> Iterator[None]:
+    """Turn the user's errors into status 400."""
     try:
         yield
     except USER_ERRORS as error:
-        raise Problem(400, str(error)) from error
+        raise HTTPError(400, str(error)) from error
 
 
 @dataclass(frozen=True)
-class Question:
+class HTTPRequest:
     """One request."""
 
     method: str
     path: str
     body: bytes
-    gone: Callable[[], bool]
+    is_gone: Callable[[], bool]
     """Whether the client has closed or reset the connection."""
 
 
-class Listener:
-    """Listens at an address, and answers every request with what `answer` returns, or with the `Problem` it raises.
+class HTTPServer:
+    """Replies to every request with the result of `handle`, or with the `HTTPError` it raises.
 
-    `answer` returns a value for JSON, or an asynchronous generator of values, which are sent as server-sent events.
-    With a `key`, a request must carry it as `Authorization: Bearer KEY`.
+    `handle` returns a JSON value, or an asynchronous generator of values, which are sent as server-sent events. With a
+    `key`, requests must carry `Authorization: Bearer KEY`.
     """
 
     def __init__(
-        self, answer: Callable[[Question], Awaitable[Any]], *, key: str | None = None, max_body: int = MAX_BODY
+        self, handle: Callable[[HTTPRequest], Awaitable[Any]], *, key: str | None = None, max_body: int = MAX_BODY
     ) -> None:
-        self._answer, self._key, self._max_body = answer, key, max_body
+        self._handle, self._key, self._max_body = handle, key, max_body
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
-        self._asked = 0  # questions that are not answered yet
+        self._running = 0  # requests without a reply
 
     async def listen(self, host: str, port: int) -> int:
-        """Begin, and return the port: that of 0 is one that is free."""
+        """Start to listen. Returns the port; port 0 chooses a free one."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: asyncio.StreamReaderProtocol(_Reader(limit=MAX_HEAD, loop=loop), self._serve, loop=loop), host, port
         )
-        found: int = self._server.sockets[0].getsockname()[1]
-        return found
+        chosen: int = self._server.sockets[0].getsockname()[1]
+        return chosen
 
-    async def close(self, within: float) -> None:
-        """Hear nobody any more; those who have asked are answered, if that is possible within so many seconds."""
+    async def close(self, timeout: float) -> None:
+        """Accept no more requests, and wait up to `timeout` seconds for the replies to running ones."""
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within):
-                while self._asked:
+            async with asyncio.timeout(timeout):
+                while self._running:
                     await asyncio.sleep(0.01)
         for writer in self._connections:
             writer.close()
@@ -91,70 +95,70 @@ class Listener:
         assert isinstance(reader, _Reader)
         self._connections.add(writer)
         try:
-            while await self._one(reader, writer):
+            while await self._serve_one(reader, writer):
                 pass
         except (OSError, EOFError, TimeoutError):
-            pass  # who asked has gone away, or has nothing to ask
+            pass  # the client is gone, or sends nothing
         finally:
             self._connections.discard(writer)
             writer.close()
 
-    async def _one(self, reader: _Reader, writer: asyncio.StreamWriter) -> bool:
-        """One question and its answer; whether others may follow."""
+    async def _serve_one(self, reader: _Reader, writer: asyncio.StreamWriter) -> bool:
+        """Reply to one request. Returns whether the connection stays open."""
         path = ""
         try:
-            async with asyncio.timeout(IDLE):
+            async with asyncio.timeout(IDLE_TIMEOUT):
                 head = await _read_head(reader)
                 path = head.path
                 self._check(head)
                 body = await reader.readexactly(head.length)
-        except Problem as problem:  # where the next question would begin, nobody knows
-            await _write(writer, problem.status, _error(path, problem), kept=False)
+        except HTTPError as error:  # where the next request begins is unknown
+            await _write(writer, error.status, _error_body(path, error), keep_alive=False)
             with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(LINGER):
+                async with asyncio.timeout(DRAIN_TIMEOUT):
                     while await reader.read(MAX_HEAD):
                         pass
             return False
-        peer = _Peer(reader, writer, interim=head.version != "HTTP/1.0")
-        self._asked += 1
+        client = _Client(reader, writer, interim=head.version != "HTTP/1.0")
+        self._running += 1
         try:
-            status, said = await self._said(Question(head.method, head.path, body, peer.gone))
-            if isinstance(said, AsyncGenerator):
-                await _write_events(writer, said)
+            status, result = await self._result(HTTPRequest(head.method, head.path, body, client.is_gone))
+            if isinstance(result, AsyncGenerator):
+                await _write_events(writer, result)
                 return False
-            await _write(writer, status, said, kept=head.kept)
+            await _write(writer, status, result, keep_alive=head.keep_alive)
         finally:
-            self._asked -= 1
-        return head.kept
+            self._running -= 1
+        return head.keep_alive
 
     def _check(self, head: _Head) -> None:
-        """Refuse a request without the key, or a larger one than there may be, before its body is read."""
+        """Refuse a request without the key or above the size limit, before its body is read."""
         if self._key is not None and head.path not in OPEN_PATHS:
-            scheme, _, given = head.headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip().encode(errors="replace"), self._key.encode())
-            if scheme.lower() != "bearer" or not right:
-                raise Problem(401, "this server needs its key: send the header Authorization: Bearer KEY.")
+            scheme, _, key = head.headers.get("authorization", "").partition(" ")
+            matches = hmac.compare_digest(key.strip().encode(errors="replace"), self._key.encode())
+            if scheme.lower() != "bearer" or not matches:
+                raise HTTPError(401, "this server needs its key: send the header Authorization: Bearer KEY.")
         if head.length > self._max_body:
-            raise Problem(413, f"the request has {head.length} bytes; the most is {self._max_body}.")
+            raise HTTPError(413, f"the request has {head.length} bytes; the most is {self._max_body}.")
 
-    async def _said(self, question: Question) -> tuple[int, Any]:
-        """The status and what is said. A fault of one request is answered with 500, and nobody else notices."""
+    async def _result(self, request: HTTPRequest) -> tuple[int, Any]:
+        """Returns status and result. An unexpected error of one request is status 500."""
         try:
-            said = await self._answer(question)
-            if isinstance(said, AsyncGenerator):  # what is wrong with the request is a status, not an event
-                said = _from_first(await anext(said), said)
-            return HTTPStatus.OK, said
-        except Problem as problem:
-            return problem.status, _error(question.path, problem)
+            result = await self._handle(request)
+            if isinstance(result, AsyncGenerator):  # so that an invalid request gets a status, not an event
+                result = _prepend(await anext(result), result)
+            return HTTPStatus.OK, result
+        except HTTPError as error:
+            return error.status, _error_body(request.path, error)
         except ConnectionError:
             raise
         except Exception as error:
-            LOG.exception("%s %s failed", question.method, question.path)
-            return 500, _error(question.path, Problem(500, f"the request failed: {error!r}."))
+            LOG.exception("%s %s failed", request.method, request.path)
+            return 500, _error_body(request.path, HTTPError(500, f"the request failed: {error!r}."))
 
 
 class _Reader(asyncio.StreamReader):
-    """A stream that knows of its end also while there is unread data before it."""
+    """A stream that knows of its end also while it has unread data."""
 
     ended = False
 
@@ -164,11 +168,11 @@ class _Reader(asyncio.StreamReader):
 
 
 @dataclass
-class _Peer:
-    """Who asked, while the answer is made.
+class _Client:
+    """The client of a running request.
 
-    A client that closes its connection and one that only ends its own side look alike: both send a FIN. An interim
-    response (RFC 9110, 15.2) tells them apart, since a closed connection answers it with a reset.
+    A client that closes its connection and one that only ends its own side both send a FIN. An interim response (RFC
+    9110, 15.2) tells them apart, since a closed connection answers it with a reset.
     """
 
     reader: _Reader
@@ -177,8 +181,8 @@ class _Peer:
     """Whether the client's version of HTTP has interim responses."""
     probed: bool = False
 
-    def gone(self) -> bool:
-        """Whether nobody will read the answer."""
+    def is_gone(self) -> bool:
+        """Whether the client will not read the reply."""
         if self.writer.is_closing() or self.reader.exception() is not None:
             return True
         if self.writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -191,18 +195,18 @@ class _Peer:
 
 @dataclass(frozen=True)
 class _Head:
-    """A request but for its body."""
+    """A request without its body."""
 
     method: str
     path: str
-    """Without what follows a question mark."""
+    """Without the query."""
     version: str
     headers: Mapping[str, str]
-    """By their names in small letters."""
+    """By their names in lower case."""
     length: int
 
     @property
-    def kept(self) -> bool:
+    def keep_alive(self) -> bool:
         """Whether the connection stays open for another request."""
         return self.version != "HTTP/1.0" and self.headers.get("connection", "").lower() != "close"
 
@@ -211,56 +215,56 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head:
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError as error:
-        raise Problem(431, f"the request's headers have more than {MAX_HEAD} bytes.") from error
+        raise HTTPError(431, f"the request's headers have more than {MAX_HEAD} bytes.") from error
     first, *lines = head.rstrip("\r\n").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise Problem(400, f"{first[:80]!r} does not begin a request of HTTP/1.1.")
+        raise HTTPError(400, f"{first[:80]!r} does not begin a request of HTTP/1.1.")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if "transfer-encoding" in headers:
-        raise Problem(411, "the request comes in chunks; send it whole, with its Content-Length.")
-    stated = headers.get("content-length", "0")
-    if not (stated.isdecimal() and len(stated) < 20):
-        raise Problem(400, f"Content-Length is {stated[:40]!r}: give the number of the body's bytes.")
-    return _Head(words[0], words[1].partition("?")[0], words[2], headers, int(stated))
+        raise HTTPError(411, "the request comes in chunks; send it whole, with its Content-Length.")
+    length = headers.get("content-length", "0")
+    if not (length.isdecimal() and len(length) < 20):
+        raise HTTPError(400, f"Content-Length is {length[:40]!r}: give the number of the body's bytes.")
+    return _Head(words[0], words[1].partition("?")[0], words[2], headers, int(length))
 
 
-def _error(path: str, problem: Problem) -> dict[str, Any]:
-    """The body of an answer that is none: under /v1/ as OpenAI's clients read it."""
+def _error_body(path: str, error: HTTPError) -> dict[str, Any]:
+    """Returns the body of an error; under /v1/ in OpenAI's format."""
     if not path.startswith("/v1/"):
-        return {"error": str(problem)}
-    kind = "invalid_request_error" if problem.status < 500 else "server_error"
-    return {"error": {"message": str(problem), "type": kind, "param": None, "code": None}}
+        return {"error": str(error)}
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
 
 
-async def _from_first(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def _prepend(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     async with contextlib.aclosing(rest):
         yield first
         async for value in rest:
             yield value
 
 
-async def _write(writer: asyncio.StreamWriter, status: int, said: Any, *, kept: bool) -> None:
-    data = json.dumps(said).encode()
+async def _write(writer: asyncio.StreamWriter, status: int, result: Any, *, keep_alive: bool) -> None:
+    data = json.dumps(result).encode()
     head = f"HTTP/1.1 {int(status)} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
     if status == HTTPStatus.UNAUTHORIZED:
         head += "WWW-Authenticate: Bearer\r\n"
-    head += f"Content-Length: {len(data)}\r\nConnection: {'keep-alive' if kept else 'close'}\r\n\r\n"
+    head += f"Content-Length: {len(data)}\r\nConnection: {'keep-alive' if keep_alive else 'close'}\r\n\r\n"
     writer.write(head.encode("latin-1") + data)
     with contextlib.suppress(ConnectionError):
         await writer.drain()
 
 
 async def _write_events(writer: asyncio.StreamWriter, values: AsyncGenerator[Any, None]) -> None:
-    """Server-sent events, one a value; the connection's end ends them."""
+    """Write one server-sent event a value. The end of the connection ends them."""
     head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\nConnection: close\r\n\r\n"
     writer.write(head.encode("latin-1"))
     try:
-        async with contextlib.aclosing(values):  # whatever ends this ends the work for it
+        async with contextlib.aclosing(values):  # so that generation stops with the connection
             async for value in values:
                 writer.write(b"data: " + json.dumps(value).encode() + b"\n\n")
                 await writer.drain()
         writer.write(b"data: [DONE]\n\n")
-    except Problem as problem:
-        writer.write(b"data: " + json.dumps(_error("/v1/", problem)).encode() + b"\n\n")
+    except HTTPError as error:
+        writer.write(b"data: " + json.dumps(_error_body("/v1/", error)).encode() + b"\n\n")
     await writer.drain()

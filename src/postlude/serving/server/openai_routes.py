@@ -1,7 +1,7 @@
-"""/v1/completions and /v1/chat/completions: OpenAI's requests as ours, and our answers as OpenAI's.
+"""OpenAI's /v1/completions and /v1/chat/completions.
 
-Log-probs are those of `Completion.logprobs`: at the temperature of the sampling, of the token that was sampled alone.
-What is not supported is refused with a sentence, unless it is given the value that means nothing.
+Log-probs are those of `Completion.logprobs`: of the sampled token, at the sampling temperature. An unsupported field is
+refused with a sentence, unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from postlude.generate.protocol import Completion, Progress, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.text_stream import TextStream
 from postlude.serving.request_body import Texts, TokenLists, Tokens, parse
-from postlude.serving.server.http_server import Problem, Question, mistakes_refused
+from postlude.serving.server.http_server import HTTPError, HTTPRequest, bad_request_on_error
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
-MAX_CHOICES = 1024  # answers that one request may ask for
-LOWEST = -9999.0  # stands for a log-prob of minus infinity, which JSON has no word for
-NOTHING: Mapping[str, tuple[Any, ...]] = {  # values of what is not supported by which nothing is asked for
+MAX_CHOICES = 1024  # completions of one request
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
+NO_EFFECT: Mapping[str, tuple[Any, ...]] = {  # values of unsupported fields that ask for nothing
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -52,31 +52,31 @@ NOTHING: Mapping[str, tuple[Any, ...]] = {  # values of what is not supported by
 }
 
 
-class Server(Protocol):
-    """What answers requests."""
+class Backend(Protocol):
+    """Generates completions for the routes."""
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model."""
         ...
 
-    async def answers(self, requests: Sequence[Request], gone: Callable[[], bool]) -> list[list[Completion]]:
-        """The answers to each request."""
+    async def generate(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> list[list[Completion]]:
+        """Returns the completions of each request."""
         ...
 
-    def stream(self, requests: Sequence[Request], gone: Callable[[], bool]) -> AsyncGenerator[Progress, None]:
-        """The same as they come."""
+    def stream(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> AsyncGenerator[Progress, None]:
+        """Yields their tokens as they come."""
         ...
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
-    def check_rest(self, where: str = "") -> None:
-        """Refuse fields that are not supported, unless they ask for nothing."""
+    def check_extra(self, prefix: str = "") -> None:
+        """Refuse unsupported fields, unless they ask for nothing."""
         for name, value in (self.model_extra or {}).items():
-            if value is not None and value not in NOTHING.get(name, ()):
+            if value is not None and value not in NO_EFFECT.get(name, ()):
                 known = ", ".join(type(self).model_fields)
-                raise ValueError(f"{where}{name} is {value!r:.60}, which is not supported; there are {known}.")
+                raise ValueError(f"{prefix}{name} is {value!r:.60}, which is not supported; there are {known}.")
 
 
 class _StreamOptions(_Body):
@@ -94,16 +94,16 @@ class _Common(_Body):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     user: str | None = None
-    """Taken, and of no use here."""
-    # vLLM's words for what OpenAI has none for
+    """Accepted and ignored."""
+    # vLLM's additional fields
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
 
     def sampling(self, max_new_tokens: int) -> SamplingParams:
-        """How answers are drawn. Without a seed no two requests are answered alike."""
-        given: dict[str, Any] = {
+        """Returns the sampling parameters. Without a seed, each request gets a random one."""
+        values: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": 0 if self.top_k == -1 else self.top_k,
@@ -114,11 +114,11 @@ class _Common(_Body):
             "seed": secrets.randbits(48) if self.seed is None else self.seed,
             "max_new_tokens": max_new_tokens,
         }
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
 class CompletionsBody(_Common):
-    """What is posted to COMPLETIONS."""
+    """The body of a request to COMPLETIONS."""
 
     prompt: Annotated[str | Texts | Tokens | TokenLists, Field(description="text, token ids, or a list of either")]
     logprobs: int | None = None
@@ -133,111 +133,117 @@ class _Message(_Body):
     role: str
     content: Annotated[str | tuple[_TextPart, ...] | None, Field(description="text, or a list of parts of text")] = None
 
-    def plain(self, place: int) -> dict[str, str]:
-        """The message as a chat template takes it."""
-        where = f"messages.{place}."
-        self.check_rest(where)
+    def plain(self, index: int) -> dict[str, str]:
+        """Returns the message as a chat template takes it."""
+        prefix = f"messages.{index}."
+        self.check_extra(prefix)
         if self.content is None:
-            raise ValueError(f"{where}content is missing: give text.")
+            raise ValueError(f"{prefix}content is missing: give text.")
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
         for part in self.content:
-            part.check_rest(f"{where}content.")
+            part.check_extra(f"{prefix}content.")
             if part.type != "text":
-                raise ValueError(f"{where}content has a part of type {part.type!r}, but text alone is supported.")
+                raise ValueError(f"{prefix}content has a part of type {part.type!r}, but only text is supported.")
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
 class ChatBody(_Common):
-    """What is posted to CHAT."""
+    """The body of a request to CHAT."""
 
     messages: tuple[_Message, ...]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Handed to the chat template, such as enable_thinking; vLLM's word."""
+    """Passed to the chat template, such as enable_thinking; vLLM's field."""
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A request of either kind, as both are answered."""
+class _Generation:
+    """A request of either route."""
 
     requests: Sequence[Request]
     chat: bool
     logprobs: bool
     stream: bool
     usage: bool
-    """Whether a stream ends with how many tokens there were."""
+    """Whether a stream ends with the number of tokens."""
     identity: str
     created: int
 
 
 class OpenAIRoutes:
-    """Both routes of one server. `longest` is the most tokens of prompt and answer together."""
+    """Both routes. `max_length` is the most tokens of prompt and completion together."""
 
-    def __init__(self, server: Server, name: str, tokenizer: ChatTokenizer | None, longest: int) -> None:
-        self.server, self.name, self.longest = server, name, longest
+    def __init__(self, backend: Backend, name: str, tokenizer: ChatTokenizer | None, max_length: int) -> None:
+        self.backend, self.name, self.max_length = backend, name, max_length
         self._tokenizer = tokenizer
-        self._encoding = threading.Lock()  # a tokenizer may not be used twice at once
+        self._encoding = threading.Lock()  # a tokenizer is not thread-safe
 
-    async def completions(self, question: Question) -> Any:
-        """The answer to a request at COMPLETIONS."""
-        with mistakes_refused():
-            body = parse(CompletionsBody, question.body)
+    async def completions(self, request: HTTPRequest) -> Any:
+        """Returns the reply to a request to COMPLETIONS."""
+        with bad_request_on_error():
+            body = parse(CompletionsBody, request.body)
             self._check(body)
             if body.logprobs:
                 raise ValueError(
-                    f"logprobs is {body.logprobs}, but likelier tokens than the sampled one are not known. Give 0 for "
-                    "the log-probs of the sampled tokens."
+                    f"logprobs is {body.logprobs}, but only the log-probs of sampled tokens are known. Give 0 for "
+                    "those."
                 )
             sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens)
-            one = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
-            given: list[Any] = [body.prompt] if one else list(body.prompt)
-            n = self._count(body, len(given))
-        prompts = [await self._tokens(each) if isinstance(each, str) else each for each in given]
-        with mistakes_refused():
-            requests = [Request(tuple(tokens), sampling, n=n, first=place * n) for place, tokens in enumerate(prompts)]
-        return await self._answer(self._asked(requests, body, chat=False, logprobs=body.logprobs is not None), question)
+            single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
+            prompts: list[Any] = [body.prompt] if single else list(body.prompt)
+            n = self._count(body, len(prompts))
+        encoded = [await self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        with bad_request_on_error():
+            requests = [Request(tuple(tokens), sampling, n=n, first=index * n) for index, tokens in enumerate(encoded)]
+        return await self._reply(
+            self._generation(requests, body, chat=False, logprobs=body.logprobs is not None), request
+        )
 
-    async def chat(self, question: Question) -> Any:
-        """The answer to a request at CHAT."""
-        with mistakes_refused():
-            body = parse(ChatBody, question.body)
+    async def chat(self, request: HTTPRequest) -> Any:
+        """Returns the reply to a request to CHAT."""
+        with bad_request_on_error():
+            body = parse(ChatBody, request.body)
             self._check(body)
             if body.max_tokens is not None and body.max_completion_tokens is not None:
-                raise ValueError("max_tokens and max_completion_tokens are both given; they are two names of one.")
+                raise ValueError(
+                    "max_tokens and max_completion_tokens are both given; they are two names of one limit."
+                )
             if not body.messages:
                 raise ValueError("messages is []: give at least one message.")
-            messages = [message.plain(place) for place, message in enumerate(body.messages)]
+            messages = [message.plain(index) for index, message in enumerate(body.messages)]
             n = self._count(body, 1)
-        tokens = await self._tokens(messages, body.chat_template_kwargs or {})
-        most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        with mistakes_refused():
-            room = max(1, self.longest - len(tokens))  # a prompt that leaves none is refused with all others
-            request = Request(tuple(tokens), body.sampling(room if most is None else most), n=n)
-        return await self._answer(self._asked([request], body, chat=True, logprobs=bool(body.logprobs)), question)
+        tokens = await self._encode(messages, body.chat_template_kwargs or {})
+        limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        with bad_request_on_error():
+            room = max(1, self.max_length - len(tokens))  # the generator refuses a prompt that leaves no room
+            generation = Request(tuple(tokens), body.sampling(room if limit is None else limit), n=n)
+        return await self._reply(self._generation([generation], body, chat=True, logprobs=bool(body.logprobs)), request)
 
     def _check(self, body: _Common) -> None:
-        body.check_rest()
+        body.check_extra()
         if body.stream_options is not None:
-            body.stream_options.check_rest("stream_options.")
-        self.server.check_model(body.model)
+            body.stream_options.check_extra("stream_options.")
+        self.backend.check_model(body.model)
         if self._tokenizer is None:
             raise ValueError("this server has no tokenizer; send token ids to /generate.")
 
     def _count(self, body: _Common, prompts: int) -> int:
         n = 1 if body.n is None else body.n
         if n < 1 or not 1 <= prompts * n <= MAX_CHOICES:
-            raise ValueError(f"{prompts} prompt(s) of n={n} answers: give from 1 to {MAX_CHOICES} answers in all.")
+            raise ValueError(
+                f"{prompts} prompt(s) of n={n} completions: give from 1 to {MAX_CHOICES} completions in all."
+            )
         return n
 
-    def _asked(self, requests: Sequence[Request], body: _Common, *, chat: bool, logprobs: bool) -> _Asked:
+    def _generation(self, requests: Sequence[Request], body: _Common, *, chat: bool, logprobs: bool) -> _Generation:
         usage = body.stream_options is not None and body.stream_options.include_usage
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        return _Asked(requests, chat, logprobs, bool(body.stream), usage, identity, int(time.time()))
+        return _Generation(requests, chat, logprobs, bool(body.stream), usage, identity, int(time.time()))
 
-    async def _tokens(self, prompt: str | list[dict[str, str]], options: Mapping[str, Any] | None = None) -> list[int]:
-        """Encoded in a thread: a long prompt must not hold up the loop."""
+    async def _encode(self, prompt: str | list[dict[str, str]], options: Mapping[str, Any] | None = None) -> list[int]:
+        """Returns the tokens of a prompt. A thread encodes it, so that a long prompt does not block the event loop."""
         assert self._tokenizer is not None
         encoder = Encoder(tokenizer=self._tokenizer, options=options or {})
 
@@ -247,86 +253,96 @@ class OpenAIRoutes:
 
         try:
             return await asyncio.to_thread(encode)
-        except Exception as error:  # whatever a template or a tokenizer raises
-            raise Problem(400, f"the prompt cannot be encoded: {error}") from error
+        except Exception as error:  # a template may raise anything
+            raise HTTPError(400, f"the prompt cannot be encoded: {error}") from error
 
-    async def _answer(self, asked: _Asked, question: Question) -> Any:
-        if asked.stream:
-            return self._events(asked, question)
-        groups = await self.server.answers(asked.requests, question.gone)
-        found = [completion for group in groups for completion in group]
-        kind = "chat.completion" if asked.chat else "text_completion"
-        choices = [self._choice(asked, index, each) for index, each in enumerate(found)]
-        total = sum(len(each.tokens) for each in found)
-        return self._envelope(asked, kind, choices) | {"usage": _usage(asked, total)}
+    async def _reply(self, generation: _Generation, request: HTTPRequest) -> Any:
+        if generation.stream:
+            return self._events(generation, request)
+        groups = await self.backend.generate(generation.requests, request.is_gone)
+        completions = [completion for group in groups for completion in group]
+        kind = "chat.completion" if generation.chat else "text_completion"
+        choices = [self._choice(generation, index, completion) for index, completion in enumerate(completions)]
+        total = sum(len(completion.tokens) for completion in completions)
+        return self._envelope(generation, kind, choices) | {"usage": _usage(generation, total)}
 
-    def _choice(self, asked: _Asked, index: int, found: Completion) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": found.text}
-        if asked.chat:
-            said = {"message": {"role": "assistant", "content": found.text, "refusal": None}}
-        logprobs = self._logprobs(asked, found.tokens, found.logprobs)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": found.finish_reason}
+    def _choice(self, generation: _Generation, index: int, completion: Completion) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": completion.text}
+        if generation.chat:
+            content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+        logprobs = self._logprobs(generation, completion.tokens, completion.logprobs)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
-    async def _events(self, asked: _Asked, question: Question) -> AsyncGenerator[Any, None]:
-        """One chunk for each piece of text, and a last one for each answer; then the number of tokens, if asked."""
+    async def _events(self, generation: _Generation, request: HTTPRequest) -> AsyncGenerator[Any, None]:
+        """Yields a chunk for each piece of text, a last one for each completion, and then the usage, if requested."""
         assert self._tokenizer is not None
-        kind = "chat.completion.chunk" if asked.chat else "text_completion"
-        stops = asked.requests[0].sampling.stop
-        n, total = asked.requests[0].n, 0
-        texts = [TextStream(self._tokenizer, stops) for _ in range(n * len(asked.requests))]
-        kept: list[tuple[list[int], list[float]]] = [([], []) for _ in texts]  # tokens whose text has not come yet
-        if asked.chat:
+        kind = "chat.completion.chunk" if generation.chat else "text_completion"
+        stops = generation.requests[0].sampling.stop
+        n, total = generation.requests[0].n, 0
+        texts = [TextStream(self._tokenizer, stops) for _ in range(n * len(generation.requests))]
+        unsent: list[tuple[list[int], list[float]]] = [([], []) for _ in texts]  # tokens without their text yet
+        if generation.chat:
             for index in range(len(texts)):
-                yield self._chunk(asked, kind, index, {"role": "assistant", "content": ""}, ([], []), None)
-        async with contextlib.aclosing(self.server.stream(asked.requests, question.gone)) as stream:
-            async for news in stream:
-                index = news.place * n + news.number
-                total += len(news.tokens)
-                kept[index][0].extend(news.tokens)
-                kept[index][1].extend(news.logprobs)
-                piece = texts[index].add(news.tokens, None if news.completion is None else news.completion.text)
-                if not piece and news.completion is None:
+                yield self._chunk(generation, kind, index, {"role": "assistant", "content": ""}, ([], []), None)
+        async with contextlib.aclosing(self.backend.stream(generation.requests, request.is_gone)) as stream:
+            async for progress in stream:
+                index = progress.place * n + progress.number
+                total += len(progress.tokens)
+                unsent[index][0].extend(progress.tokens)
+                unsent[index][1].extend(progress.logprobs)
+                piece = texts[index].add(
+                    progress.tokens, None if progress.completion is None else progress.completion.text
+                )
+                if not piece and progress.completion is None:
                     continue
-                reason = None if news.completion is None else news.completion.finish_reason
-                yield self._chunk(asked, kind, index, {"content": piece}, kept[index], reason)
-                kept[index] = ([], [])
-        if asked.usage:
-            yield self._envelope(asked, kind, []) | {"usage": _usage(asked, total)}
+                reason = None if progress.completion is None else progress.completion.finish_reason
+                yield self._chunk(generation, kind, index, {"content": piece}, unsent[index], reason)
+                unsent[index] = ([], [])
+        if generation.usage:
+            yield self._envelope(generation, kind, []) | {"usage": _usage(generation, total)}
 
     def _chunk(
         self,
-        asked: _Asked,
+        generation: _Generation,
         kind: str,
         index: int,
         delta: dict[str, str],
         tokens: tuple[list[int], list[float]],
         reason: str | None,
     ) -> dict[str, Any]:
-        said: dict[str, Any] = {"delta": delta} if asked.chat else {"text": delta["content"]}
-        choice = {"index": index, **said, "logprobs": self._logprobs(asked, *tokens), "finish_reason": reason}
-        return self._envelope(asked, kind, [choice]) | ({"usage": None} if asked.usage else {})
+        content: dict[str, Any] = {"delta": delta} if generation.chat else {"text": delta["content"]}
+        choice = {"index": index, **content, "logprobs": self._logprobs(generation, *tokens), "finish_reason": reason}
+        return self._envelope(generation, kind, [choice]) | ({"usage": None} if generation.usage else {})
 
-    def _envelope(self, asked: _Asked, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": asked.identity, "object": kind, "created": asked.created, "model": self.name, "choices": choices}
+    def _envelope(self, generation: _Generation, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": generation.identity,
+            "object": kind,
+            "created": generation.created,
+            "model": self.name,
+            "choices": choices,
+        }
 
-    def _logprobs(self, asked: _Asked, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
-        if not asked.logprobs:
+    def _logprobs(
+        self, generation: _Generation, tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> dict[str, Any] | None:
+        if not generation.logprobs:
             return None
         assert self._tokenizer is not None
         texts = [self._tokenizer.decode([token]) for token in tokens]
-        values = [max(each, LOWEST) for each in logprobs]
-        if asked.chat:
-            content = [
+        values = [max(logprob, MIN_LOGPROB) for logprob in logprobs]
+        if generation.chat:
+            entries = [
                 {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
                 for text, value in zip(texts, values, strict=True)
             ]
-            return {"content": content, "refusal": None}
+            return {"content": entries, "refusal": None}
         offsets = [0, *itertools.accumulate(map(len, texts))][: len(texts)]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 
-def _usage(asked: _Asked, completion_tokens: int) -> dict[str, int]:
-    prompt = sum(len(request.prompt) for request in asked.requests)
+def _usage(generation: _Generation, completion_tokens: int) -> dict[str, int]:
+    prompt = sum(len(request.prompt) for request in generation.requests)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion_tokens,

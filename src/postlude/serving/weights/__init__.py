@@ -1,1 +1,1 @@
-"""How the trainer's weights reach inference servers. Start at `sync.py`."""
+"""Sync of an engine's weights to servers, by a shared directory or over the network. Start with `sync.py`."""

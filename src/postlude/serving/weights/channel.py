@@ -1,97 +1,99 @@
-"""Channel: bytes from one rank of the trainer to every worker of one server. NCCL between GPUs, gloo between CPUs.
+"""Channel: sends bytes from one rank of the trainer to every worker of one server, over NCCL or gloo.
 
-Each server has a channel of its own, a group in which the trainer is rank 0: what befalls one server cannot hold up the
-others, whose workers know no time limit of their own.
+Each server has its own channel, a process group in which the trainer is rank 0. So a failed server does not block the
+others, whose workers have no timeout of their own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
-SLEEP = 0.0005  # seconds between two looks at what is on its way
-LOST = "was lost while it took weights"
+POLL_SECONDS = 0.0005
+LOST = "was lost while it received weights"
 
 
 class ChannelError(Exception):
-    """What went wrong on the way to a server, as a clause that follows its address."""
+    """A failure of a channel, as a clause that follows the server's address."""
 
 
 class Channel(Protocol):
-    """An open one."""
+    """An open channel."""
 
-    def begin(self, data: Tensor) -> None:
-        """Send bytes, [n] uint8, to every worker. They have to stay as they are until that is done."""
+    def start_send(self, data: Tensor) -> None:
+        """Start to send bytes, [n] uint8, to every worker. They must not change until `is_done`."""
         ...
 
     def is_done(self) -> bool:
-        """Whether what was begun has been sent. Raises `ChannelError` if it never will be."""
+        """Whether the send is complete. Raises `ChannelError` if it failed."""
         ...
 
     def close(self) -> None:
-        """Let go, also in the middle of something."""
+        """Close the channel, also during a send."""
         ...
 
 
 class ChannelRendezvous(Protocol):
-    """A channel that the workers of a server are to join."""
+    """A channel that the workers of a server are about to join."""
 
     @property
     def info(self) -> dict[str, Any]:
-        """Where they join, in the words of vLLM's `init_info`."""
+        """The address to join at, as fields of vLLM's `init_info`."""
         ...
 
-    def open(self, seconds: float) -> Channel:
-        """Wait for all of them. They have to come at the same time, and within `seconds`."""
+    def open(self, timeout: float) -> Channel:
+        """Wait for all workers. They must join at the same time, within `timeout` seconds."""
         ...
 
 
-def open_all(offers: Mapping[str, ChannelRendezvous], seconds: float) -> tuple[dict[str, Channel], dict[str, str]]:
-    """Open channels at the same time: those that are open, and why others are not."""
+def open_all(rendezvous: Mapping[str, ChannelRendezvous], timeout: float) -> tuple[dict[str, Channel], dict[str, str]]:
+    """Open channels in parallel. Returns the open ones and the failures, by server."""
     opened: dict[str, Channel] = {}
     failed: dict[str, str] = {}
 
     def attempt(url: str) -> None:
         try:
-            opened[url] = offers[url].open(seconds)
+            opened[url] = rendezvous[url].open(timeout)
         except ChannelError as error:
             failed[url] = str(error)
 
-    if offers:
-        with ThreadPoolExecutor(len(offers)) as threads:
-            list(threads.map(attempt, offers))
+    if rendezvous:
+        with ThreadPoolExecutor(len(rendezvous)) as threads:
+            list(threads.map(attempt, rendezvous))
     return opened, failed
 
 
-def send(channels: Mapping[str, Channel], data: Tensor, seconds: float) -> dict[str, str]:
-    """Send bytes through channels at the same time: what went wrong, of those where something did. They are closed."""
+def send_all(channels: Mapping[str, Channel], data: Tensor, timeout: float) -> dict[str, str]:
+    """Send bytes through all channels in parallel. Returns the failures by server, whose channels are closed."""
     failed: dict[str, str] = {}
 
-    def look(url: str, act: Any) -> bool:
+    def attempt(url: str, action: Callable[[], Any]) -> bool:
+        """Whether there is nothing more to wait for."""
         try:
-            return bool(act())
+            return bool(action())
         except ChannelError as error:
             failed[url] = str(error)
             return True
 
     for url, channel in channels.items():
-        look(url, lambda channel=channel: channel.begin(data))
-    deadline = time.monotonic() + seconds
+        attempt(url, partial(channel.start_send, data))
+    deadline = time.monotonic() + timeout
     waiting = [url for url in channels if url not in failed]
-    while waiting := [url for url in waiting if not look(url, channels[url].is_done)]:
+    while waiting := [url for url in waiting if not attempt(url, channels[url].is_done)]:
         if time.monotonic() > deadline:
-            failed |= dict.fromkeys(waiting, f"did not take weights within {seconds:g} s")
+            failed |= dict.fromkeys(waiting, f"did not receive weights within {timeout:g} s")
             break
-        time.sleep(SLEEP)
-    close(channels[url] for url in failed)
+        time.sleep(POLL_SECONDS)
+    close_all(channels[url] for url in failed)
     return failed
 
 
-def close(channels: Iterable[Channel]) -> None:
-    """Let go of channels."""
+def close_all(channels: Iterable[Channel]) -> None:
+    """Close channels."""
     for channel in channels:
         channel.close()

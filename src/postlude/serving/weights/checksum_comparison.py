@@ -1,4 +1,4 @@
-"""ChecksumComparison: compares the checksums that servers report of weights they were sent."""
+"""ChecksumComparison: checks that servers hold the same weights, by the hashes that they report."""
 
 from __future__ import annotations
 
@@ -16,76 +16,81 @@ LOG = logging.getLogger("postlude")
 
 
 class ChecksumComparison:
-    """Servers hash weights as they hold them, fused and cut: only servers that hold them alike can be compared.
+    """Servers hash parameters as they are stored, fused and sharded, so only servers of equal layout are compared.
 
-    One that differs from most of its like is left out. So is one whose weights are what they were at the last
-    comparison, if the trainer's are not. Where as many say one thing as another, nobody knows who is right: that is
-    said, and all go on.
+    A server that differs from the majority is excluded. So is one whose hashes did not change since the last
+    comparison although the trainer's weights did. Without a majority, a warning is logged and all are kept.
     """
 
-    def __init__(self, fleet: ServerPool) -> None:
-        self.fleet = fleet
-        self.given: str | None = None
-        """The trainer's own checksum at the last comparison."""
-        self.held: dict[RemoteServer, str] = {}
-        """What each server's weights came to then."""
+    def __init__(self, pool: ServerPool) -> None:
+        self.pool = pool
+        self.trainer_checksum: str | None = None
+        """The trainer's checksum at the last comparison."""
+        self.server_checksums: dict[RemoteServer, str] = {}
+        """Each server's checksum at the last comparison."""
 
-    async def compare(self, given: str) -> int:
-        """Compare all servers that are up, and say how many were; `given` is the trainer's checksum of the weights."""
-        up = [server for server in self.fleet.servers if server.state == "up"]
-        found = dict(zip(up, await asyncio.gather(*(self._digests(server) for server in up)), strict=True))
-        told = {server: digests for server, digests in found.items() if digests}
-        sums = {server: _sum(digests) for server, digests in told.items()}
-        for server, sum_ in sums.items():
-            if self.given is not None and self.given != given and self.held.get(server) == sum_:
-                self._leave_out(
-                    server, "has the weights of before, as their checksum says, after it was given new ones"
-                )
-        alike: dict[frozenset[str], list[RemoteServer]] = defaultdict(list)
-        for server, digests in told.items():
+    def is_possible(self) -> bool:
+        """Whether a server may report hashes."""
+        return any(server.state == "up" and server.api.reports_hashes for server in self.pool.servers)
+
+    async def compare(self, trainer_checksum: str) -> int:
+        """Compare all servers that are up. Returns how many reported hashes."""
+        servers = [server for server in self.pool.servers if server.state == "up"]
+        reports = zip(servers, await asyncio.gather(*map(self._fetch_hashes, servers)), strict=True)
+        hashes = {server: values for server, values in reports if values}
+        checksums = {server: _combine(values) for server, values in hashes.items()}
+        if self.trainer_checksum not in (None, trainer_checksum):
+            for server, checksum in checksums.items():
+                if self.server_checksums.get(server) == checksum:
+                    self._exclude(server, "has the weights of before, by their checksum, after it was given new ones")
+        by_layout: dict[frozenset[str], list[RemoteServer]] = defaultdict(list)
+        for server, values in hashes.items():
             if server.state == "up":
-                alike[frozenset(digests)].append(server)
-        for servers in alike.values():
-            self._compare(servers, told, sums)
-        self.given, self.held = given, sums
-        return len(told)
+                by_layout[frozenset(values)].append(server)
+        for equal_layout in by_layout.values():
+            self._compare(equal_layout, hashes, checksums)
+        self.trainer_checksum, self.server_checksums = trainer_checksum, checksums
+        return len(hashes)
 
     def _compare(
         self,
         servers: list[RemoteServer],
-        told: Mapping[RemoteServer, Mapping[str, str]],
-        sums: Mapping[RemoteServer, str],
+        hashes: Mapping[RemoteServer, Mapping[str, str]],
+        checksums: Mapping[RemoteServer, str],
     ) -> None:
-        counts = Counter(sums[server] for server in servers).most_common()
+        counts = Counter(checksums[server] for server in servers).most_common()
         if len(counts) == 1:
             return
         if counts[0][1] == counts[1][1]:
-            some = " and ".join(next(s.url for s in servers if sums[s] == each) for each, _ in counts[:2])
-            LOG.warning("%s have other weights after the same update, and nobody can tell which are right.", some)
+            urls = [next(s.url for s in servers if checksums[s] == checksum) for checksum, _ in counts[:2]]
+            LOG.warning(
+                "%s have different weights after the same update, and there is no majority to tell which are right.",
+                " and ".join(urls),
+            )
             return
-        right = next(server for server in servers if sums[server] == counts[0][0])
+        correct = next(server for server in servers if checksums[server] == counts[0][0])
         for server in servers:
-            if sums[server] != counts[0][0]:
-                other = [name for name, digest in told[server].items() if told[right][name] != digest]
-                self._leave_out(
+            if checksums[server] != counts[0][0]:
+                different = [name for name, value in hashes[server].items() if hashes[correct][name] != value]
+                self._exclude(
                     server,
-                    f"has other weights than {counts[0][1]} others after the same update: {len(other)} of "
-                    f"{len(told[server])} tensors, such as {other[0]}",
+                    f"has other weights than {counts[0][1]} others after the same update: {len(different)} of "
+                    f"{len(hashes[server])} tensors, such as {different[0]}",
                 )
 
-    def _leave_out(self, server: RemoteServer, clause: str) -> None:
-        self.fleet.failed(server, InvalidResponse(clause))
+    def _exclude(self, server: RemoteServer, clause: str) -> None:
+        self.pool.fail(server, InvalidResponse(clause))
 
-    async def _digests(self, server: RemoteServer) -> Mapping[str, str] | None:
+    async def _fetch_hashes(self, server: RemoteServer) -> Mapping[str, str] | None:
         try:
-            return await server.say(lambda api, ask: api.digests(ask))
-        except RequestRefused:  # an older one
+            return await server.call(lambda api, send: api.parameter_hashes(send))
+        except RequestRefused:  # an older version
             return None
         except (ServerUnavailable, InvalidResponse) as error:
-            self.fleet.failed(server, error)
+            self.pool.fail(server, error)
             return None
 
 
-def _sum(digests: Mapping[str, str]) -> str:
-    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+def _combine(hashes: Mapping[str, str]) -> str:
+    lines = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""TransferCoordinator: on rank 0, tells servers which weights come next and keeps track of who still receives them."""
+"""TransferCoordinator: rank 0's requests to servers during a weight transfer, and the servers that still take part."""
 
 from __future__ import annotations
 
@@ -8,148 +8,141 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from postlude.serving.clients.api import Ask, ServerAPI, TensorSpecs
+from postlude.serving.clients.api import SendRequest, ServerAPI, TensorSpecs
+from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import RemoteServer, Weights
-from postlude.serving.clients.server_pool import ServerPool
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerUnavailable
 
-Said = Callable[[ServerAPI, Ask], Awaitable[None]]
+Command = Callable[[ServerAPI, SendRequest], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class TransferTarget:
-    """A server that takes part."""
+    """A server that takes part in a transfer."""
 
     url: str
-    meeting: int
-    """How often it has come: a channel that was opened before the last time leads nowhere."""
+    connect_count: int
+    """A channel that was opened at an earlier count is useless."""
     workers: int
 
 
 class TransferCoordinator:
-    """One handover. A server that fails is left to its fleet; the others go on.
+    """One transfer. A server that fails is left to its pool, and the others continue.
 
-    What is said is said to all at the same time, and goes on until the next thing is said: weights are sent meanwhile.
-    No request waits longer than `seconds`, since all ranks wait with it.
+    A command goes to all servers at the same time and runs until the next command: ranks send weights meanwhile. No
+    request waits longer than `timeout` seconds, since all ranks wait with it.
     """
 
-    def __init__(
-        self,
-        fleet: ServerPool,
-        weights: Weights,
-        start: Callable[[Coroutine[Any, Any, Any]], Future[Any]],
-        seconds: float | None = None,
-    ) -> None:
-        self.fleet, self.weights, self._start, self.seconds = fleet, weights, start, seconds
-        self._began = time.perf_counter()
-        self._taking: dict[str, RemoteServer] = {}
+    def __init__(self, client: GenerationClient, weights: Weights, timeout: float | None = None) -> None:
+        self.client, self.weights, self.timeout = client, weights, timeout
+        self._start_time = time.perf_counter()
+        self._servers: dict[str, RemoteServer] = {}
         self._workers: dict[str, int] = {}
-        self._said: dict[str, Future[bool]] = {}
+        self._running: dict[str, Future[bool]] = {}
 
-    def takers(self) -> tuple[list[TransferTarget], set[str]]:
-        """Who takes part: those that are there and lack the weights; and the addresses of all there are.
+    def targets(self) -> tuple[list[TransferTarget], set[str]]:
+        """Returns the servers that reply and lack the weights, and the addresses of all servers.
 
-        Raises a sentence when nobody is left at all.
+        Raises `ServerError` when no server is left.
         """
-        self._taking = {server.url: server for server in self._start(self.fleet.takers(self.weights)).result()}
+        pool = self.client.pool
+        self._servers = {server.url: server for server in self.client.run(pool.servers_without(self.weights))}
 
-        def count(url: str) -> Said:
-            async def workers(api: ServerAPI, ask: Ask) -> None:
-                if not api.receives:
-                    raise InvalidResponse(f"speaks {api.name}, which takes no weights over the network; use sync: disk")
-                self._workers[url] = await api.workers(ask)
+        def count_workers(url: str) -> Command:
+            async def count(api: ServerAPI, send: SendRequest) -> None:
+                if not api.can_receive:
+                    raise InvalidResponse(f"is {api.name}, which takes no weights over the network; use sync: disk")
+                self._workers[url] = await api.worker_count(send)
 
-            return workers
+            return count
 
-        self._say({url: count(url) for url in self._taking})
-        taking = self._heard()
-        known = {server.url for server in self.fleet.servers}
-        return [TransferTarget(url, self._taking[url].meetings, self._workers[url]) for url in taking], known
+        self._command({url: count_workers(url) for url in self._servers})
+        targets = [TransferTarget(url, self._servers[url].connect_count, self._workers[url]) for url in self._wait()]
+        return targets, {server.url for server in pool.servers}
 
-    def join(self, places: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have the workers of servers join channels, each at its place."""
+    def join(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have the workers of servers join their channels."""
 
-        def at(url: str) -> Said:
-            return lambda api, ask: api.join(ask, places[url], self._workers[url])
+        def join(url: str) -> Command:
+            return lambda api, send: api.join_channel(send, infos[url], self._workers[url])
 
-        self._say({url: at(url) for url in places if url in self._taking})
+        self._command({url: join(url) for url in infos if url in self._servers})
 
     def begin(self, broken: Mapping[str, str]) -> list[str]:
-        """Have them pause, and get ready. Returns who is."""
-        for server in self._taking.values():
-            server.unsure = True
-        self._say(dict.fromkeys(self._heard(broken), lambda api, ask: api.begin(ask)))
-        return self._heard()
+        """Have servers pause and prepare. Returns those that are ready."""
+        for server in self._servers.values():
+            server.update_unconfirmed = True
+        self._command(dict.fromkeys(self._wait(broken), lambda api, send: api.begin_update(send)))
+        return self._wait()
 
-    def take(self, tensors: TensorSpecs, broken: Mapping[str, str]) -> list[str]:
-        """Have those that took all before take this, which is to be sent now. Returns who they are."""
-        self._say(dict.fromkeys(self._heard(broken), lambda api, ask: api.take(ask, tensors)))
-        return list(self._taking)
+    def receive(self, specs: TensorSpecs, broken: Mapping[str, str]) -> list[str]:
+        """Have servers receive the next broadcast. Returns those that do."""
+        self._command(dict.fromkeys(self._wait(broken), lambda api, send: api.receive_tensors(send, specs)))
+        return list(self._servers)
 
     def finish(self, broken: Mapping[str, str]) -> list[str]:
-        """Have them use what they took. Returns who has the new weights, as they themselves say."""
+        """Have servers use the new weights. Returns those that report the new version."""
         version = self.weights.version
-        self._say(dict.fromkeys(self._heard(broken), lambda api, ask: api.finish(ask, version)))
-        for url in self._heard():
-            self._taking[url].reload_seconds = time.perf_counter() - self._began
-            self._said[url] = self._start(self._attempt(self._taking[url], self._has(self._taking[url])))
-        return self._heard()
+        self._command(dict.fromkeys(self._wait(broken), lambda api, send: api.finish_update(send, version)))
+        for url in self._wait():
+            server = self._servers[url]
+            server.reload_seconds = time.perf_counter() - self._start_time
+            confirm = self.client.pool.confirm(server, self.weights)
+            self._running[url] = self.client.start(self._attempt(server, confirm))
+        return self._wait()
 
-    def _say(self, what: Mapping[str, Said]) -> None:
-        for url, said in what.items():
-            server = self._taking[url]
-            self._said[url] = self._start(self._attempt(server, server.say(said, seconds=self.seconds)))
+    def _command(self, commands: Mapping[str, Command]) -> None:
+        for url, command in commands.items():
+            server = self._servers[url]
+            work = server.call(command, timeout=self.timeout)
+            self._running[url] = self.client.start(self._attempt(server, work))
 
-    def _heard(self, broken: Mapping[str, str] | None = None) -> list[str]:
-        """Wait for all that was said. Returns who still takes part; `broken` are those to which a channel broke."""
+    def _wait(self, broken: Mapping[str, str] | None = None) -> list[str]:
+        """Wait for all commands. Returns the servers that still take part; `broken` are those with failed channels."""
         for url, reason in (broken or {}).items():
             self._drop(url, ServerUnavailable(reason))
-        said, self._said = self._said, {}
-        for url, future in said.items():
+        running, self._running = self._running, {}
+        for url, future in running.items():
             if not future.result():
-                self._taking.pop(url, None)
-        return list(self._taking)
+                self._servers.pop(url, None)
+        return list(self._servers)
 
     def _drop(self, url: str, error: Exception) -> None:
-        """Leave a server to its fleet, whatever it was asked last."""
-        if future := self._said.pop(url, None):
+        if future := self._running.pop(url, None):
             future.cancel()
-        if server := self._taking.pop(url, None):
+        if server := self._servers.pop(url, None):
 
             async def fail() -> None:
-                self.fleet.failed(server, error)
+                self.client.pool.fail(server, error)
 
-            self._start(fail()).result()
-
-    async def _has(self, server: RemoteServer) -> None:
-        await self.fleet.has(server, self.weights)
+            self.client.run(fail())
 
     async def _attempt(self, server: RemoteServer, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether it did what it was asked for."""
+        """Whether the server did its part."""
         try:
             await work
         except RequestRefused as error:
-            self.fleet.failed(server, InvalidResponse(f"could not take new weights: {error}"))
+            self.client.pool.fail(server, InvalidResponse(f"could not take new weights: {error}"))
         except (ServerUnavailable, InvalidResponse) as error:
-            self.fleet.failed(server, error)
+            self.client.pool.fail(server, error)
         else:
             return True
         return False
 
 
-def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What every rank found, as one."""
-    found: dict[str, Any] = {}
+def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the union of every rank's mapping."""
+    merged: dict[str, Any] = {}
     for part in parts:
-        found |= part
-    return found
+        merged |= part
+    return merged
 
 
-def owners(urls: Sequence[str], before: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Which rank sends to which server: as before where it did, else the one with the fewest of these."""
-    found = {url: before[url] for url in urls if url in before}
+def assign_ranks(urls: Sequence[str], previous: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Returns the rank that sends to each server: the previous one, else the rank with the fewest servers."""
+    assigned = {url: previous[url] for url in urls if url in previous}
     for url in urls:
-        if url not in found:
-            load = list(found.values())
-            found[url] = min(range(ranks), key=load.count)
-    return found
+        if url not in assigned:
+            load = list(assigned.values())
+            assigned[url] = min(range(ranks), key=load.count)
+    return assigned

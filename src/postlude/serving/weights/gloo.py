@@ -1,4 +1,4 @@
-"""Gloo as a way to workers on a CPU: a group outside torch's own world, whose meeting place is the trainer's rank."""
+"""A channel between CPUs: a gloo group outside of torch's default group."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from postlude.serving.weights.channel import LOST, ChannelError
 
 
 class GlooRendezvous:
-    """A channel between CPUs, whose meeting place is here."""
+    """A gloo group of `size` ranks, whose store is on this machine."""
 
     def __init__(self, url: str, size: int) -> None:
         self.size = size
-        self.address = address_towards(url)
-        self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # torch names it for others, but not to mypy
+        self.address = local_address(url)
+        self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it, but not to mypy
             self.address, 0, is_master=True, wait_for_workers=False
         )
 
     @property
     def info(self) -> dict[str, Any]:
-        """The address and port of the meeting place."""
+        """The address and port of the store."""
         return {"master_address": self.address, "master_port": self.store.port}
 
-    def open(self, seconds: float) -> GlooChannel:
+    def open(self, timeout: float) -> GlooChannel:
         """Wait for the workers."""
         try:
-            group = dist.ProcessGroupGloo(self.store, 0, self.size, timedelta(seconds=seconds))
+            group = dist.ProcessGroupGloo(self.store, 0, self.size, timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise ChannelError(f"did not come to take weights within {seconds:g} s") from error
+            raise ChannelError(f"did not join to receive weights within {timeout:g} s") from error
         return GlooChannel(group, self.store)
 
 
 class GlooChannel:
-    """A channel between CPUs."""
+    """An open channel between CPUs."""
 
     def __init__(self, group: Any, store: Any) -> None:
         self._group, self._store = group, store
         self._work: dist.Work | None = None
 
-    def begin(self, data: Tensor) -> None:
-        """Send bytes."""
-        assert self._group is not None, "it was closed"
+    def start_send(self, data: Tensor) -> None:
+        """Start to send bytes."""
+        assert self._group is not None, "the channel is closed"
         try:
             self._work = self._group.broadcast(data, 0)
         except RuntimeError as error:
             raise ChannelError(LOST) from error
 
     def is_done(self) -> bool:
-        """Whether they were sent."""
-        assert self._work is not None, "nothing was begun"
+        """Whether the send is complete."""
+        assert self._work is not None, "no send was started"
         if not self._work.is_completed():
             return False
         try:
@@ -64,13 +64,13 @@ class GlooChannel:
         return True
 
     def close(self) -> None:
-        """Let go: connections end with the group."""
+        """Close the connections, which end with the group."""
         self._work = self._group = self._store = None
 
 
-def address_towards(url: str) -> str:
-    """Which of this machine's addresses a server at `url` can reach."""
+def local_address(url: str) -> str:
+    """Returns the address of this machine that a server at `url` can reach."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "localhost", parts.port or 80))  # sends nothing, but finds the way
+        probe.connect((parts.hostname or "localhost", parts.port or 80))  # sends nothing, but chooses the route
         return str(probe.getsockname()[0])

@@ -1,8 +1,8 @@
-"""NCCL as vLLM's workers meet it: a communicator made from an id that was sent to them, without torch's own groups.
+"""A channel between GPUs: an NCCL communicator made from a unique id that vLLM's workers receive.
 
-torch's groups agree on their id between themselves, and vLLM's workers are not of them; so the few calls that it takes
-are made on the library that torch has loaded. Nothing waits without end: communicators are made and watched without
-blocking, and one that is abandoned is aborted, which ends what it has on the GPU, too.
+torch's process groups exchange their id among their own ranks, and vLLM's workers are not in them. So this calls the
+NCCL library that torch has loaded. No call blocks: communicators are non-blocking and polled, and one that fails is
+aborted, which also ends its work on the GPU.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude.serving.weights.channel import LOST, SLEEP, ChannelError
+from postlude.serving.weights.channel import LOST, POLL_SECONDS, ChannelError
 
 LIBRARY = "libnccl.so.2"
 SUCCESS, IN_PROGRESS = 0, 7
 UINT8, FLOAT32, SUM = 1, 7, 0  # as nccl.h numbers them
-ABORTED_WITHIN = 10.0  # seconds; an abort waits for what is on the GPU to notice
+ABORT_TIMEOUT = 10.0  # seconds; an abort waits for the work on the GPU to notice
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId: where the ranks of a communicator meet."""
+    """ncclUniqueId: identifies a communicator to its ranks."""
 
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t as of 2.14, by which newer libraries know that the rest is left to them."""
+    """ncclConfig_t of version 2.14. Newer libraries use defaults for the fields that came later."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -44,8 +44,8 @@ class Config(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library, with the types of what is called."""
-    found = ctypes.CDLL(LIBRARY)
+    """Returns the NCCL library, with the types of the functions that are called."""
+    nccl = ctypes.CDLL(LIBRARY)
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     arguments: dict[str, list[Any]] = {
         "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],
@@ -56,14 +56,14 @@ def library() -> ctypes.CDLL:
         "ncclCommAbort": [pointer],
     }
     for name, types in arguments.items():
-        function = getattr(found, name)
+        function = getattr(nccl, name)
         function.argtypes, function.restype = types, number
-    found.ncclGetErrorString.argtypes, found.ncclGetErrorString.restype = [number], ctypes.c_char_p
-    return found
+    nccl.ncclGetErrorString.argtypes, nccl.ncclGetErrorString.restype = [number], ctypes.c_char_p
+    return nccl
 
 
 class NCCLRendezvous:
-    """A communicator of `size` ranks, this one being the first, that others join by its id."""
+    """A communicator of `size` ranks, with this process as rank 0, that others join by its id."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
@@ -72,19 +72,19 @@ class NCCLRendezvous:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The id, as vLLM 0.32 takes it of trainers that share no store with it."""
+        """The id, as vLLM 0.32 takes it from trainers without a shared store."""
         return {"nccl_unique_id_b64": base64.b64encode(bytes(self.id)).decode()}
 
-    def open(self, seconds: float) -> NCCLChannel:
-        """Wait for the others."""
-        return NCCLChannel(self.id, self.size, self.device, seconds)
+    def open(self, timeout: float) -> NCCLChannel:
+        """Wait for the workers."""
+        return NCCLChannel(self.id, self.size, self.device, timeout)
 
 
 class NCCLChannel:
-    """A communicator between GPUs, and a stream of its own."""
+    """An open channel between GPUs, with its own stream."""
 
-    def __init__(self, unique_id: UniqueId, size: int, device: torch.device, seconds: float) -> None:
-        self.device, self.seconds = device, seconds
+    def __init__(self, unique_id: UniqueId, size: int, device: torch.device, timeout: float) -> None:
+        self.device, self.timeout = device, timeout
         self._communicator = ctypes.c_void_p()
         config = Config(ctypes.sizeof(Config), 0xCAFEBEEF, 21400, 0)
         try:
@@ -93,25 +93,23 @@ class NCCLChannel:
                 self._call(library().ncclCommInitRankConfig(communicator, size, unique_id, 0, ctypes.byref(config)))
                 self._stream = torch.cuda.Stream(device)
                 self._done = torch.cuda.Event()
-                self._greet()
+                self._handshake()
         except ChannelError:
             self.close()
             raise
 
-    def begin(self, data: Tensor) -> None:
-        """Send bytes, after what the current stream has to do with them."""
-        assert self._communicator, "it was closed"
+    def start_send(self, data: Tensor) -> None:
+        """Start to send bytes, after the current stream has written them."""
+        assert self._communicator, "the channel is closed"
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             data.record_stream(self._stream)
-            place, stream = data.data_ptr(), self._stream.cuda_stream
-            self._call(
-                library().ncclBroadcast(place, place, data.numel(), UINT8, 0, self._communicator, stream),
-            )
+            pointer, stream = data.data_ptr(), self._stream.cuda_stream
+            self._call(library().ncclBroadcast(pointer, pointer, data.numel(), UINT8, 0, self._communicator, stream))
             self._done.record(self._stream)
 
     def is_done(self) -> bool:
-        """Whether they were sent."""
+        """Whether the send is complete."""
         state = ctypes.c_int()
         check(library().ncclCommGetAsyncError(self._communicator, ctypes.byref(state)))
         if state.value != IN_PROGRESS:
@@ -119,7 +117,7 @@ class NCCLChannel:
         return bool(self._done.query())
 
     def close(self) -> None:
-        """Abort it, in a thread that is left to itself if the library does not come back."""
+        """Abort the communicator, in a thread that is abandoned if the library does not return."""
         if not self._communicator:
             return
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
@@ -130,35 +128,35 @@ class NCCLChannel:
 
         thread = threading.Thread(target=abort, name="postlude nccl abort", daemon=True)
         thread.start()
-        thread.join(ABORTED_WITHIN)
+        thread.join(ABORT_TIMEOUT)
 
-    def _greet(self) -> None:
-        """The sum of one number that vLLM's workers make before anything else."""
+    def _handshake(self) -> None:
+        """Take part in the all-reduce of one number with which vLLM's workers begin."""
         one = torch.zeros(1, device=self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        place, stream = one.data_ptr(), self._stream.cuda_stream
-        self._call(library().ncclAllReduce(place, place, 1, FLOAT32, SUM, self._communicator, stream))
+        pointer, stream = one.data_ptr(), self._stream.cuda_stream
+        self._call(library().ncclAllReduce(pointer, pointer, 1, FLOAT32, SUM, self._communicator, stream))
         self._done.record(self._stream)
-        deadline = time.monotonic() + self.seconds
+        deadline = time.monotonic() + self.timeout
         while not self.is_done():
             if time.monotonic() > deadline:
-                raise ChannelError(f"did not greet within {self.seconds:g} s of joining")
-            time.sleep(SLEEP)
+                raise ChannelError(f"did not finish the first all-reduce within {self.timeout:g} s of joining")
+            time.sleep(POLL_SECONDS)
 
     def _call(self, result: int) -> None:
-        """See a call of the library through: one that does not block may have only begun."""
-        deadline = time.monotonic() + self.seconds
+        """Wait until a non-blocking call of the library is complete."""
+        deadline = time.monotonic() + self.timeout
         state = ctypes.c_int(result)
         while state.value == IN_PROGRESS:
             if time.monotonic() > deadline:
-                raise ChannelError(f"did not come to take weights within {self.seconds:g} s")
-            time.sleep(SLEEP)
+                raise ChannelError(f"did not join to receive weights within {self.timeout:g} s")
+            time.sleep(POLL_SECONDS)
             check(library().ncclCommGetAsyncError(self._communicator, ctypes.byref(state)))
         check(state.value)
 
 
 def check(result: int) -> None:
-    """Raise what the library says went wrong."""
+    """Raise the library's error as a `ChannelError`."""
     if result != SUCCESS:
-        said = library().ncclGetErrorString(result).decode(errors="replace")
-        raise ChannelError(f"{LOST}: NCCL says {said!r}")
+        message = library().ncclGetErrorString(result).decode(errors="replace")
+        raise ChannelError(f"{LOST}: NCCL reports {message!r}")

@@ -1,6 +1,6 @@
-"""How an engine's weights reach servers: by a directory that all see, or sent into their memory. What that took.
+"""WeightSync: brings an engine's weights to servers, by a directory that all can read or over the network.
 
-Every rank makes the same calls; the first one has the servers.
+Every rank makes the same calls; only rank 0 has the client of the servers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,197 +19,190 @@ from postlude.hf.checksum import checksum
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import Weights
 from postlude.serving.errors import ServerError
+from postlude.serving.weights.checksum_comparison import ChecksumComparison
 from postlude.serving.weights.transfer import WeightTransfer
 from postlude.world.agreement import on_rank0
 
 WEIGHTS = "weights"  # in the run's directory: what servers read
-SyncMethod = Literal["disk", "network"]
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """How weights reach servers."""
+
+    directory: Path
+    """The run's directory. With `method="disk"`, servers see it under the same path."""
+    method: Literal["disk", "network"] = "disk"
+    timeout: float = 60.0
+    """Seconds that a server may take to join a channel or to receive one broadcast."""
+    checksum_every: int = 0
+    """Compare the servers' checksums at every n-th sync, beginning with the first; 0 is never."""
+    untied: bool = False
+    """Write a tied head as a tensor of its own."""
+    wait: bool = True
+    """Whether ranks wait until servers have read weights from disk."""
 
 
 class WeightSync(ABC):
-    """One way. Every `checksum_every`th time, from the first on, servers are compared by their checksums; 0 for never.
-
-    `group` is of all ranks, and has the patience to wait for servers; None takes the ranks' own.
-    """
+    """One method of syncing. `group` holds all ranks and waits as long as servers may take; None is the default."""
 
     def __init__(
         self,
         engine: Engine,
-        servers: GenerationClient | None,
-        *,
+        client: GenerationClient | None,
+        options: SyncOptions,
         group: dist.ProcessGroup | None = None,
-        checksum_every: int = 0,
     ) -> None:
-        self.engine, self._servers, self.group, self.checksum_every = engine, servers, group, checksum_every
-        self.given: str | None = None
-        self.costs: dict[str, float] = {}
-        """Of the last time, as metrics, on the first rank."""
-        self._times = 0
+        self.engine, self._client, self.options, self.group = engine, client, options, group
+        self.version: str | None = None
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last sync, on rank 0."""
+        self._comparison: ChecksumComparison | None = None
+        self._count = 0
 
     @property
-    def servers(self) -> GenerationClient:
-        """Of the first rank."""
-        assert self._servers is not None, "the first rank alone talks to servers"
-        return self._servers
+    def client(self) -> GenerationClient:
+        """The client, on rank 0."""
+        assert self._client is not None, "only rank 0 has the client"
+        return self._client
 
-    def bring(self, version: str) -> None:
-        """Have servers use the engine's weights, under the name `version`, where they do not."""
-        if not self._wanted(version):
+    def sync(self, version: str) -> None:
+        """Have servers use the engine's weights under the name `version`, if some do not."""
+        if not self._is_needed(version):
             return
-        began = time.perf_counter()
-        size = self._bring(version)
-        if self.given != version:  # else one that came late was brought what others have
-            self.given = version
-            self._check()
-        self.costs |= {"servers/sync_seconds": time.perf_counter() - began, "servers/sync_bytes": float(size)}
+        start = time.perf_counter()
+        size = self._sync(version)
+        if self.version != version:  # else only a late server got the weights
+            self.version = version
+            self._compare_checksums()
+        self.metrics |= {"servers/sync_seconds": time.perf_counter() - start, "servers/sync_bytes": float(size)}
 
-    def is_stuck(self) -> bool:
-        """Whether no server can answer before it is brought weights. The first rank asks."""
+    def is_blocked(self) -> bool:
+        """Whether no server can generate before the next sync. Rank 0 calls it."""
         return False
 
-    def take_costs(self) -> dict[str, float]:
-        """What bringing weights took since the last time; nothing where none were brought."""
-        costs, self.costs = self.costs, {}
-        return costs
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of syncs since the last call."""
+        metrics, self.metrics = self.metrics, {}
+        return metrics
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what servers no longer need."""
+        """Release what servers no longer need."""
 
-    def _wanted(self, version: str) -> bool:
-        return self.given != version
+    def _is_needed(self, version: str) -> bool:
+        return self.version != version
 
-    def _check(self) -> None:
-        self._times += 1
-        if self.checksum_every and (self._times - 1) % self.checksum_every == 0:
-            began = time.perf_counter()
+    def _compare_checksums(self) -> None:
+        self._count += 1
+        every = self.options.checksum_every
+        if every and (self._count - 1) % every == 0:
+            start = time.perf_counter()
             on_rank0(self._compare, self.group)
-            self.costs["servers/check_seconds"] = time.perf_counter() - began
+            self.metrics["servers/check_seconds"] = time.perf_counter() - start
 
     def _compare(self) -> None:
-        self.servers.renewed()
-        if self.servers.compares():
-            self.servers.compare(self._checksum())
+        self._comparison = self._comparison or ChecksumComparison(self.client.pool)
+        self.client.wait_for_reload()
+        if self._comparison.is_possible():
+            self.client.run(self._comparison.compare(self._checksum()))
 
     @abstractmethod
-    def _bring(self, version: str) -> int:
-        """How many bytes the weights have."""
+    def _sync(self, version: str) -> int:
+        """Sync, and return the bytes of the weights."""
 
     @abstractmethod
     def _checksum(self) -> str:
-        """Of what was brought last. The first rank asks."""
+        """Returns the checksum of the weights of the last sync. Rank 0 calls it."""
 
 
 class DiskSync(WeightSync):
-    """All ranks stream the weights, the first writes safetensors below `directory`, and servers read them there."""
+    """All ranks stream the weights, rank 0 writes them as safetensors, and servers read the files."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        servers: GenerationClient | None,
-        directory: Path,
-        *,
-        group: dist.ProcessGroup | None = None,
-        checksum_every: int = 0,
-        untied: bool = False,
-        wait: bool = True,
-    ) -> None:
-        super().__init__(engine, servers, group=group, checksum_every=checksum_every)
-        self.untied, self.wait = untied, wait
-        self.room = directory.expanduser().absolute() / WEIGHTS
+    @property
+    def root(self) -> Path:
+        """The directory of all versions."""
+        return self.options.directory.expanduser().absolute() / WEIGHTS
 
     def close(self) -> None:
-        """Remove what servers have read."""
-        if self._servers is not None:
-            shutil.rmtree(self.room, ignore_errors=True)
+        """Remove the files."""
+        if self._client is not None:
+            shutil.rmtree(self.root, ignore_errors=True)
 
-    def _bring(self, version: str) -> int:
-        began = time.perf_counter()
-        path = self.room / version
+    def _sync(self, version: str) -> int:
+        start = time.perf_counter()
+        path = self.root / version
         try:
-            self.engine.export_hf(path, untied=self.untied)
+            self.engine.export_hf(path, untied=self.options.untied)
         except OSError as error:
             raise ServerError(
-                f"weights for servers could not be written below {self.room}: {error} "
-                "There has to be room for them twice."
+                f"weights for servers could not be written below {self.root}: {error} "
+                "There must be room for two copies of the weights."
             ) from error
-        self.costs["servers/write_seconds"] = time.perf_counter() - began
-        return on_rank0(lambda: self._tell(path), self.group)
+        self.metrics["servers/write_seconds"] = time.perf_counter() - start
+        return on_rank0(lambda: self._reload(path), self.group)
 
-    def _tell(self, path: Path) -> int:
-        self.servers.update(str(path), path.name, wait=self.wait)
-        kept = self.servers.directories()
+    def _reload(self, path: Path) -> int:
+        self.client.reload(str(path), path.name, wait=self.options.wait)
+        in_use = self.client.directories_in_use()
         for other in path.parent.iterdir():
-            if str(other) not in kept:
+            if str(other) not in in_use:
                 shutil.rmtree(other, ignore_errors=True)
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
     def _checksum(self) -> str:
-        assert self.given is not None
-        return checksum(self.room / self.given)
+        assert self.version is not None
+        return checksum(self.root / self.version)
 
 
 class NetworkSync(WeightSync):
-    """All ranks stream the weights, and send them to servers. Nothing is written.
-
-    A server that comes late waits until all ranks are here the next time.
-    """
+    """All ranks stream the weights and send them into the memory of servers. A late server waits for the next sync."""
 
     def __init__(
         self,
         engine: Engine,
-        servers: GenerationClient | None,
-        *,
-        seconds: float,
+        client: GenerationClient | None,
+        options: SyncOptions,
         group: dist.ProcessGroup | None = None,
-        checksum_every: int = 0,
     ) -> None:
-        super().__init__(engine, servers, group=group, checksum_every=checksum_every)
-        self.transfer = WeightTransfer(engine, seconds=seconds, group=group)
-        self._sent = ""
+        super().__init__(engine, client, options, group)
+        self.transfer = WeightTransfer(engine, timeout=options.timeout, group=group)
+        self._sent_checksum = ""
 
     def close(self) -> None:
-        """Let go of the channels."""
+        """Close the channels."""
         self.transfer.close()
 
-    def _wanted(self, version: str) -> bool:
-        return super()._wanted(version) or on_rank0(self._any_waits, self.group)
+    def is_blocked(self) -> bool:
+        """Whether all servers that reply came after the last sync."""
+        return self._any_needs_weights() and not self.client.pool.count_up()
 
-    def is_stuck(self) -> bool:
-        """Whether all servers that are there came after the last time."""
-        return self._any_waits() and not self.servers.fleet.up()
+    def _is_needed(self, version: str) -> bool:
+        return super()._is_needed(version) or on_rank0(self._any_needs_weights, self.group)
 
-    def _any_waits(self) -> bool:
-        return self.servers.fleet.any_waits()
+    def _any_needs_weights(self) -> bool:
+        return self.client.pool.any_needs_weights()
 
-    def _bring(self, version: str) -> int:
-        """Until a server has them: those that fail on the way may come again, and when none is left that is said."""
+    def _sync(self, version: str) -> int:
+        """Send until a server has the weights: servers that fail may come back. Raises when none is left."""
         weights = Weights(None, version)
         while True:
-            sent = self.transfer.send(self._servers, weights)
-            if on_rank0(lambda: self.servers.fleet.up() > 0, self.group):
-                self.costs["servers/send_seconds"] = sent.seconds
-                self._sent = sent.checksum
-                return sent.bytes
+            result = self.transfer.send(self._client, weights)
+            if on_rank0(lambda: self.client.pool.count_up() > 0, self.group):
+                self.metrics["servers/send_seconds"] = result.seconds
+                self._sent_checksum = result.checksum
+                return result.bytes
 
     def _checksum(self) -> str:
-        return self._sent
+        return self._sent_checksum
 
 
 def make_weight_sync(
-    way: SyncMethod,
     engine: Engine,
-    servers: GenerationClient | None,
-    *,
-    directory: Path | None,
+    client: GenerationClient | None,
+    options: SyncOptions,
     group: dist.ProcessGroup | None = None,
-    seconds: float = 60.0,
-    checksum_every: int = 0,
-    untied: bool = False,
-    wait: bool = True,
 ) -> WeightSync:
-    """The way that a config names. Without `wait` ranks go on while servers read."""
-    if way == "network":
-        return NetworkSync(engine, servers, seconds=seconds, group=group, checksum_every=checksum_every)
-    assert directory is not None
-    return DiskSync(engine, servers, directory, group=group, checksum_every=checksum_every, untied=untied, wait=wait)
+    """Returns the sync of `options.method`."""
+    kind = NetworkSync if options.method == "network" else DiskSync
+    return kind(engine, client, options, group)

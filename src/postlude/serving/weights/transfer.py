@@ -1,8 +1,7 @@
-"""WeightTransfer: weights straight from an engine's ranks into the memory of servers, with no disk between.
+"""WeightTransfer: sends weights from an engine's ranks into the memory of servers, without a disk.
 
-All ranks stream the model in buckets, and each sends them on to the servers that are its own; the first rank tells
-servers what comes. No rank holds more than a bucket. Both ends go through the same tensors in the same order: the one
-that `Engine.stream_weights` has.
+All ranks stream the model in buckets, and each rank sends the buckets to its own servers. Rank 0 tells servers what
+comes. No rank holds more than a bucket. Both sides go through the tensors in the order of `Engine.stream_weights`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from postlude.serving.clients.api import TensorSpecs
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import Weights
 from postlude.serving.clients.vllm import SEND_BYTES
-from postlude.serving.weights.channel import Channel, ChannelRendezvous, close, open_all, send
-from postlude.serving.weights.coordinator import TransferCoordinator, TransferTarget, merged, owners
+from postlude.serving.weights.channel import Channel, ChannelRendezvous, close_all, open_all, send_all
+from postlude.serving.weights.coordinator import TransferCoordinator, TransferTarget, assign_ranks, merge
 from postlude.serving.weights.gloo import GlooRendezvous
 from postlude.serving.weights.nccl import NCCLRendezvous
 from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
@@ -34,129 +33,131 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TransferResult:
-    """What a transfer came to."""
+    """The result of a transfer."""
 
     servers: int
-    """That have the weights now, of those that lacked them."""
+    """Servers that got the weights."""
     bytes: int
-    """To each of them."""
+    """Bytes sent to each of them."""
     seconds: float
     checksum: str
-    """Of all that was sent, in the order it was."""
+    """Checksum of all bytes, in the order of sending."""
 
 
 class WeightTransfer:
-    """Channels to servers, which are kept from one transfer to the next. Every rank makes the same calls.
+    """Channels to servers, which stay open from one transfer to the next. Every rank makes the same calls.
 
-    `seconds`: how long a server may take to join a channel, or to take what one broadcast carries. `group` is of all
-    ranks, and has the patience to wait for servers; None takes the ranks' own.
+    `timeout`: seconds that a server may take to join a channel or to receive one broadcast. `group` holds all ranks and
+    waits as long as servers may take; None is the default group.
     """
 
     def __init__(
         self,
         engine: Engine,
         *,
-        seconds: float = 60.0,
+        timeout: float = 60.0,
         send_bytes: int = SEND_BYTES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.engine, self.seconds, self.send_bytes, self.group = engine, seconds, send_bytes, group
+        self.engine, self.timeout, self.send_bytes, self.group = engine, timeout, send_bytes, group
         self.channels: dict[str, Channel] = {}
-        self.meetings: dict[str, int] = {}
-        self.owners: dict[str, int] = {}
+        self.connect_counts: dict[str, int] = {}
+        self.sender_ranks: dict[str, int] = {}
 
-    def send(self, http: GenerationClient | None, weights: Weights) -> TransferResult:
-        """Send the engine's weights to all servers that are there and lack them. The first rank has the servers.
+    def send(self, client: GenerationClient | None, weights: Weights) -> TransferResult:
+        """Send the engine's weights to all servers that reply and lack them. Only rank 0 has a client.
 
-        A server that fails on the way is left to its fleet, and the others go on.
+        A server that fails is left to its pool, and the others continue.
         """
-        began = time.perf_counter()
-        hand = None if http is None else http.handover(weights, self.seconds)
-        takers, known = on_rank0(lambda: _own(hand).takers(), self.group)
-        self._forget([url for url in self.channels if url not in known])
-        ready = self._connect(hand, takers)
-        sent, broken, sums = 0, dict[str, str](), list[Tensor]()
+        start = time.perf_counter()
+        coordinator = None if client is None else TransferCoordinator(client, weights, self.timeout)
+        targets, known = on_rank0(lambda: _on_rank0(coordinator).targets(), self.group)
+        self._close([url for url in self.channels if url not in known])
+        ready = self._connect(coordinator, targets)
+        sent, failed, sums = 0, dict[str, str](), list[Tensor]()
         if ready:
-            for tensors, data in self._packed():
-                ready = self._told(hand, tensors, broken)
+            for specs, data in self._broadcasts():
+                ready = self._announce(coordinator, specs, failed)
                 if not ready:
                     break
                 mine = {url: self.channels[url] for url in ready if url in self.channels}
-                broken = self._forget(send(mine, data, self.seconds))
+                failed = send_all(mine, data, self.timeout)
+                self._close(failed)
                 sent += data.numel()
                 sums.append(word_sum(data))
-            ready = self._agreed(lambda: broken, lambda found: _own(hand).finish(merged(found)))
+            ready = self._decide(failed, lambda broken: _on_rank0(coordinator).finish(broken))
         checksum = " ".join(map(str, torch.stack(sums).tolist())) if sums else ""
-        return TransferResult(len(ready), sent, time.perf_counter() - began, checksum)
+        return TransferResult(len(ready), sent, time.perf_counter() - start, checksum)
 
     def close(self) -> None:
-        """Let go of the channels."""
-        close(self.channels.values())
+        """Close the channels."""
+        close_all(self.channels.values())
         self.channels.clear()
 
-    def _connect(self, hand: TransferCoordinator | None, takers: Sequence[TransferTarget]) -> list[str]:
-        """Open channels to servers that have come since the last time. Returns who is ready for weights."""
-        self.owners |= owners([taker.url for taker in takers], self.owners, dist.get_world_size())
-        mine = [taker for taker in takers if self.owners[taker.url] == dist.get_rank()]
-        strange = [taker for taker in mine if self.meetings.get(taker.url) != taker.meeting]
-        self._forget([taker.url for taker in strange])
-        offers = {taker.url: self._offer(taker) for taker in strange}
-        self._agreed(
-            lambda: {url: offered.info for url, offered in offers.items()},
-            lambda found: _own(hand).join(merged(found)),
-        )
-        opened, broken = open_all(offers, self.seconds)
+    def _connect(self, coordinator: TransferCoordinator | None, targets: Sequence[TransferTarget]) -> list[str]:
+        """Open channels to servers that were connected since the last transfer. Returns the servers that are ready."""
+        urls = [target.url for target in targets]
+        self.sender_ranks |= assign_ranks(urls, self.sender_ranks, dist.get_world_size())
+        mine = [target for target in targets if self.sender_ranks[target.url] == dist.get_rank()]
+        new = [target for target in mine if self.connect_counts.get(target.url) != target.connect_count]
+        self._close([target.url for target in new])
+        rendezvous = {target.url: self._rendezvous(target) for target in new}
+        infos = {url: channel.info for url, channel in rendezvous.items()}
+        self._decide(infos, lambda all_infos: _on_rank0(coordinator).join(all_infos))
+        opened, failed = open_all(rendezvous, self.timeout)
         self.channels |= opened
-        self.meetings |= {taker.url: taker.meeting for taker in strange if taker.url in opened}
-        return self._agreed(lambda: broken, lambda found: _own(hand).begin(merged(found)))
+        self.connect_counts |= {target.url: target.connect_count for target in new if target.url in opened}
+        return self._decide(failed, lambda broken: _on_rank0(coordinator).begin(broken))
 
-    def _offer(self, taker: TransferTarget) -> ChannelRendezvous:
-        """A channel of this rank and all workers of a server."""
-        size = taker.workers + 1
+    def _rendezvous(self, target: TransferTarget) -> ChannelRendezvous:
+        """Returns a channel of this rank and all workers of a server."""
+        size = target.workers + 1
         on_gpu = self.engine.device.type == "cuda"
-        return NCCLRendezvous(size, self.engine.device) if on_gpu else GlooRendezvous(taker.url, size)
+        return NCCLRendezvous(size, self.engine.device) if on_gpu else GlooRendezvous(target.url, size)
 
-    def _told(self, hand: TransferCoordinator | None, tensors: TensorSpecs, broken: Mapping[str, str]) -> list[str]:
-        """Have servers take what is sent next, but for those to which a channel broke. Returns who they are."""
-        return self._agreed(lambda: broken, lambda found: _own(hand).take(tensors, merged(found)))
+    def _announce(
+        self, coordinator: TransferCoordinator | None, specs: TensorSpecs, failed: Mapping[str, str]
+    ) -> list[str]:
+        """Have servers receive the next broadcast, except those with failed channels. Returns those that do."""
+        return self._decide(failed, lambda broken: _on_rank0(coordinator).receive(specs, broken))
 
-    def _agreed(self, work: Callable[[], Part], decide: Callable[[list[Part]], Result]) -> Result:
+    def _decide(self, part: Mapping[str, Part], decide: Callable[[dict[str, Part]], Result]) -> Result:
+        """Returns what rank 0 decides, given the merged mappings of all ranks."""
         try:
-            return gather_and_decide(work, decide, self.group)
+            return gather_and_decide(lambda: part, lambda parts: decide(merge(parts)), self.group)
         except RankFailure as failure:
             raise failure.cause from None
 
-    def _forget(self, urls: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    def _close(self, urls: Mapping[str, str] | Sequence[str]) -> None:
         for url in urls:
-            self.meetings.pop(url, None)
+            self.connect_counts.pop(url, None)
             if channel := self.channels.pop(url, None):
                 channel.close()
-        return dict(urls) if isinstance(urls, Mapping) else {}
 
-    def _packed(self) -> Iterator[tuple[TensorSpecs, Tensor]]:
-        """What one broadcast after the other carries: what tensors, and their bytes, [n] uint8."""
+    def _broadcasts(self) -> Iterator[tuple[TensorSpecs, Tensor]]:
+        """Yields the tensors of each broadcast and their bytes, [n] uint8."""
         for bucket in self.engine.stream_buckets(bucket_bytes=self.send_bytes):
-            for some in split_aligned(bucket):
-                names = [name for name, _ in some]
-                dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in some]
-                data = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in some])
-                yield TensorSpecs(names, dtypes, [list(tensor.shape) for _, tensor in some]), data
+            for part in split_aligned(bucket):
+                names = [name for name, _ in part]
+                dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in part]
+                data = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in part])
+                yield TensorSpecs(names, dtypes, [list(tensor.shape) for _, tensor in part]), data
 
 
 def split_aligned(bucket: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """A bucket in parts, in which every tensor begins where its dtype may: who unpacks them looks at them in place."""
+    """Yields parts of a bucket in which every tensor is aligned to its dtype: the receiver views it in place."""
     part: list[tuple[str, Tensor]] = []
-    filled = 0
+    size = 0
     for name, tensor in bucket:
-        if filled % tensor.element_size():
+        if size % tensor.element_size():
             yield part
-            part, filled = [], 0
+            part, size = [], 0
         part.append((name, tensor))
-        filled += tensor.numel() * tensor.element_size()
+        size += tensor.numel() * tensor.element_size()
     if part:
         yield part
 
 
-def _own(hand: TransferCoordinator | None) -> TransferCoordinator:
-    assert hand is not None, "the first rank alone talks to servers"
-    return hand
+def _on_rank0(coordinator: TransferCoordinator | None) -> TransferCoordinator:
+    assert coordinator is not None, "only rank 0 sends requests to servers"
+    return coordinator

@@ -1,0 +1,255 @@
+"""Preflight of servers: running ones get trial requests, launched ones are checked as far as possible."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from postlude.generate.protocol import Request
+from postlude.generate.sampling_params import SamplingParams
+from postlude.hf.export import has_hf_config
+from postlude.recipes.checks.preflight import Check, PreflightInputs
+from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM, NativeRollout, Rollout, RunningServers
+from postlude.recipes.config.settings import SamplingSettings
+from postlude.recipes.rollout_engine import connect_servers
+from postlude.recipes.server_commands import (
+    GENERATOR_LENGTH,
+    VLLM_LENGTH,
+    unused_gpus,
+    vllm_max_length,
+    vllm_python,
+)
+from postlude.serving.clients.client import GenerationClient
+from postlude.serving.clients.remote_server import RemoteServer
+
+PROMPT = "The capital of France is Paris, and the capital of Italy is"
+UNUSED_STOP = "\N{SNOWMAN}\N{SNOWMAN}\N{SNOWMAN}"  # a stop string, so that vLLM uses the path that returns text
+TOLERANCE = 1e-4  # between two equal log-probs
+PYTHON_TIMEOUT = 60.0  # seconds
+LIST_VLLM = """
+import importlib.metadata, json
+installed = importlib.metadata.distributions()
+names = {package.metadata["Name"].lower().replace("_", "-"): package.version for package in installed}
+print(json.dumps({name: version for name, version in names.items() if name.startswith("vllm")}))
+"""
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """The most tokens of prompt and completion together that a server takes."""
+
+    tokens: int
+    source: str
+    """A clause that states the limit and where it comes from."""
+    fix: str
+    """How to raise it."""
+
+
+def check_servers(
+    inputs: PreflightInputs, rollout: Rollout, sampling: SamplingSettings, *, trained: bool, compared: bool = False
+) -> Iterator[Check]:
+    """Checks that servers reply and can do what the recipe needs, or can be launched.
+
+    `trained`: they get the trainer's weights. `compared`: their log-probs are compared with the trainer's.
+    """
+    if isinstance(rollout, NativeRollout):
+        return
+
+    def check() -> str:
+        if trained and not has_hf_config(inputs.model[1]):
+            raise ValueError(
+                f"servers read Hugging Face directories, but {inputs.config.model} has no Hugging Face family to be "
+                "written as. Use rollout: native."
+            )
+        if isinstance(rollout, RunningServers):
+            return _check_running(inputs, rollout, sampling, trained=trained, compared=compared)
+        return _check_launched(inputs, rollout, sampling, trained=trained, compared=compared)
+
+    yield Check("servers", check, after=("tokenizer",))
+
+
+def _check_running(
+    inputs: PreflightInputs, rollout: RunningServers, sampling: SamplingSettings, *, trained: bool, compared: bool
+) -> str:
+    with closing(connect_servers(rollout, inputs.tokenizer, inputs.model[1].vocab_size, trial=True)) as client:
+        servers = client.connect()
+        for server in servers:
+            if server.state == "excluded":
+                raise ValueError(f"{server.url} {server.problem}.")
+        up = [server for server in servers if server.state == "up"]
+        for server in up:
+            if (limit := client.run_on(server, server.max_length())) is not None:
+                source = f"{server.url} takes {limit} tokens (its max_model_len)"
+                _check_length(LengthLimit(limit, source, "Start it with a larger one"), inputs, sampling)
+            if trained:
+                _check_takes_weights(client, server, rollout, tied_head=inputs.model[1].tied_head)
+            _check_tokenizer(client, server, inputs)
+            if compared:
+                _check_logprobs(client, server, inputs, sampling)
+        kinds = ", ".join(sorted({server.api.name for server in up}))
+        down = "".join(f"; {server.url} {server.problem}" for server in servers if server not in up)
+        return f"{len(up)} of {len(servers)} reply ({kinds}){down}"
+
+
+def _check_length(limit: LengthLimit, inputs: PreflightInputs, sampling: SamplingSettings) -> None:
+    """Refuse a server that would refuse the longest request."""
+    longest, why, lower = inputs.max_request(sampling)
+    if longest > limit.tokens:
+        raise ValueError(f"{limit.source}, but {why}. {limit.fix}, or lower {lower}.")
+
+
+def _check_takes_weights(
+    client: GenerationClient, server: RemoteServer, rollout: RunningServers, *, tied_head: bool
+) -> None:
+    """Refuse a server that would keep its first weights, or some of them."""
+    if not server.api.can_reload:
+        raise ValueError(
+            f"{server.url} is {server.api.name}, which takes no new weights while it runs, but training changes them "
+            "with every step. Use vLLM or SGLang, or rollout: native; it can be used for evaluation."
+        )
+    client.run_on(server, server.fetch_version())
+    over_network = rollout.sync == "network"
+    if problem := client.run_on(server, server.update_problem(tied_head=tied_head, over_network=over_network)):
+        raise ValueError(f"{server.url} {problem}.")
+
+
+def _check_tokenizer(client: GenerationClient, server: RemoteServer, inputs: PreflightInputs) -> None:
+    """Refuse a server without token ids or log-probs, or with another tokenizer: its text must equal ours."""
+    prompt = tuple(inputs.tokenizer.encode(PROMPT))
+    greedy = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop=(UNUSED_STOP,))
+    completion = client.generate_on(server, Request(prompt, greedy))
+    ours = inputs.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    if completion.text is not None and _letters(completion.text) != _letters(ours):
+        raise ValueError(
+            f"{server.url} decodes its tokens as {completion.text!r}, but the tokenizer of {inputs.config.model} gives "
+            f"{ours!r}. It serves a model with another tokenizer."
+        )
+
+
+def _check_logprobs(
+    client: GenerationClient, server: RemoteServer, inputs: PreflightInputs, sampling: SamplingSettings
+) -> None:
+    """Refuse log-probs of another distribution than the trainer's, softmax(logits / temperature) over all tokens.
+
+    The likeliest token is sampled at two temperatures. Equal log-probs do not include the temperature; log-probs of 0
+    are taken after top-k.
+    """
+    prompt = tuple(inputs.tokenizer.encode(PROMPT))
+
+    def top_logprob(temperature: float) -> float:
+        params = SamplingParams(max_new_tokens=1, temperature=temperature, top_k=1, ignore_eos=True)
+        return client.generate_on(server, Request(prompt, params)).logprobs[0]
+
+    temperature = sampling.temperature
+    first, second = top_logprob(temperature), top_logprob(2.0 * temperature)
+    if abs(first - second) < TOLERANCE < abs(first) and temperature != 1.0:
+        raise ValueError(
+            f"{server.url} gives log-probs at temperature 1, but the temperature is {temperature:g}, and ratios use "
+            "the server's log-probs. Set old_logprobs to recompute, sampling.temperature to 1, or start vLLM with "
+            "--logprobs-mode processed_logprobs."
+        )
+    if max(abs(first), abs(second)) < TOLERANCE and (cut := _cut(sampling)):
+        raise ValueError(
+            f"{server.url} gives log-probs among the tokens that sampling.{cut} leaves, but the trainer's are of all. "
+            f"Set old_logprobs to recompute, leave {cut} out, or start vLLM with --logprobs-mode raw_logprobs."
+        )
+
+
+def _cut(sampling: SamplingSettings) -> str | None:
+    """Returns the first setting that removes tokens from the distribution."""
+    neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return next((name for name, value in neutral.items() if getattr(sampling, name) != value), None)
+
+
+def _letters(text: str) -> str:
+    """Returns the part of a text that does not depend on how spaces and incomplete characters are decoded."""
+    return re.sub(r"[^A-Za-z0-9]", "", text)
+
+
+def _check_launched(
+    inputs: PreflightInputs,
+    rollout: LaunchedGenerators | LaunchedVLLM,
+    sampling: SamplingSettings,
+    *,
+    trained: bool,
+    compared: bool,
+) -> str:
+    start = inputs.launch
+    if limit := _launched_limit(rollout, inputs):
+        _check_length(limit, inputs, sampling)
+    if any(argument.split("=")[0] in ("--api-key", "--api_key") for argument in rollout.arguments):
+        raise ValueError(
+            "rollout.arguments hold --api-key, but the run makes its own key for launched servers. Leave it out."
+        )
+    if not start.ray:
+        _check_gpus(rollout, unused_gpus(start.ranks if trained and start.device == "cuda" else 0))
+    if isinstance(rollout, LaunchedGenerators):
+        if start.ray and not rollout.gpus and (rollout.device or start.device) == "cuda":
+            raise ValueError(
+                "rollout.gpus is 0, and on Ray a server that asks for no GPU sees none. Give it a whole one, or a "
+                "share of the trainer's, such as rollout.gpus 0.4 with cluster.gpus_per_rank 0.6; or set "
+                "rollout.device to cpu."
+            )
+        return f"{rollout.count} of postlude serve, to be launched"
+    (package, version), *_ = _installed_vllm(rollout).items()
+    if compared and (cut := _cut(sampling)):
+        raise ValueError(
+            f"vLLM gives log-probs among the tokens that sampling.{cut} leaves, but the trainer's are of all. Set "
+            f"old_logprobs to recompute, or leave {cut} out."
+        )
+    return f"{rollout.count} of {package} {version}, to be launched"
+
+
+def _launched_limit(rollout: LaunchedGenerators | LaunchedVLLM, inputs: PreflightInputs) -> LengthLimit | None:
+    """Returns the limit in the config's arguments, or vLLM's for the model; None if there is none."""
+    vllm = isinstance(rollout, LaunchedVLLM)
+    option = VLLM_LENGTH if vllm else GENERATOR_LENGTH
+    words = [part for argument in rollout.arguments for part in argument.split("=", 1)]
+    names = [word.replace("_", "-") for word in words[:-1]]
+    if option in names:
+        value = words[names.index(option) + 1]
+        source = f"rollout.arguments give servers {option} {value}"
+        return LengthLimit(int(value), source, "Raise it") if value.isdecimal() else None
+    limit = vllm_max_length(inputs.model[1], inputs.tokenizer)
+    if not vllm or limit is None:
+        return None
+    source = f"vLLM serves {inputs.config.model} with {limit} tokens, as its config.json and tokenizer_config.json say"
+    return LengthLimit(
+        limit, source, "Raise max_position_embeddings or model_max_length there, use rollout: generators"
+    )
+
+
+def _check_gpus(rollout: LaunchedGenerators | LaunchedVLLM, unused: Sequence[str]) -> None:
+    """Refuse more GPUs than the trainer leaves on this machine."""
+    if 0 < rollout.gpus < 1:
+        raise ValueError(
+            f"rollout.gpus is {rollout.gpus:g}, but only Ray gives out shares of a GPU (--ray). Give a whole number, "
+            "or 0, with which generators share the trainer's."
+        )
+    if rollout.count * rollout.gpus > len(unused):
+        raise ValueError(
+            f"rollout wants {rollout.count} servers with {rollout.gpus:g} GPUs each, but the trainer leaves "
+            f"{len(unused)} of this machine's. Give fewer by rollout.count or rollout.gpus (0 for a CPU)."
+        )
+
+
+def _installed_vllm(rollout: LaunchedVLLM) -> dict[str, str]:
+    """Returns the distributions of vLLM that the interpreter has, with their versions; `vllm` first."""
+    python = vllm_python(rollout)
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", LIST_VLLM], capture_output=True, text=True, timeout=PYTHON_TIMEOUT, check=True
+        )
+        versions: dict[str, str] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ValueError(f"rollout.python is {python}, which cannot be run as a Python interpreter: {error}") from error
+    if not versions:
+        raise ValueError(
+            f"{python} has no vLLM. Install it there, or give rollout.python the interpreter of an environment that "
+            "has it."
+        )
+    return {name: versions[name] for name in ("vllm", *versions) if name in versions}
