@@ -88,16 +88,17 @@ def metrics_of(group: Any, recipe: str, config_file: str, *overrides: str) -> li
     config = load(RECIPES[recipe].config, ROOT / config_file, overrides)
     RECIPES[recipe].run(config, "cpu")
     rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
-    names = ("loss", "grad_norm", "reward", "reward/asked", "tokens")
+    names = ("loss", "grad_norm", "reward_mean", "reward/asked", "turns_mean", "tokens")
     return [{name: row[name] for name in names if name in row} for row in rows]
 
 
 ENVIRONMENT_RUN = (
-    "--warm_start.steps=2",
-    "--steps=2",
-    "--prompts_per_step=2",
-    "--samples_per_prompt=2",
+    "--warm_start.steps=24",
+    "--steps=1",
+    "--prompts_per_step=4",
+    "--samples_per_prompt=4",
     "--minibatches=1",
+    "--warm_start.batch_size=16",
     "--evaluation.every=0",
     "--export=false",
 )
@@ -109,7 +110,6 @@ def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path
         ranks(size, metrics_of, "grpo", "recipes/calculator.yaml", f"--run={tmp_path / str(size)}", *words)[0]
         for size, words in ((1, ENVIRONMENT_RUN), (2, (*ENVIRONMENT_RUN, "--layout=tp=2")))
     ]
-    assert len(runs[0]) == len(runs[1]) == 4
-    assert "reward" in runs[0][-1]
+    assert runs[0][-1]["turns_mean"] > 1  # some call the tool
     for one, two in zip(*runs, strict=True):
         assert two == pytest.approx(one, rel=1e-3)
