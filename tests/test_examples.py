@@ -9,6 +9,8 @@ import contextlib
 import json
 import multiprocessing
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,12 @@ from examples.objective import soft_clip
 
 from postlude import Batch, Engine, Layout
 from postlude.recipes.config.load import load
-from postlude.recipes.registry import RECIPES
+from postlude.recipes.registry import RECIPES, UserRecipe
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 USES_OF_THE_SEAM = ("selected_logprobs", "custom_loss", "value_head")
-EXTENSIONS = ("block", "family", "objective", "environment")
+EXTENSIONS = ("block", "family", "objective", "recipe", "environment")
 
 
 def run(name: str, output: Path) -> None:
@@ -85,9 +87,14 @@ def test_an_objective_of_ones_own_on_two_ranks_equals_one(ranks: Any, layout: st
 
 def metrics_of(group: Any, recipe: str, config_file: str, *overrides: str) -> list[dict[str, float]]:
     """Returns the metrics of each step of a run that are the same on every machine."""
-    config = load(RECIPES[recipe].config, ROOT / config_file, overrides)
-    RECIPES[recipe].run(config, "cpu")
-    rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    chosen = UserRecipe.load(recipe) if ".py:" in recipe else RECIPES[recipe]
+    config = load(chosen.config, ROOT / config_file, overrides)
+    chosen.run(config, "cpu")
+    return read_metrics_of(config.run)
+
+
+def read_metrics_of(directory: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "grad_norm", "reward_mean", "reward/asked", "turns_mean", "tokens")
     return [{name: row[name] for name in names if name in row} for row in rows]
 
@@ -113,3 +120,17 @@ def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path
     assert runs[0][-1]["turns_mean"] > 1  # some call the tool
     for one, two in zip(*runs, strict=True):
         assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_recipe_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path) -> None:
+    """As a command, which starts the two ranks."""
+    recipe, config = str(EXAMPLES / "recipe.py:RowMeanTrainer"), "recipes/tiny-sft.yaml"
+    words = ("--steps=3", "--held_out.rows=4", "--short_row_weight=2", "--export=false")
+    command = [sys.executable, "-m", "postlude", recipe, config, *words, "--layout=tp=2", f"--run={tmp_path / 'two'}"]
+    done = subprocess.run([*command, "--device=cpu"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    one = ranks(1, metrics_of, recipe, config, *words, f"--run={tmp_path / 'one'}")[0]
+    assert one[-1]["loss"] < one[1]["loss"]
+    for expected, metrics in zip(one, read_metrics_of(tmp_path / "two"), strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-4)

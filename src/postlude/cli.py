@@ -15,7 +15,7 @@ import importlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -24,7 +24,7 @@ from postlude.error_output import print_error
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.layout import Layout
 from postlude.plan.hardware import HARDWARE
-from postlude.recipes.registry import RECIPES, Recipe
+from postlude.recipes.registry import RECIPES, Recipe, UserRecipe
 from postlude.recipes.run.outcome import DONE, FAILED, MISTAKE, RunFailed
 from postlude.recipes.run.start_mode import resume_command
 from postlude.verify.choices import OBJECTIVES, OVERLAPS, RECOMPUTE, TOLERANCES
@@ -103,8 +103,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    file = words.pop(1) if words[:1] and words[0] in RECIPES and words[1:] and not words[1].startswith("-") else None
-    parser, commands = _parser()
+    recipes = dict(RECIPES)
+    if words and ".py:" in words[0]:
+        recipes[words[0]] = _user_recipe(words[0])
+    file = words.pop(1) if words[:1] and words[0] in recipes and words[1:] and not words[1].startswith("-") else None
+    parser, commands = _parser(recipes)
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = difflib.get_close_matches(words[0], commands, 1)
         there = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
@@ -112,15 +115,24 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(words)
     options.overrides, options.config = unknown, file and Path(file)
     options.resume_command = resume_command(arguments if arguments is not None else sys.argv[1:])
-    if unknown and options.command not in RECIPES:
+    if unknown and options.command not in recipes:
         known = [f"--{name}" for name in vars(options)]
         near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1)
         options.parser.error(f"{unknown[0]!r} is not an option" + (f"; did you mean {near[0]}?" if near else ""))
     return options
 
 
-def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """It, and the names of its commands."""
+def _user_recipe(name: str) -> Recipe:
+    """Returns the recipe of a trainer path/to/file.py:Trainer. Exits if there is none."""
+    try:
+        return UserRecipe.load(name)
+    except (ValueError, AttributeError) as error:
+        print_error(f"postlude: {error_message(error)}")
+        sys.exit(MISTAKE)
+
+
+def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, list[str]]:
+    """Returns the parser and the names of its commands."""
     parser = _Parser(prog="postlude", description="A PyTorch-native post-training core.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"postlude {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
@@ -148,7 +160,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     _add_plan(commands.add_parser("plan", help="what a step in a layout takes, before it runs", allow_abbrev=False))
 
-    for name, recipe in RECIPES.items():
+    for name, recipe in recipes.items():
         command = commands.add_parser(
             name,
             help=recipe.help,

@@ -10,7 +10,7 @@ from postlude.cluster.ray_cluster import LOCAL, check_ray
 from postlude.error_output import print_error
 from postlude.layout import Layout
 from postlude.recipes.config.load import to_yaml
-from postlude.recipes.registry import RECIPES, Recipe
+from postlude.recipes.registry import Recipe
 from postlude.recipes.run.lock import wait_for
 from postlude.recipes.run.outcome import DONE
 from postlude.recipes.run.start_mode import StartMode, find_checkpoint, parse_step
@@ -20,7 +20,7 @@ LEAVING = 10.0  # seconds that ranks of an earlier driver have to let go of a ru
 
 def run(options: argparse.Namespace) -> int:
     """Run a recipe, or continue it where it stopped."""
-    chosen = RECIPES[options.command]
+    chosen: Recipe = options.parser.recipe
     config = _config(options, chosen)
     start_mode = StartMode(
         None if options.resume_from is None else parse_step(options.resume_from), options.resume_command

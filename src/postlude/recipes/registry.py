@@ -6,12 +6,14 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.start_mode import CHECKPOINTS, MODEL, RESUME_NEWEST, STEP, StartMode
+from postlude.user_code import load_callable
 
 if TYPE_CHECKING:
     from postlude.recipes.checks.preflight import Check, PreflightInputs
@@ -63,11 +65,48 @@ class Recipe:
         return importlib.import_module(f"postlude.recipes.{self.module}")
 
 
+class UserRecipe(Recipe):
+    """A trainer of the user, path/to/file.py:Trainer. Its attributes `Config` and `checks(inputs)` are the recipe's."""
+
+    @classmethod
+    def load(cls, command: str) -> UserRecipe:
+        """Runs the file and returns the recipe."""
+        recipe = cls(command, "", "", f"the recipe {command}")
+        recipe.trainer.checks, recipe.trainer.Config  # noqa: B018  # each must exist before a run is started
+        return recipe
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another rank runs the file again, before it unpickles a config of a class that the file defines."""
+        return UserRecipe.load, (self.command,)
+
+    @cached_property
+    def trainer(self) -> Any:
+        """The class of the trainer."""
+        return load_callable(self.command, kind="trainer")
+
+    def run(
+        self, config: Any, device: str, start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None
+    ) -> RunOutcome:
+        """Runs it. Every rank calls this."""
+        from postlude.recipes.trainer import run_training
+
+        return run_training(self.trainer(config, device, *([] if runtime is None else [runtime])), start_mode)
+
+    def checks(self, inputs: PreflightInputs) -> list[Check]:
+        """Returns the checks to make before a run is started."""
+        return cast("list[Check]", self.trainer.checks(inputs))
+
+    @property
+    def config(self) -> Any:
+        """The class of its config."""
+        return self.trainer.Config
+
+
 def _name(model: str, command: str) -> str:
     """What a run without a config file is called: the recipe's name and the model's, or that of the model's run."""
     names = [part for part in Path(model).parts if part not in (MODEL, CHECKPOINTS, os.sep, "..")]
     kept = names[-2:] if names and STEP.fullmatch(names[-1]) else names[-1:]
-    return "-".join([command, *kept])
+    return "-".join([command.rpartition(":")[2], *kept])
 
 
 RECIPES = {
