@@ -214,23 +214,23 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     steps = 3600 / plan.period
     yield "GPUs that train / serve", f"{plan.training} / {GPUS - plan.training}"
     yield "layout (planner)", layout(plan)
-    yield "memory a GPU (planner)", f"{train.peak / 2**30:.0f} GiB"
+    yield "memory per GPU (planner)", f"{train.peak / 2**30:.0f} GiB"
     yield "step (planner)", f"{step.seconds:.1f} s, {train.tokens_a_second:,.0f} tokens/s a GPU, MFU {train.mfu:.0%}"
-    yield "servers × GPUs, answers at once", f"{plan.servers} × {plan.shape.server}, {plan.sequences}"
-    yield "a token of each", f"{plan.token_seconds * 1e3:.0f} ms"
+    yield "servers × GPUs, completions at once", f"{plan.servers} × {plan.shape.server}, {plan.sequences}"
+    yield "time per token", f"{plan.token_seconds * 1e3:.0f} ms"
     yield "tokens/s of all servers", f"{plan.drawn / 1e6:.2f}M"
-    yield "answers of a step drawn in", f"{plan.drawing_seconds:.1f} s"
+    yield "completions of a step sampled in", f"{plan.drawing_seconds:.1f} s"
     yield "weights", f"{plan.weights / 1e9:.0f} GB"
     yield "by network: sums + sends", f"{plan.sums_seconds:.1f} + {plan.network_seconds - plan.sums_seconds:.1f} s"
     yield "… if one rank sent to all", f"{plan.sums_seconds + plan.servers * plan.one_link:.0f} s"
     yield "by disk: write + read", f"{plan.weights / DISK:.0f} + {plan.servers * plan.weights / SHARED:.0f} s"
     yield "from step to step", f"{plan.period:.1f} s, {steps:.0f} steps an hour"
     longest = LONGEST * plan.token_seconds
-    yield "longest answer, 3× the mean", f"{longest:.0f} s, so k = {plan.staleness}"
-    yield "answers/s, in flight", f"{answers:.0f}, {in_flight:,}"
+    yield "longest completion, 3× the mean", f"{longest:.0f} s, so k = {plan.staleness}"
+    yield "completions/s, in flight", f"{answers:.0f}, {in_flight:,}"
     heard = answers * ANSWER
-    yield "first rank reads", f"{heard * TOKEN_BYTES / 1e6:.0f} MB/s of JSON, {heard / PARSED:.1f} cores"
-    yield "judges at 0.1 s an answer", f"{answers / 10:.0f} cores"
+    yield "rank 0 reads", f"{heard * TOKEN_BYTES / 1e6:.0f} MB/s of JSON, {heard / PARSED:.1f} cores"
+    yield "reward workers at 0.1 s per completion", f"{answers / 10:.0f} cores"
     yield "checkpoint", f"{plan.checkpoint / 1e9:.0f} GB, {plan.checkpoint / nodes / DISK:.0f} s at 2 GB/s a node"
     yield "failures a day, of the trainer", f"{failures['a day']:.2f}, {failures['of the trainer']:.2f}"
     lost = failures["of the trainer"] * (RESTART + 25 * plan.period) / 86400
