@@ -17,7 +17,7 @@ from postlude.recipes.checks.objective_trial import SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
 from postlude.recipes.config.recipe_configs import SFTConfig, SFTObjective
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.data.encoded_rows import EncodedRows
+from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics
