@@ -1,4 +1,4 @@
-"""What ranks tell one another when one stops stays a few words a rank, however many ranks there are."""
+"""When a rank stops, each rank needs only a few operations of the store, however many ranks there are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from postlude.world.failure_report import FailureReporter, RankStatus
 
 SIZE = 2000
-FEW = 16  # operations of one rank, from its first word to its last
+FEW = 16  # operations of one rank, from start to close
 
 
 class Counting:
@@ -51,18 +51,18 @@ def test_the_first_failure_is_named_by_two_thousand_ranks_in_a_few_operations_ea
     store = Counting()
     ranks = everyone(store)
     thread = threading.get_ident()
-    assert ranks[7].fail(ValueError("no such column")) is None
-    assert ranks[8].fail(KeyError("later")) is None
+    assert ranks[7].report(ValueError("no such column")) is None
+    assert ranks[8].report(KeyError("later")) is None
     for rank in ranks:
-        rank.hear(rank.store, thread)
+        rank.answer(rank.store, thread)
     for rank in ranks:
-        if rank.index not in (7, 8):
-            assert str(rank.fail(lost())) == f"rank 7 of {SIZE} failed: ValueError: no such column"
+        if rank.rank not in (7, 8):
+            assert str(rank.report(lost())) == f"rank 7 of {SIZE} failed: ValueError: no such column"
     for rank in ranks:
-        rank.leave()
-    assert store.operations.pop(7) <= SIZE + FEW  # the first to stop rings every bell
+        rank.close()
+    assert store.operations.pop(7) <= SIZE + FEW  # the first to stop sets every event
     assert max(store.operations.values()) <= FEW
-    assert store.store.check([f"bell/{rank}" for rank in range(SIZE)])
+    assert store.store.check([f"event/{rank}" for rank in range(SIZE)])
 
 
 @pytest.mark.slow
@@ -73,25 +73,27 @@ def test_one_rank_asks_where_the_others_are_and_tells_all() -> None:
     thread = threading.get_ident()
     for rank in ranks:
         if rank is not gone:
-            rank.hear(rank.store, -1 if rank is away else thread)
+            rank.answer(rank.store, -1 if rank is away else thread)
     waiting = [rank for rank in ranks if rank not in (gone, away)]
-    for rank in waiting[1:]:  # each has stopped before the first one is done with asking
-        rank.say(RankStatus("stopped"))
-    verdicts = {str(rank.fail(lost())) for rank in waiting}
+    for rank in waiting[1:]:  # each has stopped before the first one is done with its investigation
+        rank.set_status(RankStatus("stopped"))
+    verdicts = {str(rank.report(lost())) for rank in waiting}
     assert verdicts == {
         f"rank 99 of {SIZE} did not come: it is at an unknown place; rank 1234 of {SIZE} does not answer any more: it "
         "was killed or lost."
     }
     for rank in waiting:
-        rank.leave()
-    asker, others = waiting[0].index, [rank.index for rank in waiting[1:]]
+        rank.close()
+    investigator, others = waiting[0].rank, [rank.rank for rank in waiting[1:]]
     assert max(store.operations[rank] for rank in others) <= FEW
-    assert store.operations[asker] < 4 * SIZE + 400  # all bells twice, all words; and again and again until time is up
+    assert (
+        store.operations[investigator] < 4 * SIZE + 400
+    )  # all events twice, all statuses; and again and again until time is up
 
 
 @pytest.mark.slow
-def test_a_silent_asker_is_named() -> None:
+def test_a_silent_investigator_is_named() -> None:
     store = Counting()
     ranks = [FailureReporter(rank, 3, 600.0, store.of(rank)) for rank in range(3)]
-    store.store.set("asker", "2")  # and it was killed before it could tell
-    assert str(ranks[0].fail(lost())) == "rank 2 of 3 does not answer any more: it was killed or lost."
+    store.store.set("investigator", "2")  # and it was killed before it could tell
+    assert str(ranks[0].report(lost())) == "rank 2 of 3 does not answer any more: it was killed or lost."

@@ -100,7 +100,11 @@ def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_pa
         # A process that sleeps is waited for; what is said of it is the same with an agent, and shown there.
         pytest.param("sleep", 1, "rank 1 of 3 did not come: it is in misbehave ", marks=pytest.mark.thorough),
         ("raise", 0, "rank 0 of 3 failed: ValueError: no such column"),  # rank 0 holds the store
-        ("kill", 0, "rank 0 of 3 does not answer any more: it was killed or lost, and the last words with it."),
+        (
+            "kill",
+            0,
+            "rank 0 of 3 does not answer any more: it was killed or lost, and with it the store of failure reports.",
+        ),
     ],
 )
 def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence: str, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from postlude.world.failure_report import RankError  # torch, which has been imported where a rank failed
 
         if isinstance(error, RankError):
-            return _told(options, error, MISTAKE if error.mistake else FAILED)
+            return _told(options, error, MISTAKE if error.user_error else FAILED)
         raise
 
 

@@ -88,7 +88,7 @@ def test_without_ray_there_is_a_sentence_about_how_to_get_it(
 
 def answered(error: BaseException, at: float = 0.0) -> RankResult:
     word = RankStatus.of(error)
-    return RankResult(status=RankStatus(word.state, word.text, word.traceback, at, word.mistake), error=error)
+    return RankResult(status=RankStatus(word.state, word.text, word.traceback, at, word.user_error), error=error)
 
 
 def test_what_is_worth_another_start() -> None:
@@ -104,7 +104,7 @@ def test_what_is_worth_another_start() -> None:
         assert not failure_of(answers, 2).can_restart  # type: ignore[arg-type]
     named = failure_of({0: stopped, 1: mistake}, 2).error
     assert isinstance(named, RankError)
-    assert (str(named), named.mistake) == ("rank 1 of 2 failed: ValueError: no such row", True)
+    assert (str(named), named.user_error) == ("rank 1 of 2 failed: ValueError: no such row", True)
     assert isinstance(failure_of({0: mistake}, 1).error, USER_ERRORS), "alone, it is told as without ranks"
 
 

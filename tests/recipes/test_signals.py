@@ -18,7 +18,7 @@ from postlude.recipes.report.live import LiveView
 from postlude.recipes.run import signals
 from postlude.recipes.run.outcome import RunOutcome, read_outcome
 from postlude.recipes.run.signals import STOP_SIGNALS, StopSignals
-from postlude.world.launcher import SignalForwarding
+from postlude.world.signals import SignalForwarding
 
 
 @pytest.fixture(autouse=True)

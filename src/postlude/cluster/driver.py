@@ -30,7 +30,7 @@ from postlude.recipes.run.runtime import Runtime
 from postlude.recipes.run.signals import DUPLICATE_SECONDS, stop_message
 from postlude.recipes.run.start_mode import StartMode
 from postlude.world.failure_report import GRACE, RankError
-from postlude.world.launcher import SIGNALS, ending_signals
+from postlude.world.signals import SIGNALS, ending_signals
 
 LOG = logging.getLogger("postlude")
 LOCK_TIMEOUT = 30.0  # seconds that ranks which were stopped may still hold the run's directory

@@ -21,8 +21,9 @@ import torch
 from postlude.cluster.message_relay import forward_output, forward_signals
 from postlude.cluster.ray_cluster import ResourceNeeds, check_capacity, death_reason, missing_capacity
 from postlude.world.failure_report import RankError, RankStatus
-from postlude.world.launcher import SIGNALS, run_on_ranks
+from postlude.world.launcher import run_on_ranks
 from postlude.world.ports import ReservedPort
+from postlude.world.signals import SIGNALS
 
 POLL_SECONDS = 0.5
 FIRST_WARNING, WARN_SECONDS = 5.0, 60.0  # seconds without resources until the first message, and between two
@@ -201,10 +202,12 @@ def failure_of(results: dict[int, RankResult | RankLost], size: int) -> RunFailu
     ended = {rank: result for rank, result in results.items() if isinstance(result, RankResult)}
     statuses = {rank: result.status for rank, result in ended.items() if result.status is not None}
     failed = [rank for rank, status in statuses.items() if status.state == "failed"]
-    if failed and (not lost or any(statuses[rank].mistake for rank in failed)):
+    if failed and (not lost or any(statuses[rank].user_error for rank in failed)):
         first = min(failed, key=lambda rank: statuses[rank].time)
         status = statuses[first]
-        named = RankError(f"rank {first} of {size} failed: {status.text}", status.traceback, mistake=status.mistake)
+        named = RankError(
+            f"rank {first} of {size} failed: {status.text}", status.traceback, user_error=status.user_error
+        )
         original = ended[first].error if size == 1 else None  # a single rank needs no name
         return RunFailure(original or named, ended[first].device_failed)
     if lost:

@@ -1,7 +1,7 @@
-"""Last words: what ranks tell one another about how they stand, through the rendezvous store.
+"""How ranks report a failure to one another, through the rendezvous store.
 
-A rank that fails leaves its last words there, so every other rank stops with one sentence that names the cause, not
-with "connection closed by peer".
+A rank that fails leaves its status there. So every other rank stops with one message that names the cause, not with
+"connection closed by peer".
 """
 
 from __future__ import annotations
@@ -27,281 +27,285 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from postlude.checks import USER_ERRORS
 
-GRACE = 3.0  # seconds a rank that stops gives the others to say why
-LOST = re.compile(r"gloo/(transport|rendezvous)|connectFullMesh|connection (closed|reset)|timed out waiting|NCCL", re.I)
+GRACE = 3.0  # seconds that a stopping rank gives the others to report
+CONNECTION_LOST = re.compile(
+    r"gloo/(transport|rendezvous)|connectFullMesh|connection (closed|reset)|timed out waiting|NCCL", re.I
+)
 FINISHED = "finished without coming to this collective"
-SILENT = "does not answer any more: it was killed or lost"
+UNRESPONSIVE = "does not answer any more: it was killed or lost"
 Result = TypeVar("Result")
 
 
 class RankError(RuntimeError):
-    """A rank failed or was lost. The message names it; `traceback` is its own, where it could still tell.
+    """A rank failed or was lost. The message names it; `traceback` is the rank's own, if it could report one.
 
-    It is a `mistake` if what the rank raised is what users' mistakes raise.
+    `user_error` tells whether the rank raised one of `USER_ERRORS`.
     """
 
-    def __init__(self, message: str, traceback: str = "", *, mistake: bool = False) -> None:
+    def __init__(self, message: str, traceback: str = "", *, user_error: bool = False) -> None:
         super().__init__(message)
-        self.traceback, self.mistake = traceback, mistake
+        self.traceback, self.user_error = traceback, user_error
         if traceback:
             self.add_note(traceback)
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """How a rank stands: here, failed (by its own error), stopped (waiting for another rank) or finished."""
+    """The state of a rank: "running", "failed" (by its own error), "stopped" (waiting for another) or "finished"."""
 
     state: str
     text: str = ""
     traceback: str = ""
     time: float = field(default_factory=time.time)
-    mistake: bool = False
+    user_error: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> RankStatus:
-        """How a rank stands that `error` ends."""
+        """Returns the status of a rank that ends with `error`."""
         if isinstance(error, SystemExit) and not error.code:
             return cls("finished")
-        kind = "stopped" if isinstance(error, RankError) or _came_from_a_collective(error) else "failed"
+        state = "stopped" if isinstance(error, RankError) or _is_from_collective(error) else "failed"
         text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         trace = getattr(error, "traceback", "") or "".join(traceback.format_exception(error))
-        return cls(kind, text, trace, mistake=isinstance(error, USER_ERRORS))
+        return cls(state, text, trace, user_error=isinstance(error, USER_ERRORS))
 
 
 class FailureReporter:
-    """What ranks tell one another through the rendezvous store, in a number of words that does not grow with the ranks.
+    """One rank's reports through the store, with a number of operations that does not grow with the ranks.
 
-    `word/R` is how rank R stands, and `first` the first failure of all. The first to stop rings every `bell/R`, and a
-    thread of each rank, which waits for its own, adds to `at` where its rank is, and remembers who failed in case the
-    store goes with rank 0. Of all ranks that stop waiting one asks, and leaves its `verdict` for the others. Each rank
-    does a few operations, and the one that asks a few more.
+    Keys: `status/R` is the status of rank R, and `first_failure` the first of all. The first rank to stop sets every
+    `event/R`. A listener thread of each rank waits for its own event, appends its rank's location to `locations`, and
+    remembers who failed in case the store ends with rank 0. Of all ranks that stop because they waited, one
+    investigates and writes the `verdict` for the others. `answered`, `informed` and `closed` count ranks.
     """
 
-    def __init__(self, index: int, size: int, timeout: float, store: Store, hosts: bool = False) -> None:
-        self.index, self.size, self.timeout, self.store, self.hosts = index, size, timeout, store, hosts
-        self.alive = size  # ranks that can still answer, this one included
-        self.heard: dict[int, RankStatus] = {}
-        self.failed = self.lost = self.leaving = False
+    def __init__(self, rank: int, size: int, timeout: float, store: Store, hosts: bool = False) -> None:
+        self.rank, self.size, self.timeout, self.store, self.hosts = rank, size, timeout, store, hosts
+        self.responsive = size  # ranks that can still answer, this one included
+        self.known: dict[int, RankStatus] = {}
+        self.failed = self.store_lost = self.closing = False
         self.counted: set[str] = set()
         self.lock = threading.Lock()
         self.listener: threading.Thread | None = None
         self.gpu_is_stuck: Callable[[float], bool] = lambda seconds: False
-        self.say(RankStatus("here"))
+        self.set_status(RankStatus("running"))
 
-    def say(self, word: RankStatus) -> None:
-        """Leave this rank's word."""
-        self.store.set(f"word/{self.index}", json.dumps(asdict(word)))
+    def set_status(self, status: RankStatus) -> None:
+        """Writes this rank's status."""
+        self.store.set(f"status/{self.rank}", json.dumps(asdict(status)))
 
-    def listen(self, ear: Store) -> None:
-        """Have a thread wait for the bell, and answer where this one is. A store that waits can do nothing else."""
+    def start_listener(self, store: Store) -> None:
+        """Starts the thread that waits for the event. It needs its own connection: a waiting one is blocked."""
         thread = threading.get_ident()
 
         def wait() -> None:
             with suppress(RuntimeError):  # the store is gone; a collective will notice
-                ear.wait([f"bell/{self.index}"], timedelta(days=365))
-                self.hear(ear, thread)
+                store.wait([f"event/{self.rank}"], timedelta(days=365))
+                self.answer(store, thread)
 
         self.listener = threading.Thread(target=wait, daemon=True)
         self.listener.start()
 
-    def hear(self, store: Store, thread: int) -> None:
-        """Answer the bell."""
-        if self.leaving:
+    def answer(self, store: Store, thread: int) -> None:
+        """Answers the event: appends where this rank's `thread` is, and reads who failed."""
+        if self.closing:
             return
-        waits = self.gpu_is_stuck(1.0)  # then the host stands at any line, and what it waits for is another rank
-        place = [self.index, "" if waits else _whereabouts(sys._current_frames().get(thread))]
-        store.append("at", json.dumps(place) + "\n")  # type: ignore[attr-defined]
-        self._count("settled", store)
-        first = self._first(store)
-        known = [(0, store.get("word/0"))] if store.check(["word/0"]) else []
-        self.heard = {rank: RankStatus(**json.loads(word)) for rank, word in known} | first
-        self._count("heard", store)
+        waits = self.gpu_is_stuck(1.0)  # then the host is at any line, and waits for another rank
+        location = [self.rank, "" if waits else _location(sys._current_frames().get(thread))]
+        store.append("locations", json.dumps(location) + "\n")  # type: ignore[attr-defined]
+        self._count("answered", store)
+        rank0 = {0: RankStatus(**json.loads(store.get("status/0")))} if store.check(["status/0"]) else {}
+        self.known = rank0 | self._first_failure(store)
+        self._count("informed", store)
 
-    def fail(self, error: BaseException) -> RankError | None:
-        """Leave a last word about `error`. Where other ranks caused it, ask them, and return what names the cause."""
-        word = RankStatus.of(error)
-        self.failed = word.state == "failed"
-        if word.state != "stopped":
-            run_with_timeout(lambda: self._tell(word))
+    def report(self, error: BaseException) -> RankError | None:
+        """Reports that `error` ends this rank. Returns the error that names the cause if other ranks caused it."""
+        status = RankStatus.of(error)
+        self.failed = status.state == "failed"
+        if status.state != "stopped":
+            run_with_timeout(lambda: self._publish(status))
             return None
-        verdict = run_with_timeout(self._ask)
+        verdict = run_with_timeout(self._find_cause)
         if verdict is None:
-            self.lost = True
+            self.store_lost = True
             return self._verdict_without_store()
         return verdict
 
-    def leave(self) -> None:
-        """Close this rank's part. The host of the store stays a little, so that the others can read it."""
-        self.leaving = True
-        for name in ("settled", "heard"):
+    def close(self) -> None:
+        """Ends this rank's part. The rank that hosts the store waits a little, so that the others can read it."""
+        self.closing = True
+        for name in ("answered", "informed"):
             self._count(name, self.store)
-        self.store.add("gone", 1)
-        self.store.set(f"bell/{self.index}", "")
+        self.store.add("closed", 1)
+        self.store.set(f"event/{self.rank}", "")
         if self.listener is not None:
-            self.listener.join(GRACE)  # a thread that wakes while Python ends takes the process with it
+            self.listener.join(GRACE)  # a thread that wakes while Python exits takes the process with it
         if self.hosts:
-            _until(lambda: self.store.add("heard" if self.failed else "gone", 0) >= self.alive)
-            self._ring()  # the store closes: whoever is still at work had better listen now
-            _until(lambda: self.store.add("heard", 0) >= self.alive, 0.5)
+            _wait_until(lambda: self.store.add("informed" if self.failed else "closed", 0) >= self.responsive)
+            self._set_events()  # the store closes: running ranks must read it now
+            _wait_until(lambda: self.store.add("informed", 0) >= self.responsive, 0.5)
 
-    def _ring(self) -> None:
-        bells = [f"bell/{rank}" for rank in range(self.size)]
-        self.store.multi_set(bells, [""] * self.size)  # type: ignore[attr-defined]
+    def _set_events(self) -> None:
+        keys = [f"event/{rank}" for rank in range(self.size)]
+        self.store.multi_set(keys, [""] * self.size)  # type: ignore[attr-defined]
 
     def _count(self, name: str, store: Store) -> None:
-        """Count this rank among those that have `heard`, or have `settled`: no answer is to come from them. Once."""
+        """Counts this rank once: among those `informed`, or `answered` (no answer is to come from them)."""
         with self.lock:
-            known = name in self.counted
+            counted = name in self.counted
             self.counted.add(name)
-        if not known:
+        if not counted:
             store.add(name, 1)
 
-    def _tell(self, word: RankStatus) -> None:
-        self.say(word)
-        if word.state == "failed":
-            self.store.compare_set("first", "", json.dumps([self.index, asdict(word)]))
-        if int(self.store.compare_set("ringer", "", str(self.index))) == self.index:
-            self._ring()
+    def _publish(self, status: RankStatus) -> None:
+        self.set_status(status)
+        if status.state == "failed":
+            self.store.compare_set("first_failure", "", json.dumps([self.rank, asdict(status)]))
+        if int(self.store.compare_set("notifier", "", str(self.rank))) == self.rank:
+            self._set_events()
 
-    def _first(self, store: Store) -> dict[int, RankStatus]:
-        """The first failure of all, by its rank, if there was one."""
-        if not store.check(["first"]):
+    def _first_failure(self, store: Store) -> dict[int, RankStatus]:
+        """Returns the first failure of all by its rank, if there was one."""
+        if not store.check(["first_failure"]):
             return {}
-        rank, word = json.loads(store.get("first"))
-        return {rank: RankStatus(**word)}
+        rank, status = json.loads(store.get("first_failure"))
+        return {rank: RankStatus(**status)}
 
-    def _ask(self) -> RankError:
-        """What stopped this rank: what the first that failed says, or else one rank finds out for all."""
-        self._tell(RankStatus("stopped"))
-        if error := first_failure(self._first(self.store), self.size):
+    def _find_cause(self) -> RankError:
+        """Returns what stopped this rank: the first failure, or else what one rank finds out for all."""
+        self._publish(RankStatus("stopped"))
+        if error := first_failure(self._first_failure(self.store), self.size):
             return error
-        asker = int(self.store.compare_set("asker", "", str(self.index)))
-        if asker != self.index:
+        investigator = int(self.store.compare_set("investigator", "", str(self.rank)))
+        if investigator != self.rank:
             try:
                 self.store.wait(["verdict"], timedelta(seconds=GRACE + 0.5))
             except dist.DistError:
-                return RankError(f"rank {asker} of {self.size} {SILENT}.")
-            text, trace, mistake, self.alive = json.loads(self.store.get("verdict"))
-            return RankError(text, trace, mistake=mistake)
-        self._ring()  # who rang may have been killed over it
-        _until(lambda: self.store.add("settled", 0) >= self.size)
-        lines = self.store.get("at").decode().splitlines() if self.store.check(["at"]) else []
-        at = dict(json.loads(line) for line in lines)
-        words = self._words() | self._first(self.store)
-        verdict = self._verdict(words, at)
-        self.alive = sum(rank in at or word.state != "here" for rank, word in words.items())
-        told = [str(verdict), verdict.traceback, verdict.mistake, self.alive]
-        self.store.set("verdict", json.dumps(told))
+                return RankError(f"rank {investigator} of {self.size} {UNRESPONSIVE}.")
+            text, trace, user_error, self.responsive = json.loads(self.store.get("verdict"))
+            return RankError(text, trace, user_error=user_error)
+        self._set_events()  # the notifier may have been killed before it set all
+        _wait_until(lambda: self.store.add("answered", 0) >= self.size)
+        lines = self.store.get("locations").decode().splitlines() if self.store.check(["locations"]) else []
+        locations = dict(json.loads(line) for line in lines)
+        statuses = self._statuses() | self._first_failure(self.store)
+        verdict = self._verdict(statuses, locations)
+        self.responsive = sum(rank in locations or status.state != "running" for rank, status in statuses.items())
+        entry = [str(verdict), verdict.traceback, verdict.user_error, self.responsive]
+        self.store.set("verdict", json.dumps(entry))
         return verdict
 
-    def _words(self) -> dict[int, RankStatus]:
-        keys = [f"word/{rank}" for rank in range(self.size)]
-        if not self.store.check(keys):  # some never arrived
+    def _statuses(self) -> dict[int, RankStatus]:
+        keys = [f"status/{rank}" for rank in range(self.size)]
+        if not self.store.check(keys):  # some ranks never arrived
             keys = [key for key in keys if self.store.check([key])]
-        found = zip(keys, self.store.multi_get(keys), strict=True)
-        return {int(key.removeprefix("word/")): RankStatus(**json.loads(word)) for key, word in found}
+        entries = zip(keys, self.store.multi_get(keys), strict=True)
+        return {int(key.removeprefix("status/")): RankStatus(**json.loads(entry)) for key, entry in entries}
 
-    def _verdict(self, words: dict[int, RankStatus], at: dict[int, str]) -> RankError:
-        size = self.size
-        if first := first_failure(words, size):
+    def _verdict(self, statuses: dict[int, RankStatus], locations: dict[int, str]) -> RankError:
+        if first := first_failure(statuses, self.size):
             return first
-        blame: dict[str, list[int]] = {}
-        for rank in range(size):
-            state = words[rank].state if rank in words else "absent"
+        ranks_by_problem: dict[str, list[int]] = {}
+        for rank in range(self.size):
+            state = statuses[rank].state if rank in statuses else "absent"
             if state == "absent":
-                blame.setdefault(f"never arrived within {self.timeout:g} s", []).append(rank)
+                problem = f"never arrived within {self.timeout:g} s"
             elif state == "finished":
-                blame.setdefault(FINISHED, []).append(rank)
-            elif state == "here" and rank not in at:
-                blame.setdefault(SILENT, []).append(rank)
-            elif state == "here" and at[rank]:
-                blame.setdefault(f"did not come: it is {at[rank]}", []).append(rank)
-        if blame:
-            told = (f"rank {_some(who)} of {size} {what}" for what, who in blame.items())
-            return RankError("; ".join(told) + ".")
-        return RankError(f"all {size} ranks waited for one another; do they call the same collectives?")
+                problem = FINISHED
+            elif state == "running" and rank not in locations:
+                problem = UNRESPONSIVE
+            elif state == "running" and locations[rank]:
+                problem = f"did not come: it is {locations[rank]}"
+            else:
+                continue
+            ranks_by_problem.setdefault(problem, []).append(rank)
+        if ranks_by_problem:
+            problems = (f"rank {_list(ranks)} of {self.size} {problem}" for problem, ranks in ranks_by_problem.items())
+            return RankError("; ".join(problems) + ".")
+        return RankError(f"all {self.size} ranks waited for one another; do they call the same collectives?")
 
     def _verdict_without_store(self) -> RankError:
-        if first := first_failure(self.heard, self.size):
+        if first := first_failure(self.known, self.size):
             return first
-        if 0 in self.heard and self.heard[0].state == "finished":
+        if 0 in self.known and self.known[0].state == "finished":
             return RankError(f"rank 0 of {self.size} {FINISHED}.")
-        host = "the launcher" if _agent() else f"rank 0 of {self.size}"
-        return RankError(f"{host} {SILENT}, and the last words with it.")
+        host = "the launcher" if _agent_hosts_store() else f"rank 0 of {self.size}"
+        return RankError(f"{host} {UNRESPONSIVE}, and with it the store of failure reports.")
 
 
 @dataclass(frozen=True)
 class RendezvousStores:
-    """What a rank says through, hears through, and meets the others through: to form a group, and to find its place."""
+    """The stores of one rank: for failure reports, for its listener, to form the group, and to assign devices."""
 
-    words: Store
-    ear: Store
+    reports: Store
+    listener: Store
     group: Store
-    place: Store
+    devices: Store
 
     @classmethod
-    def connect(cls, index: int, size: int, timeout: float) -> RendezvousStores:
-        """To the store at MASTER_ADDR and MASTER_PORT, which rank 0 holds unless the launcher does."""
-        base = _connect(index, size, timeout, hosts_store(index))
+    def connect(cls, rank: int, size: int, timeout: float) -> RendezvousStores:
+        """Connects to MASTER_ADDR and MASTER_PORT, where rank 0 hosts the store unless the launcher does."""
+        base = _connect(rank, size, timeout, hosts_store(rank))
         attempt = f"postlude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        prefix = f"{attempt}/{base.add(f'{attempt}/uses/{index}', 1)}"  # the same number on every rank
-        ear = PrefixStore(f"{prefix}/words", _connect(index, size, timeout, False))
+        prefix = f"{attempt}/{base.add(f'{attempt}/uses/{rank}', 1)}"  # the same number on every rank
         return cls(
-            PrefixStore(f"{prefix}/words", base),
-            ear,
-            *(PrefixStore(f"{prefix}/{part}", base) for part in ("group", "place")),
+            PrefixStore(f"{prefix}/reports", base),
+            PrefixStore(f"{prefix}/reports", _connect(rank, size, timeout, False)),
+            PrefixStore(f"{prefix}/group", base),
+            PrefixStore(f"{prefix}/devices", base),
         )
 
 
-def hosts_store(index: int) -> bool:
-    """Whether this rank holds the store that all use."""
-    return index == 0 and not _agent()
+def hosts_store(rank: int) -> bool:
+    """Returns whether this rank hosts the store that all use."""
+    return rank == 0 and not _agent_hosts_store()
 
 
-def _agent() -> bool:
-    """Whether the launcher holds the store."""
+def _agent_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _connect(index: int, size: int, timeout: float, host: bool) -> TCPStore:
+def _connect(rank: int, size: int, timeout: float, host: bool) -> TCPStore:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout)
     try:
-        return TCPStore(address, port, None, host, patience, wait_for_workers=False, multi_tenant=host)
+        return TCPStore(address, port, None, host, limit, wait_for_workers=False, multi_tenant=host)
     except dist.DistError as error:
         if host:
             raise
         raise RankError(
-            f"rank {index} of {size} found no store at {address}:{port} within {timeout:g} s: rank 0, or the launcher, "
+            f"rank {rank} of {size} found no store at {address}:{port} within {timeout:g} s: rank 0, or the launcher, "
             "was not started or is gone."
         ) from error
 
 
-def _some(ranks: list[int]) -> str:
+def _list(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def first_failure(words: dict[int, RankStatus], size: int) -> RankError | None:
-    """The error of the rank that was the first to fail by itself, if any did."""
-    failed = [(word.time, rank) for rank, word in words.items() if word.state == "failed"]
+def first_failure(statuses: dict[int, RankStatus], size: int) -> RankError | None:
+    """Returns the error of the rank that was the first to fail by its own error, if one did."""
+    failed = [(status.time, rank) for rank, status in statuses.items() if status.state == "failed"]
     if not failed:
         return None
     _, rank = min(failed)
-    word = words[rank]
-    return RankError(f"rank {rank} of {size} failed: {word.text}", word.traceback, mistake=word.mistake)
+    status = statuses[rank]
+    return RankError(f"rank {rank} of {size} failed: {status.text}", status.traceback, user_error=status.user_error)
 
 
-def _came_from_a_collective(error: BaseException | None) -> bool:
-    """Whether `error`, or one that led to it, says that another rank is missing."""
+def _is_from_collective(error: BaseException | None) -> bool:
+    """Returns whether `error`, or its cause, says that another rank is missing."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and LOST.search(str(error))):
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and CONNECTION_LOST.search(str(error))
+        ):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 
-def _whereabouts(frame: FrameType | None) -> str:
-    """The line of the caller's code a rank is in; empty while it waits inside torch.distributed."""
+def _location(frame: FrameType | None) -> str:
+    """Returns the line of the caller's code that a rank is in; empty while it waits inside torch.distributed."""
     library = str(Path(torch.__file__).parent)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -313,15 +317,14 @@ def _whereabouts(frame: FrameType | None) -> str:
     return "at an unknown place"
 
 
-def _until(ready: Callable[[], bool], patience: float = GRACE) -> None:
-    """Wait until it is so, or patience ends."""
-    end = time.monotonic() + patience
+def _wait_until(ready: Callable[[], bool], seconds: float = GRACE) -> None:
+    end = time.monotonic() + seconds
     while not ready() and time.monotonic() < end:
         time.sleep(0.02)
 
 
 def run_with_timeout(work: Callable[[], Result]) -> Result | None:
-    """What `work` returns; None where it fails or takes too long, as calls to a lost store do."""
+    """Returns what `work` returns; None if it fails or takes too long, as calls to a lost store do."""
     results: list[Result] = []
 
     def run() -> None:

@@ -1,7 +1,8 @@
-"""How ranks start and how they stop.
+"""How ranks start and stop.
 
-`launch` runs a function on several ranks of this machine. `ranks` makes the process a rank, under `launch`, `torchrun`,
-any other starter that sets torchrun's variables, or alone. When one fails, all others say why (`last_words.py`).
+`launch` runs a function on several ranks of this machine. `ranks` makes the process a rank: under `launch`, `torchrun`,
+any other launcher that sets torchrun's variables, or alone. When one rank fails, all others report why
+(`failure_report.py`).
 """
 
 from __future__ import annotations
@@ -9,18 +10,15 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import multiprocessing
 import os
 import pickle
 import re
 import signal
 import sys
-import threading
-import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,16 +49,16 @@ from postlude.world.failure_report import (
     hosts_store,
     run_with_timeout,
 )
+from postlude.world.signals import SIGNALS, SignalForwarding
 from postlude.world.stall_watchdog import GPUProbe, StallWatchdog
 
-LOUD = (
+AGENT_LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.launcher.api",
     "torch.multiprocessing.spawn",
 )
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that ask a process to end
-WATCHDOG_LATER = 60.0  # seconds
+NCCL_WATCHDOG_DELAY = 60.0  # seconds after our own timeout
 QUIET = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}  # c10d logs pages when a rank is lost
 LOG = logging.getLogger("postlude")
 Result = TypeVar("Result")
@@ -68,7 +66,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among the others: number `index` of `size`, computing on `device`."""
+    """This process: rank `index` of `size`, computing on `device`."""
 
     index: int
     size: int
@@ -84,21 +82,21 @@ def launch(
     device: torch.device | str | None = None,
     grace: float = 300.0,
 ) -> list[Result]:
-    """Run function(*args) on `nproc` ranks of this machine, each inside `ranks`, and return the results in rank order.
+    """Runs function(*args) on `nproc` ranks of this machine, each inside `ranks`. Returns the results in rank order.
 
     The ranks are new processes: function, arguments and results are pickled. The first rank that fails ends all others
     and is named by the `RankError` raised here.
 
-    A signal that would end this process (SIGINT, SIGTERM, SIGHUP, SIGQUIT) is handed to the ranks, whose own handlers
-    may finish a step and save; a cluster may send it to them as well, so a rank may get it twice. If every rank then
-    returns, so does `launch`, and what they return can tell. Otherwise the signal does here what it does where no rank
-    runs: SIGINT raises KeyboardInterrupt (exit code 130), SIGTERM ends the process (143). Ranks that are still there
-    after `grace` seconds, or when a second signal comes, are killed.
+    A signal that would end this process (SIGINT, SIGTERM, SIGHUP, SIGQUIT) is forwarded to the ranks, whose handlers
+    may finish a step and save. A cluster may send it to them as well, so a rank may get it twice. If every rank then
+    returns, so does `launch`. Otherwise the signal has its usual effect here: SIGINT raises KeyboardInterrupt (exit
+    code 130), SIGTERM ends the process (143). Ranks that are alive after `grace` seconds, or when a second signal
+    comes, are killed.
     """
     if nproc < 1:
         raise ValueError(f"launch(nproc={nproc}): at least one rank is needed.")
     check_device(device)
-    with TemporaryDirectory(prefix="postlude-") as notes:
+    with TemporaryDirectory(prefix="postlude-") as reports:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -109,18 +107,18 @@ def launch(
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=notes),
-            signals_to_handle="",  # they are forwarded here
+            logs_specs=DefaultLogsSpecs(log_dir=reports),
+            signals_to_handle="",  # SignalForwarding forwards them
         )
         forwarding, results, error = SignalForwarding(grace), {}, None
         try:
-            with _quiet_agent(), _environment(QUIET), forwarding:
-                results = elastic_launch(config, _run_rank)(function, args, notes, timeout, backend, device)
+            with _silenced_agent(), _environment(QUIET), forwarding:
+                results = elastic_launch(config, _run_rank)(function, args, reports, timeout, backend, device)
         except ChildFailedError as failure:
             rank, process = failure.get_first_failure()
-            error = _failure(Path(notes), nproc, rank, process.exitcode)
+            error = _launch_error(Path(reports), nproc, rank, process.exitcode)
     if error is not None and forwarding.received and _ended_by_signal(error):
-        signal.raise_signal(forwarding.received[0])  # now it means what it always means here
+        signal.raise_signal(forwarding.received[0])  # now with its usual effect
         raise SystemExit(128 + forwarding.received[0])
     if error is not None:
         raise error
@@ -135,14 +133,14 @@ def run_on_ranks(
     device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> Result:
-    """What function(*args) returns on the first of `nproc` ranks: this process where there is one, else new ones.
+    """Returns rank 0's function(*args), of `nproc` ranks: this process if there is one, else new ones.
 
-    In a process that a launcher started as a rank already, function(*args) of this rank, with those that run.
+    In a process that a launcher started as a rank, returns this rank's function(*args).
     """
     check_device(device)
     if nproc != 1 and "RANK" not in os.environ:
         return launch(function, *args, nproc=nproc, timeout=timeout, backend=backend, device=device)[0]
-    with _without_torchs_own_warnings(), ranks(timeout, backend, device):
+    with _ignored_torch_warnings(), ranks(timeout, backend, device):
         return function(*args)
 
 
@@ -150,15 +148,14 @@ def run_on_ranks(
 def ranks(
     timeout: float = 600.0, backend: str | None = None, device: torch.device | str | None = None
 ) -> Iterator[Rank]:
-    """Make this process a rank for the length of the block.
+    """Makes this process a rank for the length of the block.
 
     Reads torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if set, LOCAL_RANK); without them it is
-    the only rank. `device` is by default a GPU that no other rank has where this process sees one, and the CPU where no
-    rank sees any; an `Engine` made inside computes there. `backend` is nccl where every rank has a GPU of its own and
-    gloo on the CPU; ranks that have to share a GPU speak through gloo, or through NCCL's sockets where `backend` is
-    "nccl", and the first of them says so. A collective gives up after `timeout` seconds, and what then leaves the block
-    is a `RankError` that names the rank to blame. A process group that exists already is used and left alone, whatever
-    the arguments.
+    the only rank. `device` is by default a GPU that no other rank has if this process sees one, and the CPU if no rank
+    sees any; an `Engine` made inside computes there. `backend` is nccl if every rank has its own GPU, and gloo on the
+    CPU. Ranks that share a GPU communicate through gloo, or through NCCL's sockets if `backend` is "nccl", with a
+    warning. A collective fails after `timeout` seconds, and the block raises a `RankError` that names the rank at
+    fault. An existing process group is used and left alone, whatever the arguments.
     """
     with _ranks(timeout, backend, device, _print_and_exit) as rank:
         yield rank
@@ -166,45 +163,49 @@ def ranks(
 
 @contextmanager
 def _ranks(
-    timeout: float, backend: str | None, device: torch.device | str | None, end: Callable[[RankError], None]
+    timeout: float, backend: str | None, device: torch.device | str | None, exit_with: Callable[[RankError], None]
 ) -> Iterator[Rank]:
-    """As `ranks`. `end` ends the process with an error that cannot be raised, since the host hangs in a call."""
+    """As `ranks`. `exit_with` ends the process with an error that cannot be raised, because the host hangs."""
     if dist.is_initialized():
         yield Rank(dist.get_rank(), dist.get_world_size(), group_device())
         return
-    index, size = _numbers()
+    index, size = _rank_and_size()
     check_device(device)
     cleanup = ExitStack()
     stores = RendezvousStores.connect(index, size, timeout) if size > 1 else None
-    words = FailureReporter(index, size, timeout, stores.words, hosts_store(index)) if stores else None
+    reporter = FailureReporter(index, size, timeout, stores.reports, hosts_store(index)) if stores else None
     try:
-        if words and stores:
-            words.listen(stores.ear)
-        place = _place(None if device is None else torch.device(device), index, size, stores)
-        rank = Rank(index, size, place.device)
-        if place.gpu is not None:
-            torch.cuda.set_device(place.device)
-        backend = _checked(backend, place)
-        if index == 0 and (warning := place.warning(backend)):
+        if reporter and stores:
+            reporter.start_listener(stores.listener)
+        assignment = _assign_device(None if device is None else torch.device(device), index, size, stores)
+        rank = Rank(index, size, assignment.device)
+        if assignment.gpu is not None:
+            torch.cuda.set_device(assignment.device)
+        if backend == "nccl" and assignment.gpu is None:
+            raise ValueError(
+                "backend 'nccl' needs a GPU, but ranks compute on the CPU; use gloo, or a device with CUDA."
+            )
+        backend = backend or assignment.backend
+        if index == 0 and (warning := assignment.warning(backend)):
             LOG.warning("%s", warning)
-        if backend == "nccl" and words:
-            cleanup.enter_context(_prepared_for_nccl(place, words, timeout, end))
+        if backend == "nccl" and reporter:
+            cleanup.enter_context(_prepared_for_nccl(assignment, reporter, timeout, exit_with))
         dist.init_process_group(
             backend,
             store=stores.group if stores else HashStore(),
             rank=index,
             world_size=size,
-            # NCCL's own watchdog aborts the process without a sentence, so it comes after ours.
-            timeout=timedelta(seconds=timeout + (WATCHDOG_LATER if backend == "nccl" else 0)),
-            # NCCL's groups are of the current GPU anyway, and bound to it they would be joined in another way.
-            device_id=place.device if place.gpu is not None and backend == "gloo" else None,
+            # NCCL's own watchdog aborts the process without a message, so it comes after ours.
+            timeout=timedelta(seconds=timeout + (NCCL_WATCHDOG_DELAY if backend == "nccl" else 0)),
+            # NCCL uses the current GPU anyway, and groups that are bound to it are formed in another way.
+            device_id=assignment.device if assignment.gpu is not None and backend == "gloo" else None,
         )
         yield rank
-        if words:
-            run_with_timeout(lambda: words.say(RankStatus("finished")))
+        if reporter:
+            run_with_timeout(lambda: reporter.set_status(RankStatus("finished")))
         dist.destroy_process_group()
     except BaseException as error:
-        cause = words.fail(error) if words else None
+        cause = reporter.report(error) if reporter else None
         if dist.is_initialized():
             run_with_timeout(dist.destroy_process_group)  # NCCL may wait here for collectives that never come
         if cause is not None:
@@ -212,31 +213,30 @@ def _ranks(
         raise
     finally:
         cleanup.close()
-        if words and not words.lost:
-            run_with_timeout(words.leave)
+        if reporter and not reporter.store_lost:
+            run_with_timeout(reporter.close)
 
 
 @contextmanager
 def _prepared_for_nccl(
-    place: DeviceAssignment, words: FailureReporter, timeout: float, end: Callable[[RankError], None]
+    assignment: DeviceAssignment, reporter: FailureReporter, timeout: float, exit_with: Callable[[RankError], None]
 ) -> Iterator[None]:
-    """Let ranks share a GPU where they do, and watch for a host that hangs."""
-    assert place.gpu is not None
-    gpu = GPUProbe(place.gpu)
-    words.gpu_is_stuck = gpu.is_stuck
-    watch = StallWatchdog(timeout, gpu.is_stuck, lambda: _end_stalled(words, timeout, end))
-    with _environment(place.nccl_variables(words.index)):
+    """Lets ranks share a GPU, and watches for a host that hangs."""
+    assert assignment.gpu is not None
+    probe = GPUProbe(assignment.gpu)
+    reporter.gpu_is_stuck = probe.is_stuck
+
+    def exit_stalled() -> None:
+        error = reporter.report(RankError(f"rank {reporter.rank} of {reporter.size} waited {timeout:g} s for its GPU."))
+        assert error is not None  # a RankError always has a cause elsewhere
+        if not reporter.store_lost:
+            run_with_timeout(reporter.close)
+        exit_with(error)
+
+    watchdog = StallWatchdog(timeout, probe.is_stuck, exit_stalled)
+    with _environment(assignment.nccl_variables(reporter.rank)):
         yield
-    watch.close()
-
-
-def _end_stalled(words: FailureReporter, timeout: float, end: Callable[[RankError], None]) -> None:
-    """Find out which rank did not come, and end this one, whose host hangs."""
-    error = words.fail(RankError(f"rank {words.index} of {words.size} waited {timeout:g} s for its GPU."))
-    assert error is not None  # a RankError always has a cause elsewhere
-    if not words.lost:
-        run_with_timeout(words.leave)
-    end(error)
+    watchdog.close()
 
 
 def _print_and_exit(error: RankError) -> None:
@@ -246,7 +246,7 @@ def _print_and_exit(error: RankError) -> None:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for the length of the block."""
+    """Sets environment variables for the length of the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -256,26 +256,20 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _place(device: torch.device | None, index: int, size: int, stores: RendezvousStores | None) -> DeviceAssignment:
-    """Where this rank computes, as all ranks agree."""
+def _assign_device(
+    device: torch.device | None, rank: int, size: int, stores: RendezvousStores | None
+) -> DeviceAssignment:
+    """Returns this rank's device, on which all ranks agree."""
     if device is not None and device.type == "cpu":
         return DeviceAssignment()
-    seen = VisibleDevices.here(device)
-    place = agree_on_device(stores.place, index, size, seen) if stores else assign_devices([seen])[0]
-    if place.refusal:
-        raise ValueError(place.refusal)
-    return place
+    visible = VisibleDevices.here(device)
+    assignment = agree_on_device(stores.devices, rank, size, visible) if stores else assign_devices([visible])[0]
+    if assignment.refusal:
+        raise ValueError(assignment.refusal)
+    return assignment
 
 
-def _checked(backend: str | None, place: DeviceAssignment) -> str:
-    """The backend, by default the one for the device."""
-    if backend == "nccl" and place.gpu is None:
-        raise ValueError("backend 'nccl' needs a GPU, but ranks compute on the CPU; use gloo, or a device with CUDA.")
-    return backend or place.backend
-
-
-def _numbers() -> tuple[int, int]:
-    """This process's rank and the number of ranks."""
+def _rank_and_size() -> tuple[int, int]:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 1
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -288,33 +282,33 @@ def _numbers() -> tuple[int, int]:
 
 
 def _run_rank(
-    function: Callable[..., Any], args: tuple[Any, ...], notes: str, timeout: float, backend: str | None, device: Any
+    function: Callable[..., Any], args: tuple[Any, ...], reports: str, timeout: float, backend: str | None, device: Any
 ) -> bytes:
-    """The life of a rank under `launch`."""
-    os.setpgrp()  # a key pressed in the terminal is the launcher's, who hands it on once
+    """Runs one rank of `launch`."""
+    os.setpgrp()  # a key pressed in the terminal signals the launcher only, which forwards it once
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what came while torch was imported comes now
-        with _without_torchs_own_warnings(), _ranks(timeout, backend, device, functools.partial(_leave_note, notes)):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # signals that came while torch was imported come now
+        with _ignored_torch_warnings(), _ranks(timeout, backend, device, functools.partial(_write_report, reports)):
             return pickle.dumps(function(*args))
     except BaseException as error:
-        _leave_note(notes, error)
+        _write_report(reports, error)
         raise  # never: the process has ended
 
 
-def _leave_note(notes: str, error: BaseException) -> None:
-    """Write down what ended this rank, and exit at once: what an ordinary exit waits for may never come."""
-    note = Path(notes, f"rank-{os.environ['RANK']}.json")
-    note.with_suffix(".part").write_text(json.dumps(asdict(RankStatus.of(error))))
-    note.with_suffix(".part").rename(note)
+def _write_report(reports: str, error: BaseException) -> None:
+    """Writes what ended this rank, and exits at once: an ordinary exit may wait for what never comes."""
+    report = Path(reports, f"rank-{os.environ['RANK']}.json")
+    report.with_suffix(".part").write_text(json.dumps(asdict(RankStatus.of(error))))
+    report.with_suffix(".part").rename(report)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
 @contextmanager
-def _without_torchs_own_warnings() -> Iterator[None]:
+def _ignored_torch_warnings() -> Iterator[None]:
     """FSDP calls what torch has renamed, and autograd's threads have no CUDA context before their first product."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -324,82 +318,30 @@ def _without_torchs_own_warnings() -> Iterator[None]:
         yield
 
 
-def _failure(notes: Path, size: int, rank: int, code: int) -> RankError:
-    """The one error of a failed launch, from the ranks' notes and the exit code of the first one seen to end."""
-    words = {int(note.stem[5:]): RankStatus(**json.loads(note.read_text())) for note in notes.glob("rank-*.json")}
-    if first := first_failure(words, size):
+def _launch_error(reports: Path, size: int, rank: int, code: int) -> RankError:
+    """Returns the error of a failed launch, from the ranks' reports and the exit code of the first that ended."""
+    files = reports.glob("rank-*.json")
+    statuses = {int(file.stem[5:]): RankStatus(**json.loads(file.read_text())) for file in files}
+    if first := first_failure(statuses, size):
         return first
     if code < 0:
         watchdog = " NCCL's watchdog does that to a rank that waited too long." if -code == signal.SIGABRT else ""
         return RankError(f"rank {rank} of {size} was killed by {signal.Signals(-code).name}.{watchdog}")
-    stopped = sorted((word.time, word.text, word.traceback) for word in words.values() if word.state == "stopped")
+    stopped = sorted((each.time, each.text, each.traceback) for each in statuses.values() if each.state == "stopped")
     if stopped:
         return RankError(*stopped[0][1:])
     return RankError(f"rank {rank} of {size} ended with exit code {code} and no result.")
 
 
 def _ended_by_signal(error: RankError) -> bool:
-    """Whether a rank ended as a process does that leaves a signal to Python, or to the system."""
+    """Returns whether a rank ended as a process does that leaves a signal to Python, or to the system."""
     return bool(re.search(r" failed: (KeyboardInterrupt|SystemExit)\b| was killed by SIG", str(error)))
 
 
-def ending_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Those of the signals that may end this process: under nohup, SIGHUP may not."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in numbers if not (ignored and number == signal.SIGHUP)]
-
-
-class SignalForwarding:
-    """While it is entered, signals that would end this process go to its children instead: each once, then their end.
-
-    Children begin with these signals blocked, so that none of them dies of one while it is still importing.
-    """
-
-    def __init__(self, grace: float) -> None:
-        self.grace = grace
-        self.received: list[int] = []
-        self.over = threading.Event()
-        self.before = set(multiprocessing.active_children())
-        self.handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> SignalForwarding:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python hears of no signal
-            self.handlers = {number: signal.getsignal(number) for number in ending_signals(SIGNALS)}
-            for number in self.handlers:
-                signal.signal(number, lambda number, _: self.received.append(number))
-            self.thread = threading.Thread(target=self._forward, name="postlude-signals", daemon=True)
-            self.thread.start()
-            self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the thread above still takes them
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.handlers:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-            self.over.set()
-            self.thread.join()
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-
-    def _forward(self) -> None:
-        told: set[int] = set()
-        deadline = float("inf")
-        while not self.over.wait(0.05):
-            if not self.received:
-                continue
-            deadline = min(deadline, time.monotonic() + self.grace)
-            for child in set(multiprocessing.active_children()) - self.before:
-                if len(self.received) > 1 or time.monotonic() > deadline:
-                    child.kill()
-                elif child.pid is not None and child.pid not in told:
-                    told.add(child.pid)
-                    with suppress(ProcessLookupError):
-                        os.kill(child.pid, self.received[0])
-
-
 @contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Keep the elastic agent's tables from the console."""
-    loggers = [logging.getLogger(name) for name in LOUD]
+def _silenced_agent() -> Iterator[None]:
+    """Keeps the elastic agent's tables from the console."""
+    loggers = [logging.getLogger(name) for name in AGENT_LOGGERS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

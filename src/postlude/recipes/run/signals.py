@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from postlude.world.launcher import ending_signals
+from postlude.world.signals import ending_signals
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DUPLICATE_SECONDS = 1.0  # a terminal and a launcher both deliver one Ctrl-C: the second is ignored this long
