@@ -66,8 +66,8 @@ def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
     assert [str(place.device) for place in found] == ["cuda:0", "cuda:1", "cuda:0", "cuda:0"]
     assert {place.backend for place in found} == {"gloo"}
     assert {place.warning("gloo") for place in found} == {
-        "ranks 0, 2 of 4 share a GPU, so all ranks speak through gloo, by way of host memory; start one rank a GPU to "
-        "speak through NCCL."
+        "ranks 0, 2 of 4 share a GPU, so all ranks communicate through gloo, by way of host memory; start one rank a "
+        "GPU to use NCCL."
     }
 
 
@@ -135,7 +135,7 @@ def test_one_rank_a_gpu_speaks_through_nccl_and_more_through_gloo(capfd, caplog)
     assert [each[:3] for each in found] == [
         ("gloo", f"cuda:{rank % count}", f"cuda:{rank % count}") for rank in range(count + 1)
     ]
-    assert capfd.readouterr().err.count("share a GPU, so all ranks speak through gloo") == 1
+    assert capfd.readouterr().err.count("share a GPU, so all ranks communicate through gloo") == 1
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Sentences about settings that cannot be meant: what a value's `__post_init__` says."""
+"""Checks of settings: bounds of numbers, choices and paths, with the messages that refuse them."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, ArithmeticError)
-"""What is raised of what a user wrote or has, in a sentence. Anything else is a fault of ours, and shown as one."""
+"""Exceptions that a user's input or environment causes. Any other is a bug of ours, and shown with its traceback."""
 
 
 def error_message(error: BaseException | str) -> str:
-    """What is said of a mistake. What the system says of a file has an error's number, and no end."""
+    """Returns the message of an error. Messages of the system about a file are rewritten as a sentence."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename} cannot be used: {error.strerror[:1].lower()}{error.strerror[1:]}."
     return str(error)
 
 
 def check_writable(name: str, path: Path, option: str) -> Path:
-    """Refuse a directory, given as `option`, that could not be made or written to. Returns it whole."""
-    place = path.expanduser().absolute()
-    there = nearest_existing(place)
-    if not there.is_dir():
-        raise NotADirectoryError(f"{name} is {path}, but {there} is a file. Give {option} another directory.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{name} is {path}, but {there} cannot be written to. Give {option} another directory.")
-    return place
+    """Returns the absolute path of a directory given as `option`. Raises OSError if it cannot be made or written."""
+    directory = path.expanduser().absolute()
+    existing = nearest_existing(directory)
+    if not existing.is_dir():
+        raise NotADirectoryError(f"{name} is {path}, but {existing} is a file. Give {option} another directory.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{name} is {path}, but {existing} cannot be written to. Give {option} another directory."
+        )
+    return directory
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path itself, or the closest of those above it that is there."""
-    return next(each for each in (path, *path.parents) if each.exists())
+    """Returns the path itself, or its closest parent that exists."""
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a value that is not among the choices."""
+    """Raises ValueError if the value is not among the choices."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}, but the choices are {', '.join(map(repr, choices))}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Bounds of a finite number, beside its type: `lr: Annotated[float, Bounds(least=0)]`.
+    """Bounds of a finite number, declared with its type: `lr: Annotated[float, Bounds(least=0)]`.
 
-    `check` holds a value's fields to them, and the schema of a config shows them.
+    `check_bounds` enforces them, and the JSON Schema of a config shows them.
     """
 
     least: float | None = None
@@ -56,7 +58,7 @@ class Bounds:
     below: float | None = None
 
     def check(self, name: str, value: float) -> None:
-        """Refuse a number outside."""
+        """Raises ValueError if the number is outside."""
         low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
         high = (self.most is None or value <= self.most) and (self.below is None or value < self.below)
         if not (low and high and math.isfinite(value)):
@@ -67,7 +69,7 @@ class Bounds:
         return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
 
     def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """The bounds in the words of JSON Schema: what pydantic asks of anything that stands beside a type."""
+        """Returns the bounds as JSON Schema, for pydantic."""
         names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
         bounds = zip(names, (self.least, self.above, self.most, self.below), strict=True)
         return handler(core) | {name: bound for name, bound in bounds if bound is not None}
@@ -79,7 +81,7 @@ Fraction: TypeAlias = Annotated[float, Bounds(least=0, below=1)]
 
 
 def check_bounds(value: Any) -> None:
-    """Hold the fields of a dataclass to the bounds that stand beside their types."""
+    """Raises ValueError if a field of a dataclass is outside the bounds of its type."""
     for name, hint in _hints(type(value)).items():  # type: ignore[arg-type]
         _check(name, hint, getattr(value, name))
 
@@ -92,8 +94,8 @@ def _check(name: str, hint: Any, value: Any) -> None:
             if isinstance(bound, Bounds):
                 bound.check(name, value)
     elif get_origin(hint) is tuple:
-        for place, (part, each) in enumerate(zip(get_args(hint), value, strict=False)):
-            _check(f"{name}[{place}]", part, each)
+        for index, (part, item) in enumerate(zip(get_args(hint), value, strict=False)):
+            _check(f"{name}[{index}]", part, item)
     else:
         for part in get_args(hint):  # of a union
             _check(name, part, value)

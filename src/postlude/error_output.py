@@ -1,4 +1,4 @@
-"""The one sentence that a command ends with when something is wrong, where whoever started it will see it."""
+"""Prints the message that a command ends with after an error."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def print_error(sentence: str) -> None:
-    """Say it on standard error; among ranks, once a machine.
+def print_error(message: str) -> None:
+    """Prints the message to standard error; with several ranks, once per machine.
 
-    torchrun ends with a traceback of its own and a table of what failed. The sentence stands there as well, as the
-    reason, so that it is among the last things shown.
+    torchrun ends with its own traceback and a table of what failed. The message is also written where torchrun shows
+    it as the reason, so that it is among the last lines.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if _speaks(file):
-        with suppress(OSError):  # a terminal that has hung up shows nothing
-            print(sentence, file=sys.stderr, flush=True)
+    if _prints(file):
+        with suppress(OSError):  # the terminal may be closed
+            print(message, file=sys.stderr, flush=True)
     if file:
-        with suppress(OSError):  # it has been said already
+        with suppress(OSError):  # it is printed already
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
+            Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
-def _speaks(file: str | None) -> bool:
-    """Whether this rank says it: the first of the machine or, where torchrun ends all others, the first that fails."""
+def _prints(file: str | None) -> bool:
+    """Returns whether this rank prints: the first to fail under torchrun, else the first of the machine."""
     if file:
-        said = Path(file).parent.parent / "postlude-said"  # beside the folders of this machine's ranks
+        printed = Path(file).parent.parent / "postlude-said"  # beside the folders of this machine's ranks
         try:
-            said.parent.mkdir(parents=True, exist_ok=True)
-            said.open("x").close()
+            printed.parent.mkdir(parents=True, exist_ok=True)
+            printed.open("x").close()
         except FileExistsError:
             return False
         except OSError:

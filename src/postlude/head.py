@@ -1,4 +1,4 @@
-"""HeadConfig: how the output head is computed, as a value without torch: configs are made of it."""
+"""HeadConfig: how the output head is computed. Part of configs, so it needs no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from postlude.options import Backend
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Which kernels compute log-probs, and how many logits exist at one time. Neither changes a result's meaning."""
+    """Which kernels compute log-probs, and how many logits exist at a time. The result is the same up to rounding."""
 
     backend: Backend = "auto"
-    """Who computes log-probs: "torch" anywhere, "triton" on a GPU; "auto" takes triton where it can run."""
+    """Kernels of log-probs: "torch" anywhere, "triton" on a GPU; "auto" uses triton where it can run."""
     memory_budget: Annotated[int, Bounds(least=1)] | None = None
-    """Bytes for the logits that exist at one time and a gradient that is summed over them: the head works in chunks
-    that fit. None takes enough for full speed."""
+    """Bytes for the logits that exist at a time and the gradient summed over them: the head computes in chunks that
+    fit. None uses enough for full speed."""
 
     def __post_init__(self) -> None:
         check_choice("the backend of the head", self.backend, get_args(Backend))

@@ -1,6 +1,6 @@
-"""The parallel layout: how many ways the work is divided along each axis, as one value that is passed down.
+"""The parallel layout: the degree of parallelism along each axis, as one value that is passed down.
 
-`Layout` is the numbers alone and needs no torch; `world/mesh.py` lays them over running ranks.
+`Layout` has only the numbers and needs no torch; `world/mesh.py` maps them to running ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Degree: TypeAlias = Annotated[int, Bounds(least=1)]
 
 @dataclass(frozen=True)
 class Stage:
-    """One contiguous part of the model: number `index` of `count`, counted from the embedding to the head."""
+    """One contiguous part of the model: `index` of `count`, from the embedding to the head."""
 
     index: int = 0
     count: int = 1
@@ -41,25 +41,23 @@ class Stage:
 class Layout:
     """Degrees of parallelism. One rank is the layout of ones, on the same code path as any other.
 
-    `pp` pipeline ranks, each holding `vpp` stages; `dp_replicate` · `dp_shard` data-parallel ranks; `cp` ranks share
-    every sequence; `tp` ranks share every matrix. Experts are spread over `ep` ranks *within* a pipeline stage:
-    `ep` divides dp_shard · cp · tp and adds no ranks of its own.
+    Experts are sharded over `ep` ranks *within* a pipeline stage: `ep` divides dp_shard · cp · tp and adds no ranks.
     """
 
     pp: Degree = 1
     """Pipeline ranks."""
     vpp: Degree = 1
-    """Stages a pipeline rank holds."""
+    """Virtual pipeline: stages per pipeline rank."""
     dp_replicate: Degree = 1
     """Data-parallel replicas."""
     dp_shard: Degree = 1
     """Data-parallel ranks that shard the parameters."""
     cp: Degree = 1
-    """Ranks that share every sequence."""
+    """Context-parallel ranks: they share every sequence."""
     tp: Degree = 1
-    """Ranks that share every matrix."""
+    """Tensor-parallel ranks: they share every matrix."""
     ep: Degree = 1
-    """Ranks that share the experts, among those there are."""
+    """Expert-parallel ranks, among the others."""
 
     def __post_init__(self) -> None:
         for axis in fields(self):
@@ -79,7 +77,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read a layout as it is written on the command line: `"pp=2,cp=2"`. The empty string is one rank."""
+        """Parses a layout as it is written on the command line: `"pp=2,cp=2"`. The empty string is one rank."""
         names = [axis.name for axis in fields(cls)]
         degrees: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -97,12 +95,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks this layout runs on."""
+        """The number of ranks."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks, replicated and sharded: each of them gets microbatches of its own."""
+        """Data-parallel ranks, replicated and sharded: each runs its own microbatches."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -118,7 +116,7 @@ class Layout:
 
 
 def nearest_degrees(degree: int, fitting: Iterable[int]) -> str:
-    """Of the degrees that fit, those next to one that does not, as they are offered: "2 or 4"."""
-    known = sorted(set(fitting))
-    below, above = [each for each in known if each < degree][-1:], [each for each in known if each > degree][:1]
+    """Returns the fitting degrees next to one that does not fit, for a message: "2 or 4"."""
+    ordered = sorted(set(fitting))
+    below, above = [fit for fit in ordered if fit < degree][-1:], [fit for fit in ordered if fit > degree][:1]
     return " or ".join(map(str, below + above))

@@ -1,6 +1,6 @@
-"""AdamW, SGD and the learning-rate schedule, as values, without torch: configs are made of them.
+"""AdamW, SGD and the learning-rate schedule as values. Part of configs, so they need no torch.
 
-`engine/optimizers.py` builds what they describe over a model's parameters.
+`engine/optimizers.py` builds the optimizers over a model's parameters.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from postlude.checks import Bounds, Fraction, NonNegative, Positive, check_bound
 from postlude.options import MomentStorage, WeightStorage
 
 DecayShape = Literal["constant", "linear", "cosine"]
-SCALE_BYTES = 4 / 64  # of a number in eight bits: its share of the scale that a block has
+SCALE_BYTES = 4 / 64  # of the scale of a block, per 8-bit number
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """The learning rate's factor over steps: up from zero over `warmup` steps, then `shape` down to `floor`.
+    """The learning rate's factor over steps: linearly up over `warmup` steps, then down by `shape` to `floor`.
 
-    `steps` is the number of optimizer steps at whose end the floor is reached; it stays there. A constant shape needs
-    none, and a recipe takes those of the whole run where none are given.
+    A constant shape needs no `steps`, and a recipe uses those of the whole run by default.
     """
 
     shape: DecayShape = "constant"
-    """How the learning rate goes down."""
+    """Shape of the decay."""
     warmup: Annotated[int, Bounds(least=0)] = 0
-    """Steps in which it goes up."""
+    """Warm-up steps."""
     steps: Annotated[int, Bounds(least=1)] | None = None
-    """The optimizer step at which it reaches the floor; none takes the last of the run."""
+    """The optimizer step at which the floor is reached; none is the last of the run."""
     floor: Annotated[float, Bounds(least=0, most=1)] = 0.0
-    """What it goes down to, as a share of lr."""
+    """The lowest learning rate, as a fraction of lr."""
 
     def __post_init__(self) -> None:
         check_choice("the shape of a schedule", self.shape, get_args(DecayShape))
@@ -42,13 +41,13 @@ class LRSchedule:
             )
 
     def with_steps(self, steps: int) -> LRSchedule:
-        """The schedule of a run of so many optimizer steps: by its own `steps`, or by these."""
+        """Returns the schedule of a run of so many optimizer steps: with its own `steps`, or these."""
         if self.shape == "constant" or self.steps is not None:
             return self
         return replace(self, steps=max(steps, self.warmup + 1))
 
     def factor(self, step: int) -> float:
-        """What the learning rate is multiplied by in step `step`, counted from 0."""
+        """Returns the factor of the learning rate in step `step`, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.shape == "constant":
@@ -62,31 +61,31 @@ class LRSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Adam with weight decay on matrices alone. Gradients are clipped to `max_grad_norm` unless it is None."""
+    """AdamW with weight decay on matrices only. Gradients are clipped to `max_grad_norm` unless it is None."""
 
     lr: NonNegative = 1e-6
     """The learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """How long the two moments remember."""
+    """Decay rates of the two moments."""
     eps: Positive = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegative = 0.0
-    """Pull of matrices towards zero."""
+    """Weight decay of matrices."""
     max_grad_norm: Positive | None = 1.0
-    """The most the gradient's norm may be; none leaves it."""
+    """Limit of the gradient's norm; none does not clip."""
     schedule: LRSchedule = field(default_factory=LRSchedule)
-    """The learning rate over steps."""
+    """Schedule of the learning rate."""
     moments: MomentStorage = "fp32"
-    """How the moments of matrices are kept: in fp32, or in eight bits, in blocks of 64 with a scale each."""
+    """How the moments of matrices are stored: in fp32, or in eight bits, in blocks of 64 with a scale each."""
     offload: bool = False
-    """Whether the state of matrices is kept in host memory, and brought to the device piece by piece for a step."""
+    """Keeps the state of matrices in host memory, and copies it to the device piece by piece for a step."""
 
     def __post_init__(self) -> None:
         check_choice("how moments are kept", self.moments, get_args(MomentStorage))
         check_bounds(self)
 
     def fp32_per_parameter(self, weights: WeightStorage = "fp32") -> float:
-        """What it keeps on the device for a parameter, in numbers of fp32, but for the few that vectors have."""
+        """Returns the fp32 numbers that it keeps on the device per parameter. Vectors are not counted exactly."""
         if self.offload:
             return 0.0
         moments = 2.0 if self.moments == "fp32" else 2 * (1 + SCALE_BYTES) / 4
@@ -95,24 +94,24 @@ class AdamW:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """Gradient descent with momentum."""
+    """Stochastic gradient descent with momentum."""
 
     lr: NonNegative = 1e-3
     """The learning rate."""
     momentum: Fraction = 0.0
-    """How long the direction is remembered."""
+    """Decay rate of the momentum."""
     weight_decay: NonNegative = 0.0
-    """Pull of matrices towards zero."""
+    """Weight decay of matrices."""
     max_grad_norm: Positive | None = 1.0
-    """The most the gradient's norm may be; none leaves it."""
+    """Limit of the gradient's norm; none does not clip."""
     schedule: LRSchedule = field(default_factory=LRSchedule)
-    """The learning rate over steps."""
+    """Schedule of the learning rate."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
 
     def fp32_per_parameter(self, weights: WeightStorage = "fp32") -> float:
-        """What it keeps on the device for a parameter, in numbers of fp32."""
+        """Returns the fp32 numbers that it keeps on the device per parameter."""
         return float(self.momentum > 0)
 
 

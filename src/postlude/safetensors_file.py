@@ -1,10 +1,10 @@
-"""One safetensors file, written as its tensors come. It is byte for byte what the library's own `save_file` makes.
+"""One safetensors file, written tensor by tensor. It is byte for byte what the library's `save_file` writes.
 
     8 bytes: the header's length | the header: JSON, padded with spaces to a multiple of 8 | the tensors' bytes
 
-The header comes first, so what the tensors will be is said first (`TensorInfo`). They then come in any order, and
-each is written to its place and let go of: from a CPU straight out of its memory; from a GPU through two small
-pinned buffers, one filled while the other is written.
+The header comes first, so the dtypes and shapes of all tensors are given first (`TensorInfo`). The tensors then come in
+any order, and each is written to its position and freed: from a CPU directly from its memory; from a GPU through two
+small pinned buffers, one filled while the other is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = {  # in the library's order of tensors: the widest come first, so that each begins where its dtype may
+DTYPES = {  # in the library's order of tensors: the widest first, so that each is aligned
     torch.uint64: "U64",
     torch.int64: "I64",
     torch.float64: "F64",
@@ -49,33 +49,33 @@ STAGING_BYTES = 1 << 25  # of each of the two buffers
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a tensor of the file will be."""
+    """Dtype and shape of a tensor of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """How many it takes."""
+        """Its size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Header:
-    """How a file begins, and where its tensors are."""
+    """The beginning of a file, and the positions of its tensors."""
 
     data: bytes
     starts: Mapping[str, int]
-    """Of each tensor, in the file's order, counted from the end of the head."""
+    """Of each tensor, in the file's order, from the end of the header."""
     total: int
     """Bytes of all tensors."""
 
 
 def build_header(entries: Mapping[str, TensorInfo]) -> Header:
-    """Where everything goes. The order of the entries does not matter."""
+    """Returns the header. The order of the entries does not matter."""
     for name, entry in entries.items():
         if entry.dtype not in DTYPES:
-            raise ValueError(f"{name} is {entry.dtype}, which safetensors has no word for; convert it first.")
+            raise ValueError(f"{name} is {entry.dtype}, which safetensors has no name for; convert it first.")
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for name in sorted(entries, key=lambda name: (ORDER.index(entries[name].dtype), name)):
@@ -90,7 +90,7 @@ def build_header(entries: Mapping[str, TensorInfo]) -> Header:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, row by row, on its device: [bytes]. A view of its memory wherever they stand there so."""
+    """Returns a tensor's bytes, row by row, on its device: [bytes]. A view of its memory if it is contiguous."""
     rows = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return rows.as_strided((rows.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
@@ -103,10 +103,9 @@ def write(
     *,
     staging_bytes: int = STAGING_BYTES,
 ) -> None:
-    """Write a file of these entries. `tensors` gives each of them once, in any order and on any device.
+    """Writes a file of these entries. `tensors` yields each of them once, in any order and on any device.
 
-    Of the tensors no more is held than the one that came last. What the system refuses is an OSError with a sentence;
-    the file is then there in part, so who calls this writes aside and moves what is complete.
+    Only the last tensor is held. An OSError leaves a partial file, so callers write to a temporary name and rename.
     """
     head = build_header(entries)
     with _open(path) as put:
@@ -117,68 +116,68 @@ def write(
 
 
 def _pieces(
-    entries: Mapping[str, TensorInfo], head: Header, tensors: Iterable[tuple[str, Tensor]], most: int
+    entries: Mapping[str, TensorInfo], head: Header, tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """The tensors' bytes in pieces of at most `most`, and where in the file each goes."""
+    """Yields the tensors' bytes in pieces of at most `max_bytes`, with their positions in the file."""
     missing = set(entries)
     for name, tensor in tensors:
         if name not in missing:
-            raise ValueError(f"{name} is none of the file's tensors, or came before.")
+            raise ValueError(f"{name} is none of the file's tensors, or came twice.")
         missing.remove(name)
-        said = entries[name]
-        if tensor.dtype != said.dtype or tensor.shape != said.shape:
-            found = TensorInfo(tensor.dtype, tuple(tensor.shape))
-            raise ValueError(f"{name} was to be {said}, but it is {found}.")
-        yield from _cut(tensor, len(head.data) + head.starts[name], most)
-        del tensor  # here as below: while the next one is made, nothing is held of this one
+        expected = entries[name]
+        if tensor.dtype != expected.dtype or tensor.shape != expected.shape:
+            actual = TensorInfo(tensor.dtype, tuple(tensor.shape))
+            raise ValueError(f"{name} was to be {expected}, but it is {actual}.")
+        yield from _cut(tensor, len(head.data) + head.starts[name], max_bytes)
+        del tensor  # here and below: it is freed before the next one is made
     if missing:
         raise ValueError(f"{len(missing)} of the file's tensors did not come: {', '.join(sorted(missing)[:5])}.")
 
 
-def _cut(tensor: Tensor, position: int, most: int) -> Iterator[tuple[int, Tensor]]:
+def _cut(tensor: Tensor, position: int, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
     data = as_bytes(tensor)
     total = data.numel()
-    for start in range(0, total, most):
-        yield position + start, data if total <= most else data[start : start + most]
+    for start in range(0, total, max_bytes):
+        yield position + start, data if total <= max_bytes else data[start : start + max_bytes]
 
 
-def _on_host(pieces: Iterator[tuple[int, Tensor]], most: int) -> Iterator[tuple[int, Tensor]]:
-    """Pieces of at most `most` bytes, in host memory until the next is asked for.
+def _on_host(pieces: Iterator[tuple[int, Tensor]], max_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    """Yields pieces of at most `max_bytes` bytes, in host memory until the next is requested.
 
-    Those on a GPU come one late: each is on its way here while who takes them is busy with the one before.
+    Pieces on a GPU come one late: each is copied while the caller writes the one before.
     """
     buffers: list[Tensor] = []
-    late: tuple[int, Tensor, Callable[[], object]] | None = None
+    delayed: tuple[int, Tensor, Callable[[], object]] | None = None
     for position, piece in pieces:
         if piece.is_cpu:
             yield position, piece
             del piece
             continue
         if not buffers:
-            buffers = [_buffer(most), _buffer(most)]
-        here = buffers[0][: piece.numel()]
-        wait = _begin_copy(here, piece)
+            buffers = [_buffer(max_bytes), _buffer(max_bytes)]
+        buffer = buffers[0][: piece.numel()]
+        wait = _begin_copy(buffer, piece)
         del piece
-        if late is not None:
-            late[2]()
-            yield late[0], late[1]
-        late = position, here, wait
+        if delayed is not None:
+            delayed[2]()
+            yield delayed[0], delayed[1]
+        delayed = position, buffer, wait
         buffers.reverse()
-    if late is not None:
-        late[2]()
-        yield late[0], late[1]
+    if delayed is not None:
+        delayed[2]()
+        yield delayed[0], delayed[1]
 
 
 def _buffer(size: int) -> Tensor:
-    """Pinned; torch keeps it for the next file when this one is done with it."""
+    """Returns pinned memory, which torch caches for the next file."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def _begin_copy(here: Tensor, away: Tensor) -> Callable[[], object]:
-    """Begin to copy from a GPU, after what is queued there. What is returned waits for it."""
-    stream = torch.cuda.current_stream(away.device)
-    here.copy_(away, non_blocking=True)
-    away.record_stream(stream)  # it may be let go of at once, whichever stream it was made on
+def _begin_copy(buffer: Tensor, source: Tensor) -> Callable[[], object]:
+    """Starts a copy from a GPU, after the work in its queue. Returns a function that waits for it."""
+    stream = torch.cuda.current_stream(source.device)
+    buffer.copy_(source, non_blocking=True)
+    source.record_stream(stream)  # it may be freed at once, on whichever stream it was made
     copied = torch.cuda.Event()
     copied.record(stream)
     return copied.synchronize
@@ -186,14 +185,14 @@ def _begin_copy(here: Tensor, away: Tensor) -> Callable[[], object]:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
-    """A file, as a function that writes bytes at a position of it."""
+    """Opens a file. Yields a function that writes bytes at a position."""
     file = path.open("wb", buffering=0)
     number = file.fileno()
 
     def put(data: memoryview, position: int) -> None:
         try:
             while data:
-                written = os.pwrite(number, data, position)  # which may be a part
+                written = os.pwrite(number, data, position)  # may be partial
                 data, position = data[written:], position + written
         except OSError as error:
             raise _refused(path, error) from error
@@ -201,7 +200,7 @@ def _open(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
     try:
         yield put
         try:
-            file.close()  # some file systems say only now that they have no room
+            file.close()  # some file systems report only now that they are full
         except OSError as error:
             raise _refused(path, error) from error
     finally:

@@ -1,11 +1,11 @@
-"""Tensors on disk in parts: each rank writes what it holds to a safetensors file of its own; any rank reads any box.
+"""Tensors on disk in shards: each rank writes its own to one safetensors file; any rank reads any region.
 
-The catalogue, plain JSON, says which file has which part of which tensor, how long each file is and what it sums up to:
+The index, plain JSON, says which file has which shard of which tensor, and the length and checksum of each file:
 
     {"files": {"part-00000.safetensors": {"bytes": 4096, "crc32": 123}},
      "tensors": {"norm.weight": {"dtype": "F32", "shape": [128], "parts": [["part-00000.safetensors", [0], [128]]]}}}
 
-It is made of what the ranks say they wrote, so nobody lists a directory or reads another's file to know it.
+It is merged from what each rank wrote, so no rank lists a directory or reads another's file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch import Tensor
 from postlude.safetensors_file import DTYPES, TensorInfo, as_bytes, build_header
 
 BUCKET_BYTES = 1 << 28
-STATE = "state.json"  # what holds a directory's catalogue, and is written last
+STATE = "state.json"  # holds a directory's index, and is written last
 FORMAT = 2
 CheckpointIndex = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a tensor: its values, where in the whole it begins, and the shape of the whole."""
+    """A region of a tensor: its values, where it starts in the whole, and the shape of the whole."""
 
     values: Tensor
     start: tuple[int, ...]
@@ -40,18 +40,18 @@ class TensorShard:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Its extent."""
+        """Its shape."""
         return tuple(self.values.shape)
 
     @property
-    def outline(self) -> ShardInfo:
-        """All of it but the values."""
+    def info(self) -> ShardInfo:
+        """The shard without its values."""
         return ShardInfo(DTYPES[self.values.dtype], self.start, self.size, self.shape)
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """A part without its values."""
+    """A shard without its values."""
 
     dtype: str
     start: tuple[int, ...]
@@ -60,10 +60,10 @@ class ShardInfo:
 
 
 class StagingBuffers:
-    """Host memory for one rank's parts, kept from one save to the next.
+    """Host memory for one rank's shards, reused from one save to the next.
 
-    It is filled in buckets, pinned where values come from a GPU: nothing is added to the GPU's memory, and the buckets
-    one after another are the data of the file to be written.
+    Buckets are pinned if values come from a GPU, so that nothing is added to the GPU's memory. Together they are the
+    data of the file.
     """
 
     def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -72,21 +72,21 @@ class StagingBuffers:
         self.pinned = False
 
     @torch.no_grad()
-    def take(self, parts: Mapping[str, TensorShard]) -> StagedFile:
-        """A copy of these parts as they are now. It is overwritten by the next one taken."""
-        head = build_header({name: TensorInfo(part.values.dtype, part.size) for name, part in parts.items()})
-        devices = {part.values.device for part in parts.values() if part.values.is_cuda}
+    def take(self, shards: Mapping[str, TensorShard]) -> StagedFile:
+        """Copies these shards. The next `take` overwrites the copy."""
+        head = build_header({name: TensorInfo(shard.values.dtype, shard.size) for name, shard in shards.items()})
+        devices = {shard.values.device for shard in shards.values() if shard.values.is_cuda}
         self._fit(head.total, pinned=bool(devices))
         for name, start in head.starts.items():
-            self._copy(parts[name].values, start)
+            self._copy(shards[name].values, start)
         for device in devices:
             torch.cuda.synchronize(device)  # the copies are read by another thread
-        return StagedFile(head.data, {name: parts[name].outline for name in head.starts}, self.buckets)
+        return StagedFile(head.data, {name: shards[name].info for name in head.starts}, self.buckets)
 
     def _fit(self, total: int, *, pinned: bool) -> None:
         sizes = [min(self.bucket_bytes, total - start) for start in range(0, total, self.bucket_bytes)]
         if [len(bucket) for bucket in self.buckets] != sizes or self.pinned != pinned:
-            self.buckets = []  # let go of the old ones first
+            self.buckets = []  # frees the old ones first
             self.pinned = pinned
             self.buckets = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
 
@@ -102,15 +102,15 @@ class StagingBuffers:
 
 @dataclass(frozen=True)
 class StagedFile:
-    """One rank's parts in host memory, ready to be written."""
+    """One rank's shards in host memory, ready to be written."""
 
     head: bytes
-    parts: Mapping[str, ShardInfo]
+    shards: Mapping[str, ShardInfo]
     buckets: Sequence[Tensor]
 
     def write(self, path: Path) -> CheckpointIndex:
-        """Write the file, and return the catalogue of it alone; an empty one, and no file, if there are no parts."""
-        if not self.parts:
+        """Writes the file. Returns its index; an empty one, without a file, if there are no shards."""
+        if not self.shards:
             return {"files": {}, "tensors": {}}
         total, length = 0, 0
         with path.open("wb") as file:
@@ -120,11 +120,11 @@ class StagedFile:
                 length += len(chunk)
         tensors = {
             name: {
-                "dtype": part.dtype,
-                "shape": list(part.shape),
-                "parts": [[path.name, list(part.start), list(part.size)]],
+                "dtype": shard.dtype,
+                "shape": list(shard.shape),
+                "parts": [[path.name, list(shard.start), list(shard.size)]],
             }
-            for name, part in self.parts.items()
+            for name, shard in self.shards.items()
         }
         return {"files": {path.name: {"bytes": length, "crc32": total}}, "tensors": tensors}
 
@@ -134,19 +134,19 @@ def _bytes(bucket: Tensor) -> memoryview:
     return view
 
 
-def merge_indexes(catalogues: Iterable[CheckpointIndex]) -> CheckpointIndex:
-    """One catalogue of several files."""
-    whole: CheckpointIndex = {"files": {}, "tensors": {}}
-    for each in catalogues:
-        whole["files"] |= each["files"]
-        for name, entry in each["tensors"].items():
-            known = whole["tensors"].setdefault(name, {**entry, "parts": []})
+def merge_indexes(indexes: Iterable[CheckpointIndex]) -> CheckpointIndex:
+    """Returns one index of several files."""
+    merged: CheckpointIndex = {"files": {}, "tensors": {}}
+    for index in indexes:
+        merged["files"] |= index["files"]
+        for name, entry in index["tensors"].items():
+            known = merged["tensors"].setdefault(name, {**entry, "parts": []})
             known["parts"] += entry["parts"]
-    return whole
+    return merged
 
 
 def read_state(directory: Path, entries: Sequence[str] = ("files", "tensors")) -> dict[str, Any]:
-    """What `state.json` says: the catalogue and whatever else, if it is of this version and has these entries."""
+    """Reads `state.json`: the index and other entries. Raises unless it has this format and these entries."""
     if not (directory / STATE).is_file():
         raise FileNotFoundError(f"{directory} has no {STATE}, so it is not a checkpoint, or not a complete one.")
     try:
@@ -163,7 +163,7 @@ def read_state(directory: Path, entries: Sequence[str] = ("files", "tensors")) -
 
 
 def damaged_files(directory: Path, files: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Which of these files are not what was written. A missing one is an error of its own."""
+    """Returns which of these files differ from what was written. Raises FileNotFoundError if one is missing."""
     missing = [name for name in files if not (directory / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}; load another checkpoint.")
@@ -175,7 +175,7 @@ def damaged_files(directory: Path, files: Mapping[str, Mapping[str, int]]) -> li
 
 
 def crc32(path: Path) -> int:
-    """The sum of a file's bytes."""
+    """Returns the checksum of a file."""
     total = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
@@ -184,55 +184,55 @@ def crc32(path: Path) -> int:
 
 
 class ShardReader:
-    """Boxes of the tensors in a directory, by its catalogue. It opens only the files that hold what is asked for."""
+    """Reads regions of the tensors in a directory, by its index. It opens only the files that it needs."""
 
-    def __init__(self, directory: Path, catalogue: CheckpointIndex) -> None:
-        self.directory, self.tensors = directory, catalogue["tensors"]
+    def __init__(self, directory: Path, index: CheckpointIndex) -> None:
+        self.directory, self.tensors = directory, index["tensors"]
         self._open: dict[str, safe_open] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Returns the shape of the whole tensor."""
         return tuple(self.tensors[name]["shape"])
 
     def read(self, name: str, start: Sequence[int] | None = None, size: Sequence[int] | None = None) -> Tensor:
-        """One box of a tensor, on the CPU; all of it by default."""
+        """Reads one region of a tensor to the CPU; all of it by default."""
         shape = self.shape(name)
         dtype = next(dtype for dtype, text in DTYPES.items() if text == self.tensors[name]["dtype"])
         values = torch.empty(tuple(shape if size is None else size), dtype=dtype)
-        part = TensorShard(values, tuple((0,) * len(shape) if start is None else start), shape)
-        for file, box in self._boxes(name, part):
-            self._copy(file, name, part, box)
+        shard = TensorShard(values, tuple((0,) * len(shape) if start is None else start), shape)
+        for file, overlap in self._overlaps(name, shard):
+            self._copy(file, name, shard, overlap)
         return values
 
     @torch.no_grad()
-    def read_into(self, parts: Mapping[str, TensorShard]) -> None:
-        """Overwrite the values of these parts, file by file."""
-        by_file: dict[str, list[tuple[str, TensorShard, _Box]]] = {}
-        for name, part in parts.items():
-            for file, box in self._boxes(name, part):
-                by_file.setdefault(file, []).append((name, part, box))
+    def read_into(self, shards: Mapping[str, TensorShard]) -> None:
+        """Overwrites the values of these shards, file by file."""
+        by_file: dict[str, list[tuple[str, TensorShard, _Overlap]]] = {}
+        for name, shard in shards.items():
+            for file, overlap in self._overlaps(name, shard):
+                by_file.setdefault(file, []).append((name, shard, overlap))
         for file in sorted(by_file):
-            for name, part, box in by_file[file]:
-                self._copy(file, name, part, box)
+            for name, shard, overlap in by_file[file]:
+                self._copy(file, name, shard, overlap)
             del self._open[file]
 
-    def _boxes(self, name: str, part: TensorShard) -> list[tuple[str, _Box]]:
-        """Which files have a part, and what of it."""
-        found, covered = [], 0
+    def _overlaps(self, name: str, shard: TensorShard) -> list[tuple[str, _Overlap]]:
+        """Returns the files that have parts of a shard, and which."""
+        overlaps, covered = [], 0
         for file, start, size in self.tensors[name]["parts"]:
-            low = [max(one, other) for one, other in zip(start, part.start, strict=True)]
+            low = [max(one, other) for one, other in zip(start, shard.start, strict=True)]
             high = [
                 min(one + length, other + wanted)
-                for one, length, other, wanted in zip(start, size, part.start, part.size, strict=True)
+                for one, length, other, wanted in zip(start, size, shard.start, shard.size, strict=True)
             ]
             if all(begin < end for begin, end in zip(low, high, strict=True)):
-                found.append((file, (_slices(low, high, start), _slices(low, high, part.start))))
+                overlaps.append((file, (_slices(low, high, start), _slices(low, high, shard.start))))
                 covered += math.prod(end - begin for begin, end in zip(low, high, strict=True))
-        if covered != part.values.numel():
+        if covered != shard.values.numel():
             raise ValueError(f"{self.directory} does not hold all of {name}; load another checkpoint.")
-        return found
+        return overlaps
 
-    def _copy(self, file: str, name: str, part: TensorShard, box: _Box) -> None:
+    def _copy(self, file: str, name: str, shard: TensorShard, overlap: _Overlap) -> None:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
@@ -240,15 +240,15 @@ class ShardReader:
                 raise ValueError(
                     f"{self.directory / file} is not a readable safetensors file ({error}); load another checkpoint."
                 ) from error
-        there, here = box
-        if there:
-            part.values[here].copy_(self._open[file].get_slice(name)[there])
+        in_file, in_shard = overlap
+        if in_file:
+            shard.values[in_shard].copy_(self._open[file].get_slice(name)[in_file])
         else:  # a single number has no slices
-            part.values.copy_(self._open[file].get_tensor(name))
+            shard.values.copy_(self._open[file].get_tensor(name))
 
 
-_Box = tuple[tuple[slice, ...], tuple[slice, ...]]
-"""What two parts of a tensor have in common, as slices of the one in a file and of the one asked for."""
+_Overlap = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""The overlap of two shards, as slices of the one in a file and of the requested one."""
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -1,6 +1,6 @@
-"""Code of the user, named path/to/file.py:name: the one place that finds it, runs it, and says what is wrong.
+"""Loads user code that is named path/to/file.py:name, and describes its errors.
 
-It needs the standard library alone, so that a worker process that calls such code starts at once.
+It needs the standard library only, so that a worker process that calls such code starts fast.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LONGEST_ERROR = 500  # letters
+MAX_ERROR_LENGTH = 500
 
 
 class UserCodeError(ValueError):
-    """What was named cannot be had: a sentence that says why, and what to write instead."""
+    """User code could not be loaded. The message says why, and what to write instead."""
 
 
 def load_callable(where: str, *, kind: str = "function") -> Callable[..., Any]:
-    """Load path/to/file.py:name, a `kind` of thing that can be called. The file is run: name only files you trust."""
+    """Loads path/to/file.py:name, a callable that messages call a `kind`. It runs the file: name only trusted ones."""
     path, colon, name = where.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
         raise UserCodeError(f'"{where}" names no {kind}. Write it as path/to/file.py:name.')
     module = _run(Path(path).expanduser())
     if not hasattr(module, name):
         raise UserCodeError(f"{path} has no {name}; {_names(module, name)}")
-    found = getattr(module, name)
-    if not callable(found):
+    value = getattr(module, name)
+    if not callable(value):
         raise UserCodeError(
-            f"{name} in {path} is of type {type(found).__name__}, which cannot be called. Name a {kind}."
+            f"{name} in {path} is of type {type(value).__name__}, which cannot be called. Name a {kind}."
         )
-    return found  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
 def describe_error(error: BaseException, file: Path | None = None) -> str:
-    """An exception in a line: what, and where it was raised, or where in `file` if the way there went through it."""
+    """Returns an exception in one line: its text, and its line in `file`, or where it arose if it is elsewhere."""
     places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     text = " ".join(str(error).split())
-    if isinstance(error, SyntaxError) and error.filename:  # its text names the place, when shown, in other words
+    if isinstance(error, SyntaxError) and error.filename:  # its text has the place in another form
         text = error.msg
         places.append((Path(error.filename), error.lineno))
     inside = [place for place in places if file is not None and place[0] == file]
     where = "".join(f" ({path.name}, line {line})" for path, line in (inside or places)[-1:])
-    if len(text) > LONGEST_ERROR:
-        text = f"{text[: LONGEST_ERROR - 3]}..."
+    if len(text) > MAX_ERROR_LENGTH:
+        text = f"{text[: MAX_ERROR_LENGTH - 3]}..."
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 
 
 def _run(path: Path) -> ModuleType:
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], 1)
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.py")], 1)
         hint = f"did you mean {path.parent / near[0]}?" if near else f"the current directory is {Path.cwd()}."
         raise UserCodeError(f"there is no file {path}; {hint}")
     name = f"postlude_user_code_{zlib.crc32(str(path.resolve()).encode()):08x}"
@@ -74,9 +74,9 @@ def _run(path: Path) -> ModuleType:
 
 
 def _names(module: ModuleType, name: str) -> str:
-    public = {each: value for each, value in vars(module).items() if not each.startswith("_") and callable(value)}
+    public = {key: value for key, value in vars(module).items() if not key.startswith("_") and callable(value)}
     near = difflib.get_close_matches(name, public, 3)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    own = [each for each, value in public.items() if getattr(value, "__module__", None) == module.__name__]
-    return f"it has {', '.join(own)}." if own else "it defines nothing that can be called."
+    defined = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
+    return f"it has {', '.join(defined)}." if defined else "it defines nothing that can be called."

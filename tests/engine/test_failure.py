@@ -111,10 +111,10 @@ def reference_that_fails(group: dist.ProcessGroup) -> None:
     now = engine.logprobs(batch(4)).logprob
     with pytest.raises(LookupError), reference.in_place():
         engine.evaluate_loss(batch(7), fails_forward)
-    *_, last = reference.kept
-    spare = reference.kept.pop(last)
+    *_, last = reference.weights
+    spare = reference.weights.pop(last)
     assert told(lambda: reference.logprobs(batch(4))).startswith("KeyError")
-    reference.kept[last] = spare
+    reference.weights[last] = spare
     assert all(map(torch.equal, engine.logprobs(batch(4)).logprob, now))
     assert all(map(torch.equal, reference.logprobs(batch(4)).logprob, then))
     assert all(map(torch.equal, engine.logprobs(batch(4)).logprob, now))

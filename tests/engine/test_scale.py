@@ -282,7 +282,7 @@ def test_more_metrics_than_usual_are_reduced_all_the_same(ranks: Any) -> None:
 def test_a_ledger_forgets_what_it_has_no_room_for() -> None:
     metric_index = MetricIndex()
     for start in (0, 200):
-        metric_index.learn([(str(index), "sum") for index in range(start, start + 200)])
+        metric_index.add([(str(index), "sum") for index in range(start, start + 200)])
     assert list(metric_index.lines) == [(str(index), "sum") for index in range(200, 400)]
 
 

@@ -1,8 +1,8 @@
-"""What moves a rank's weights: AdamW and SGD over the parts that it stores.
+"""AdamW and SGD over the shards that a rank stores.
 
-AdamW in fp32 is torch's fused step. With weights or moments that are stored narrow, and with state in host memory, it
-is that of `ops/adamw.py`. Both clip as they go, and leave everything alone where the gradient's norm is not finite, so
-that the host need not know it before it goes on.
+AdamW in fp32 is torch's fused step. With narrow weights or moments, and with state in host memory, it is that of
+`ops/adamw.py`. Both clip inside the step, and change nothing if the gradient's norm is not finite, so that the host
+need not wait for the norm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from postlude.engine.gradients import clip
-from postlude.engine.offload import PIECE_BYTES, Unit, in_host_memory, run_offloaded
+from postlude.engine.offload import PIECE_BYTES, OffloadedWork, in_host_memory, run_offloaded
 from postlude.model.parallel import is_dtensor, local_shard, region
 from postlude.ops.adamw import adamw_step, bias_corrections, name_seed
 from postlude.ops.adamw_storage import BLOCK, AdamWHyperparameters, Moment, QuantizedMoment, TensorSlice, scales_shape
@@ -37,34 +37,34 @@ def build(
     matrices: Collection[str],
     weights: WeightStorage = "fp32",
 ) -> ShardedAdamW | ShardedSGD:
-    """The optimizer over these parameters, which are stored as `weights` says. `matrices` names those that are one."""
+    """Returns the optimizer of these parameters, stored as `weights` says. `matrices` names those that are matrices."""
     if isinstance(config, AdamW):
         return ShardedAdamW(config, parameters, matrices, weights)
     if weights != "fp32":
-        raise ValueError(f"weights={weights!r} are moved by AdamW alone, but the optimizer is SGD. Store them in fp32.")
+        raise ValueError(f"weights={weights!r} need AdamW, but the optimizer is SGD. Store them in fp32.")
     return ShardedSGD(config, parameters, matrices)
 
 
 def optimizer_kind(config: OptimizerConfig, weights: WeightStorage) -> str:
-    """What a checkpoint's state is of. Another kind has no use for it."""
+    """Returns the kind of state that a checkpoint holds. Only an optimizer of the same kind can load it."""
     moments = ", 8-bit moments" if isinstance(config, AdamW) and config.moments == "8bit" else ""
     return f"{type(config).__name__}{moments}{'' if weights == 'fp32' else f', {weights} weights'}"
 
 
 def state_shard(state: Tensor, parameter: Tensor) -> TensorShard:
-    """Which part of a whole state this is that a rank keeps of its part of a parameter."""
+    """Returns the shard of the whole state that a rank's state of its parameter shard is."""
     like = state if is_dtensor(state) else parameter
     starts, shape = tuple(where.start for where in region(like)), tuple(like.shape)
-    if local_shard(state).shape != local_shard(like).shape:  # a number a block of them
+    if local_shard(state).shape != local_shard(like).shape:  # one number per block
         starts, shape = (*starts[:-1], starts[-1] // BLOCK), scales_shape(shape)
     return TensorShard(local_shard(state), starts, shape)
 
 
 class ShardedAdamW(torch.optim.Optimizer):
-    """AdamW, each parameter's state in plain tensors of what this rank stores of it.
+    """AdamW with each parameter's state as plain tensors of this rank's shard.
 
-    With `moments="8bit"` those of matrices are in eight bits; with `offload` the state of matrices is in host memory.
-    `weights` says how matrices and vectors of bf16 are stored: "split" keeps their lower halves here.
+    With `moments="8bit"` the moments of matrices have eight bits; with `offload` the state of matrices is in host
+    memory. With `weights="split"` the state has the lower halves of bf16 parameters.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                     self._check_blocks(parameter)
 
     def clipped_step(self, lr: float, norm: Tensor) -> None:
-        """Step, by gradients clipped as a whole one of this norm is. Where it is not finite, nothing is changed."""
+        """Steps with gradients clipped by the global `norm`. Changes nothing if it is not finite."""
         limit = self.config.max_grad_norm
         factor = torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
         self.scale = torch.stack([factor, norm.isfinite()]).float()
@@ -103,35 +103,35 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every parameter that has a gradient, by `scale` if there is one."""
-        config, away = self.config, list[Unit]()
+        """Updates every parameter that has a gradient, with gradients times `scale` if it is set."""
+        config, offloaded = self.config, list[OffloadedWork]()
         for group in self.param_groups:
             rates = AdamWHyperparameters(group["lr"], config.betas, config.eps, group["weight_decay"])
-            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in moved:
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in updated:
                 if not self.state[parameter]:
                     self.state[parameter] = self._fresh(parameter)
-            wide, narrow = list[nn.Parameter](), list[nn.Parameter]()
-            for parameter in moved:
-                (wide if self._is_wide(parameter) else narrow).append(parameter)
-            self._step_wide(wide, rates)
+            fp32, narrow = list[nn.Parameter](), list[nn.Parameter]()
+            for parameter in updated:
+                (fp32 if self._is_fp32(parameter) else narrow).append(parameter)
+            self._step_fp32(fp32, rates)
             for pieces, work in self._units(narrow, rates):
                 if pieces[0].device == self._device:
                     work(pieces)
                 else:
-                    away.append((pieces, work))
-        run_offloaded(away, self._device)
+                    offloaded.append((pieces, work))
+        run_offloaded(offloaded, self._device)
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self.names)).device
 
-    def _is_wide(self, parameter: Tensor) -> bool:
-        """Whether all of it is in fp32 and on the device, as torch has it."""
+    def _is_fp32(self, parameter: Tensor) -> bool:
+        """Returns whether all of it is in fp32 and on the device, as torch's step needs it."""
         on_host = self.config.offload and parameter in self.matrices
         return parameter.dtype == torch.float32 and FIRST in self.state[parameter] and not on_host
 
-    def _step_wide(self, parameters: Sequence[nn.Parameter], rates: AdamWHyperparameters) -> None:
+    def _step_fp32(self, parameters: Sequence[nn.Parameter], rates: AdamWHyperparameters) -> None:
         if not parameters:
             return
         states = [self.state[parameter] for parameter in parameters]
@@ -155,8 +155,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _units(self, parameters: Sequence[nn.Parameter], rates: AdamWHyperparameters) -> Iterator[Unit]:
-        """The work on each of these, in pieces where its state is in host memory."""
+    def _units(self, parameters: Sequence[nn.Parameter], rates: AdamWHyperparameters) -> Iterator[OffloadedWork]:
+        """Yields the step of each parameter, in pieces if its state is in host memory."""
         if not parameters:
             return
         steps = [self.state[parameter]["step"] for parameter in parameters]
@@ -168,7 +168,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _pieces(
         self, parameter: nn.Parameter, now: Tensor, rates: AdamWHyperparameters, scale: Tensor
-    ) -> Iterator[Unit]:
+    ) -> Iterator[OffloadedWork]:
         state = {name: each for name, each in self.state[parameter].items() if name != "step"}
         weight, gradient, (first, *others) = (
             local_shard(parameter),
@@ -189,45 +189,45 @@ class ShardedAdamW(torch.optim.Optimizer):
             yield [each[cut] for each in state.values()], work
 
     def low_bits(self) -> dict[str, Tensor]:
-        """What bf16 weights lack of fp32, of what this rank stores, by name: nothing before the first step."""
+        """Returns the lower sixteen bits of this rank's split weights by name: empty before the first step."""
         return {name: self.state[each][LOW] for each, name in self.names.items() if LOW in self.state.get(each, {})}
 
     def take_low_bits(self, other: ShardedAdamW) -> None:
-        """Go on from the weights that another optimizer of the same parameters leaves, whose state is let go of."""
+        """Takes the low bits from another optimizer of the same parameters, whose state is freed."""
         for parameter in self.names:
-            low = other.state.pop(parameter, {}).get(LOW)  # moments go first: there may be no room for both
+            low = other.state.pop(parameter, {}).get(LOW)  # frees its moments first: there may be no memory for both
             if low is not None:
                 self.state[parameter] = self._fresh(parameter)
                 self.state[parameter][LOW].copy_(low)
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The state before the first step: zeros."""
-        part, matrix = local_shard(parameter), parameter in self.matrices
-        shape, wanted = tuple(part.shape), dict[str, tuple[tuple[int, ...], torch.dtype]]()
+        """Returns the state before the first step: zeros."""
+        shard, is_matrix = local_shard(parameter), parameter in self.matrices
+        shape, wanted = tuple(shard.shape), dict[str, tuple[tuple[int, ...], torch.dtype]]()
         for name in (FIRST, SECOND):
-            if matrix and self.config.moments == "8bit":
+            if is_matrix and self.config.moments == "8bit":
                 wanted[name + CODES] = shape, torch.uint8
                 wanted[name + SCALES] = scales_shape(shape), torch.float32
             else:
                 wanted[name] = shape, torch.float32
         if parameter.dtype == torch.bfloat16 and self.weights == "split":
             wanted[LOW] = shape, torch.int16
-        on_host = matrix and self.config.offload
-        found = {
-            name: in_host_memory(size, dtype, part.device)
+        on_host = is_matrix and self.config.offload
+        state = {
+            name: in_host_memory(size, dtype, shard.device)
             if on_host
-            else torch.zeros(size, dtype=dtype, device=part.device)
+            else torch.zeros(size, dtype=dtype, device=shard.device)
             for name, (size, dtype) in wanted.items()
         }
-        return {"step": torch.zeros((), device=part.device), **found}
+        return {"step": torch.zeros((), device=shard.device), **state}
 
     def _check_blocks(self, parameter: nn.Parameter) -> None:
-        """A block that several ranks share would have several scales."""
-        where, whole = region(parameter)[-1], parameter.shape[-1]
-        if where.start % BLOCK or (where.stop % BLOCK and where.stop != whole):
+        """Raises if ranks share a block of 8-bit moments: it would have several scales."""
+        columns, total = region(parameter)[-1], parameter.shape[-1]
+        if columns.start % BLOCK or (columns.stop % BLOCK and columns.stop != total):
             raise ValueError(
-                f"8-bit moments are kept in blocks of {BLOCK} along the rows of a matrix, but of {whole} columns of "
-                f'{self.names[parameter]} this rank stores {where.start} to {where.stop}. Use moments="fp32", or a '
+                f"8-bit moments are kept in blocks of {BLOCK} along the rows of a matrix, but of {total} columns of "
+                f'{self.names[parameter]} this rank stores {columns.start} to {columns.stop}. Use moments="fp32", or a '
                 f"layout that cuts rows at multiples of {BLOCK}."
             )
 
@@ -263,7 +263,7 @@ def _narrow_step(
 
 
 class ShardedSGD(torch.optim.SGD):
-    """Torch's SGD."""
+    """torch's SGD."""
 
     def __init__(self, config: SGD, parameters: Mapping[str, nn.Parameter], matrices: Collection[str]) -> None:
         self.config = config
@@ -276,13 +276,13 @@ class ShardedSGD(torch.optim.SGD):
         super().__init__(list(groups.values()), lr=config.lr, momentum=config.momentum, foreach=True)
 
     def clipped_step(self, lr: float, norm: Tensor) -> None:
-        """Step, by gradients clipped as a whole one of this norm is. Where it is not finite, nothing is changed."""
-        found, limit = float(norm), self.config.max_grad_norm
-        if not math.isfinite(found):
+        """Steps with gradients clipped by the global `norm`. Changes nothing if it is not finite."""
+        host_norm, limit = float(norm), self.config.max_grad_norm
+        if not math.isfinite(host_norm):
             return
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if limit is not None and found > limit:
-            clip(parameters, limit, found)
+        if limit is not None and host_norm > limit:
+            clip(parameters, limit, host_norm)
         for group in self.param_groups:
             group["lr"] = lr
         self.step()

@@ -1,4 +1,4 @@
-"""Reference: a frozen copy of the engine's weights, scored through the engine itself."""
+"""Reference: a frozen copy of the engine's weights, evaluated by the engine itself."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from postlude.model.parallel import local_shard
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Per sequence in the caller's order, on the CPU: entry i is of token i given those before it; entry 0 is 0."""
+    """Per sequence in the caller's order, on the CPU: entry i is of token i given those before it. Entry 0 is 0."""
 
     logprob: list[Tensor]
     entropy: list[Tensor] | None = None
 
 
 class Scorer(Protocol):
-    """A model in parts that scores tokens: an engine."""
+    """A distributed model that scores tokens: an engine."""
 
     @property
     def device(self) -> torch.device:
-        """Where its parts are."""
+        """The device of its tensors."""
         ...
 
     @property
@@ -36,59 +36,61 @@ class Scorer(Protocol):
         ...
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
-        """Log-prob of every token given those before it."""
+        """Returns the log-prob of every token given those before it."""
         ...
 
     def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-        """The k likeliest tokens in place of every token."""
+        """Returns the k likeliest tokens in place of every token."""
         ...
 
 
 class Reference:
-    """The weights as they were when this was made. To use them they change places with the engine's, and back.
+    """A frozen copy of the engine's weights. To use it, the engine's weights are swapped with it, and back.
 
-    It costs one copy of this rank's weights, on the device or, with `offload`, in host memory.
+    It needs memory for one copy of this rank's weights, on the device or, with `offload`, in host memory.
     """
 
     def __init__(self, engine: Scorer, *, offload: bool = False) -> None:
         self.engine = engine
-        where = torch.device("cpu") if offload else engine.device
-        self.kept = {name: local_shard(tensor).detach().to(where, copy=True) for name, tensor in engine.tensors.items()}
+        device = torch.device("cpu") if offload else engine.device
+        self.weights = {
+            name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in engine.tensors.items()
+        }
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
-        """As `Engine.logprobs`, by the frozen weights."""
+        """As `Engine.logprobs`, with the frozen weights."""
         with self.in_place():
             return self.engine.logprobs(batch, entropy=entropy, temperature=temperature)
 
     def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-        """As `Engine.topk`, by the frozen weights."""
+        """As `Engine.topk`, with the frozen weights."""
         with self.in_place():
             return self.engine.topk(batch, k, temperature=temperature)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the engine has the frozen weights; after it, its own, however it ended."""
-        self._exchange()
+        """The engine has the frozen weights inside the block, and its own after it, also if the block raises."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
-    def _exchange(self) -> None:
-        exchanged: list[tuple[Tensor, Tensor]] = []
+    def _swap(self) -> None:
+        swapped: list[tuple[Tensor, Tensor]] = []
         try:
             for name, tensor in self.engine.tensors.items():
-                pair = local_shard(tensor), self.kept[name]
-                _swap(*pair)
-                exchanged.append(pair)
-        except BaseException:  # such as a device without room for the largest tensor twice
-            for pair in exchanged:
-                _swap(*pair)
+                pair = local_shard(tensor), self.weights[name]
+                _swap_values(*pair)
+                swapped.append(pair)
+        except BaseException:  # such as no memory for the largest tensor twice
+            for pair in swapped:
+                _swap_values(*pair)
             raise
 
 
 @torch.no_grad()
-def _swap(one: Tensor, other: Tensor) -> None:
+def _swap_values(one: Tensor, other: Tensor) -> None:
     before = one.clone()
     one.copy_(other)
     other.copy_(before)

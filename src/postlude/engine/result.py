@@ -1,4 +1,4 @@
-"""What a pass and an optimizer step tell their caller."""
+"""The results of a pass and of an optimizer step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a `forward_backward` found, the same on every rank."""
+    """The result of a `forward_backward`, the same on every rank."""
 
     loss: float
     metrics: Mapping[str, float]
     microbatches: int
     tokens: int
     reductions: Mapping[str, Reduction] = field(default_factory=dict)
-    """How each metric was made of its values, by which those of several passes become one."""
+    """How each metric was reduced, so that those of several passes can be combined."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an `optimizer_step` did. A step with a gradient that is not finite is skipped, and changes nothing."""
+    """The result of an `optimizer_step`. A step with a gradient that is not finite is skipped and changes nothing."""
 
     step: int
     grad_norm: float

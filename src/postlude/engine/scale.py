@@ -1,7 +1,7 @@
-"""The one scale: a loss is a sum over this rank's tokens divided by a count over the whole batch. Nothing else scales.
+"""The one scale: a loss is a sum over this rank's tokens divided by a count of the whole batch. Nothing else scales.
 
-Every rank knows the counts of the whole batch before the step. Gradients are then summed over all ranks
-that saw different tokens, and so are the losses themselves.
+Every rank knows the counts of the whole batch before the step. Gradients, and the losses themselves, are summed over
+all ranks that saw different tokens.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ from postlude.objectives import Loss, Metric, Objective
 from postlude.objectives.loss import Reduction
 from postlude.world.devices import group_device
 
-Named = tuple[str, Reduction]
-USUAL_LINES = 256
-"""How many metrics there is room for before more are known."""
+MetricKey = tuple[str, Reduction]
+MIN_LINES = 256
+"""Metrics that are reduced at least, so that ranks which know fewer have the same size."""
 
 
 def count_name(over: str, depth: int = 0) -> str:
-    """What the count of weights is called that are `depth` tokens further ahead than the next.
-
-    There are as many sequences at every depth.
-    """
+    """Returns the name of a count at a multi-token-prediction depth. Every depth has the same count of sequences."""
     return f"{over} +{depth}" if depth and over != "sequences" else over
 
 
 class Scale:
     """The counts of one batch, and what a microbatch adds to a loss or a metric.
 
-    `counts` are sums of weights over the whole step, by name. Without them weights are summed over `microbatches`,
-    which are then all of the batch, uncut. `cp_size` is the number of context-parallel ranks, each of which holds every
-    sequence's values.
+    `counts` are sums of weights over the whole step, by name. Without them, weights are summed over `microbatches`,
+    which are then the whole batch, not sharded. `cp_size` is the number of context-parallel ranks, each of which has
+    the values of every sequence.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class Scale:
         self.counts = dict(counts or {})
 
     def count(self, over: str, depth: int = 0) -> float:
-        """The sum of the weights `over` names, in the whole batch."""
+        """Returns the sum of the weights named `over` in the whole batch."""
         name = count_name(over, depth)
         if name not in self.counts and self.given:
             known = ", ".join(f'"{other}"' for other in self.counts) or "none"
@@ -67,10 +64,10 @@ class Scale:
                 f'a loss is a mean over "{over}", whose weights sum to {self.counts[name]:g} in this batch. '
                 "Skip a batch with nothing to learn, or name other weights."
             )
-        return self.counts[name] or 1.0  # sequences too short for a depth leave it nothing to learn
+        return self.counts[name] or 1.0  # a depth has no targets if all sequences are too short
 
     def weights(self, over: str, microbatch: Microbatch, depth: int = 0) -> Tensor:
-        """[T], or [n] over "sequences"."""
+        """Returns the weights named `over`: [T], or [n] for "sequences"."""
         if depth:
             return self.weights(over, microbatch.mtp_microbatches[depth - 1])
         match over:
@@ -81,22 +78,22 @@ class Scale:
         return microbatch.column(over)
 
     def loss(self, loss: Loss, microbatch: Microbatch) -> Tensor:
-        """What this microbatch adds to the batch's loss: a scalar, fp32."""
+        """Returns what this microbatch adds to the batch's loss: a scalar, fp32."""
         parts = [self._sum(part, microbatch) / self.count(part.over, part.depth) for part in loss.parts()]
         return torch.stack(parts).sum()
 
     def _sum(self, loss: Loss, microbatch: Microbatch) -> Tensor:
         if loss.values.ndim == 0:
             return loss.values.float() / self.replicas_of(loss.over)
-        weights = self.fitting(loss, microbatch)
+        weights = self.weights_of(loss, microbatch)
         return torch.where(weights != 0, loss.values.float() * weights, 0.0).sum()
 
     def replicas_of(self, over: str) -> int:
-        """How many ranks have the same values: a sequence's are whole on every rank that holds part of it."""
+        """Returns how many ranks have the same values: every context-parallel rank has those of a sequence."""
         return self.cp_size if over == "sequences" else 1
 
-    def fitting(self, part: Loss | Metric, microbatch: Microbatch) -> Tensor:
-        """The weights of `part.values`, one for each of them."""
+    def weights_of(self, part: Loss | Metric, microbatch: Microbatch) -> Tensor:
+        """Returns the weights of `part.values`, one for each. Raises ValueError if the shapes differ."""
         weights = self.weights(part.over, microbatch, part.depth)
         if part.values.shape != weights.shape:
             raise ValueError(
@@ -107,10 +104,10 @@ class Scale:
 
 
 def check_counts(objective: Objective, counts: Mapping[str, float], depths: int) -> None:
-    """Refuse, before a pass, an objective that is a mean over what is unknown or sums to zero.
+    """Raises before a pass if an objective is a mean over something unknown, or whose weights sum to zero.
 
-    It says what that is in a method `denominators(depths)`: pairs of a name and a depth. One that has none is refused
-    after the pass.
+    The objective's method `denominators(depths)` returns pairs of a name and a depth. Without it, the pass itself
+    detects it.
     """
     denominators = getattr(objective, "denominators", None)
     scale = Scale((), counts)
@@ -119,38 +116,38 @@ def check_counts(objective: Objective, counts: Mapping[str, float], depths: int)
 
 
 class MetricIndex:
-    """The metrics that all ranks know of, each with a line of its own in what they sum together.
+    """The metrics that all ranks know, each with its line in the tensor that they reduce.
 
-    It outlives a step: ranks tell each other names once, and then only numbers.
+    It outlives a step: ranks exchange names once, and afterwards only numbers.
     """
 
     def __init__(self) -> None:
-        self.lines: dict[Named, int] = {}
+        self.lines: dict[MetricKey, int] = {}
 
     @property
     def digest(self) -> int:
-        """A number of 48 bits that tells ledgers apart; never 0."""
+        """A 48-bit digest of the names; never 0."""
         text = json.dumps(list(self.lines)).encode()
         return 1 + int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
 
     @property
-    def room(self) -> int:
-        """How many lines are summed: the same on every rank, though some know no metric yet."""
-        return max(USUAL_LINES, len(self.lines))
+    def size(self) -> int:
+        """The lines that are reduced: the same on every rank, even if some know no metric yet."""
+        return max(MIN_LINES, len(self.lines))
 
-    def has(self, names: Iterable[Named]) -> bool:
-        """Whether each of these metrics has a line."""
+    def has(self, names: Iterable[MetricKey]) -> bool:
+        """Returns whether each of these metrics has a line."""
         return all(name in self.lines for name in names)
 
-    def learn(self, names: Iterable[Named]) -> None:
-        """Give each of these a line: beside the known ones, or alone where there is no room for both."""
+    def add(self, names: Iterable[MetricKey]) -> None:
+        """Gives each of these a line: beside the known ones, or instead of them if there are too many."""
         names = list(dict.fromkeys(names))
         known = list(dict.fromkeys([*self.lines, *names]))
-        self.lines = {name: line for line, name in enumerate(known if len(known) <= USUAL_LINES else names)}
+        self.lines = {name: line for line, name in enumerate(known if len(known) <= MIN_LINES else names)}
 
 
 class MetricAccumulator:
-    """Metrics of the microbatches seen on this rank, and their reduction over all ranks."""
+    """Metrics of this rank's microbatches, and their reduction over all ranks."""
 
     def __init__(self, scale: Scale, metric_index: MetricIndex | None = None) -> None:
         self.scale = scale
@@ -160,10 +157,10 @@ class MetricAccumulator:
         self.refused: Exception | None = None
 
     def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
-        """What one microbatch adds to the batch's loss. It and the objective's metrics are counted.
+        """Returns what one microbatch adds to the batch's loss, and records it and the objective's metrics.
 
-        A loss or metric that cannot be counted is `refused` when the pass is over: other ranks are in the middle of it.
-        Till then it adds zero, by the same graph, so that ranks keep step.
+        A loss or metric that cannot be counted is `refused` after the pass, because other ranks are in the middle of
+        it. Until then it adds zero with the same graph, so that ranks stay in step.
         """
         loss = objective(inputs)
         if not isinstance(loss, Loss):
@@ -180,24 +177,24 @@ class MetricAccumulator:
         return value
 
     def add_loss(self, value: Tensor) -> None:
-        """Count what one microbatch added to the batch's loss."""
+        """Records what one microbatch added to the batch's loss."""
         _, upper, lower = self.entries.setdefault("loss", ("sum", [], []))
         upper.append(value.detach())
         lower.append(torch.ones_like(value.detach()))
 
     @torch.no_grad()
     def add(self, name: str, metric: Metric, microbatch: Microbatch) -> None:
-        """Count the values of one microbatch."""
+        """Records the values of one microbatch."""
         if name == "loss":
             raise ValueError('a metric is named "loss", which the loss itself is called. Choose another name.')
         values = metric.values.detach().float()
         if values.ndim == 0:
-            # A number of the whole microbatch weighs as much as what it is of; of a sum, it is an addend.
-            whole = self.scale.weights(metric.over, microbatch, metric.depth).sum().float()
+            # A scalar weighs as much as the microbatch's weights; in a sum, it is an addend.
+            total = self.scale.weights(metric.over, microbatch, metric.depth).sum().float()
             addend = torch.ones_like(values) / self.scale.replicas_of(metric.over)
-            weights = addend if metric.reduction == "sum" else whole
+            weights = addend if metric.reduction == "sum" else total
         else:
-            weights = self.scale.fitting(metric, microbatch).float()
+            weights = self.scale.weights_of(metric, microbatch).float()
         kept = weights != 0
         reduction, upper, lower = self.entries.setdefault(name, (metric.reduction, [], []))
         if reduction != metric.reduction:
@@ -214,78 +211,78 @@ class MetricAccumulator:
                 lower.append(weights.sum())
 
     def add_share(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Count scalars that are this rank's own, whether or not it has outputs: the metric is Σ part / Σ whole."""
+        """Records scalars of this rank, whether or not it has outputs: the metric is Σ part / Σ whole."""
         _, upper, lower = self.shares.setdefault(name, ("mean", [], []))
         upper.append(part)
         lower.append(whole)
 
     @torch.no_grad()
     def reduce(self, counts_here: bool) -> dict[str, float]:
-        """One number a metric, the same on every rank.
+        """Returns one number per metric, the same on every rank.
 
-        Of what outputs gave, only ranks where `counts_here` holds bring values in. Where one rank has `refused` a loss,
-        every rank then has, and there are no numbers.
-
-        All numbers go through one sum and one maximum, and the host waits once, for both. Names are told only when a
-        rank has a metric that not all know of.
+        Values of outputs count only from ranks with `counts_here`. If one rank has `refused` a loss, every rank then
+        has, and there are no numbers. All numbers go through one sum and one maximum, and the host waits once. Names
+        are exchanged only when a rank has a metric that not all know.
         """
         entries = {**(self.entries if counts_here else {}), **self.shares}
         own = {(name, reduction): _folded(reduction, *rest) for name, (reduction, *rest) in entries.items()}
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if alone:
-            self.metric_index.learn(own)
-        sums, highest = self._numbers(own, alone)
-        if highest[2] >= 0 and not alone:
+        single_rank = not dist.is_initialized() or dist.get_world_size() == 1
+        if single_rank:
+            self.metric_index.add(own)
+        sums, highest = self._numbers(own, single_rank)
+        if highest[2] >= 0 and not single_rank:
             sentence: list[str | None] = [None if self.refused is None else str(self.refused)]
             dist.broadcast_object_list(sentence, src=int(highest[2]))
             self.refused = self.refused or ValueError(sentence[0])
             return {}
         if highest[0] != -highest[1]:
-            everyone: list[list[Named]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everyone, list(own))
-            self.metric_index.learn(name for names in everyone for name in names)
-            sums, highest = self._numbers(own, alone)
-        found = {}
+            names_by_rank: list[list[MetricKey]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(names_by_rank, list(own))
+            self.metric_index.add(name for names in names_by_rank for name in names)
+            sums, highest = self._numbers(own, single_rank)
+        values = {}
         for (name, reduction), line in self.metric_index.lines.items():
             first, second, present = sums[3 * line : 3 * line + 3]
             if present:
-                found[name] = _number(reduction, first, second, highest[3 + line])
-        return found
+                values[name] = _number(reduction, first, second, highest[3 + line])
+        return values
 
     def _numbers(
-        self, own: Mapping[Named, tuple[Tensor, Tensor, Tensor]], alone: bool
+        self, own: Mapping[MetricKey, tuple[Tensor, Tensor, Tensor]], single_rank: bool
     ) -> tuple[list[float], list[float]]:
-        """Three sums a line of the metric_index; and the highest of its digest, of the digest's negation, of the
-        ranks that refused a loss, and of one number a line.
+        """Returns three sums per line; and the maximum of the digest, of its negation, of the ranks that refused a
+        loss, and of one number per line.
 
-        A rank with a metric that has no line says 0 instead of the digest, and so differs from itself.
+        A rank with a metric that has no line sends 0 instead of the negated digest, so that the digests differ.
         """
-        known, room = self.metric_index.has(own), self.metric_index.room
-        device = next((first.device for first, _, _ in own.values()), torch.device("cpu") if alone else group_device())
-        sums = torch.zeros(room, 3, dtype=torch.float64, device=device)
-        highest = torch.full((3 + room,), float("-inf"), dtype=torch.float64, device=device)
+        known, size = self.metric_index.has(own), self.metric_index.size
+        device = next(
+            (first.device for first, _, _ in own.values()), torch.device("cpu") if single_rank else group_device()
+        )
+        sums = torch.zeros(size, 3, dtype=torch.float64, device=device)
+        highest = torch.full((3 + size,), float("-inf"), dtype=torch.float64, device=device)
         highest[0].fill_(float(self.metric_index.digest))
         highest[1].fill_(-float(self.metric_index.digest) if known else 0.0)
         if self.refused is not None:
-            highest[2].fill_(0.0 if alone else float(dist.get_rank()))
+            highest[2].fill_(0.0 if single_rank else float(dist.get_rank()))
         for name, (first, second, extreme) in own.items() if known else ():
             line = self.metric_index.lines[name]
             sums[line, 0], sums[line, 1], highest[3 + line] = first, second, extreme
             sums[line, 2].fill_(1.0)
         both = torch.cat((sums.flatten(), highest))
-        if not alone:
+        if not single_rank:
             both = both.cpu() if dist.get_backend() == "gloo" else both
-            dist.all_reduce(both[: 3 * room])
-            dist.all_reduce(both[3 * room :], dist.ReduceOp.MAX)
+            dist.all_reduce(both[: 3 * size])
+            dist.all_reduce(both[3 * size :], dist.ReduceOp.MAX)
         numbers = both.tolist()
-        return numbers[: 3 * room], numbers[3 * room :]
+        return numbers[: 3 * size], numbers[3 * size :]
 
 
 def _folded(reduction: Reduction, upper: Sequence[Tensor], lower: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """A metric's entries of all microbatches as two sums and a number of which the highest counts.
+    """Returns a metric's entries of all microbatches as two numbers to sum and one of which the maximum counts.
 
-    Of an extreme, the sums are how often it is not a number, which a maximum would pass over, and how many values
-    count; of a smallest value the negation is taken, so that the highest counts.
+    For "max" and "min", the sums are the count of NaNs, which a maximum would ignore, and the count of values; "min"
+    negates its value.
     """
     values, counted = torch.stack(tuple(upper)).double(), torch.stack(tuple(lower)).double()
     if reduction in ("mean", "sum"):
@@ -296,7 +293,7 @@ def _folded(reduction: Reduction, upper: Sequence[Tensor], lower: Sequence[Tenso
 
 
 def _number(reduction: Reduction, first: float, second: float, highest: float) -> float:
-    """A metric, from what `_folded` made of it on all ranks."""
+    """Returns a metric from what `_folded` returned on all ranks, reduced."""
     if reduction == "sum":
         return first
     if reduction == "mean":
@@ -308,10 +305,10 @@ def _number(reduction: Reduction, first: float, second: float, highest: float) -
 
 @dataclass(frozen=True)
 class ObjectiveProcessor:
-    """The output processor of a step: what an objective makes of a microbatch is counted, and added to the loss."""
+    """The output processor of a step: it records an objective's loss and metrics of a microbatch."""
 
     objective: Objective
-    tally: MetricAccumulator
+    metrics: MetricAccumulator
 
     @property
     def mtp_options(self) -> MTPOptions | None:
@@ -319,12 +316,12 @@ class ObjectiveProcessor:
         return getattr(self.objective, "mtp_options", None)
 
     def __call__(self, inputs: OutputInputs, context: None) -> Tensor:
-        """What is differentiated."""
-        return _connected(self.tally.evaluate(self.objective, inputs), inputs)
+        """Returns the loss, which is differentiated."""
+        return _connected(self.metrics.evaluate(self.objective, inputs), inputs)
 
 
 def _connected(value: Tensor, inputs: OutputInputs) -> Tensor:
-    """A loss with a gradient for every parameter, though it be zero: FSDP sums what all ranks have, or none."""
+    """Returns a loss with a gradient for every parameter, even zero: FSDP reduces what all ranks have, or none."""
     if value.requires_grad:
         return value
     reached = inputs.hidden.float().sum() + inputs.head.weight.float().sum()

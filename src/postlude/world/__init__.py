@@ -1,4 +1,4 @@
-"""The running ranks: how they start, where each computes, which groups they speak in, how they agree, how they stop.
+"""The running ranks: launching, devices, process groups, decisions of rank 0, failure reports.
 
 Open `launcher.py` first.
 """

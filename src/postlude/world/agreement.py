@@ -1,6 +1,6 @@
-"""What ranks decide together: the first one decides, the others are told, and a failure of one is heard by all.
+"""Decisions of rank 0 that all ranks share, and failures of one rank that all ranks raise.
 
-In some stretches the first rank leads: it alone knows what comes next, and the others follow its orders.
+With a `Rank0Controller`, rank 0 alone runs the program for a while, and calls functions on all ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-Part = TypeVar("Part")
+Value = TypeVar("Value")
 Result = TypeVar("Result")
-Order = TypeVar("Order")
-PATIENCE = timedelta(days=7)  # how long a rank waits for what the first one is about to say
+Argument = TypeVar("Argument")
+WAIT_FOR_RANK0 = timedelta(days=7)  # how long a rank waits for rank 0's next call
 
 
 class RankFailure(Exception):
-    """What a rank met, as every rank hears of it."""
+    """An exception of one rank, raised on every rank."""
 
     def __init__(self, rank: int, cause: Exception) -> None:
         super().__init__(rank, cause)
@@ -27,29 +27,29 @@ class RankFailure(Exception):
 
 
 def gather_and_decide(
-    work: Callable[[], Part], decide: Callable[[list[Part]], Result], group: dist.ProcessGroup | None = None
+    work: Callable[[], Value], decide: Callable[[list[Value]], Result], group: dist.ProcessGroup | None = None
 ) -> Result:
-    """What the first rank decides, given what `work` found on every rank in turn; the same on all of them.
+    """Runs `work` on every rank, and returns on every rank what rank 0's `decide` makes of the results, by rank.
 
-    Where either fails, every rank raises a `RankFailure` that names the rank, so none is left waiting. Each rank sends
-    once and receives once, however many there are.
+    If either fails, every rank raises a `RankFailure` that names the rank, so none is left waiting. Each rank sends
+    once and receives once, whatever their number.
     """
     if not dist.is_initialized():
         return decide([work()])
-    mine: tuple[Any, Exception | None] = _attempt(work)
-    first = dist.get_rank(group) == 0
-    everyone: list[Any] | None = [None] * dist.get_world_size(group) if first else None
-    dist.gather_object(mine, everyone, group=group, group_dst=0)
-    verdict: list[Any] = [None]
-    if everyone is not None:
-        failed = [(rank, error) for rank, (_, error) in enumerate(everyone) if error is not None]
+    local: tuple[Any, Exception | None] = _attempt(work)
+    is_rank0 = dist.get_rank(group) == 0
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_rank0 else None
+    dist.gather_object(local, gathered, group=group, group_dst=0)
+    decision: list[Any] = [None]
+    if gathered is not None:
+        failed = [(rank, error) for rank, (_, error) in enumerate(gathered) if error is not None]
         if failed:
-            verdict = [(None, failed[0])]
+            decision = [(None, failed[0])]
         else:
-            result, error = _attempt(lambda: decide([found for found, _ in everyone]))
-            verdict = [(result, None if error is None else (0, error))]
-    dist.broadcast_object_list(verdict, group=group, group_src=0)
-    result, failure = verdict[0]
+            result, error = _attempt(lambda: decide([value for value, _ in gathered]))
+            decision = [(result, None if error is None else (0, error))]
+    dist.broadcast_object_list(decision, group=group, group_src=0)
+    result, failure = decision[0]
     if failure is not None:
         raise RankFailure(*failure)
     decided: Result = result
@@ -57,7 +57,7 @@ def gather_and_decide(
 
 
 def on_rank0(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """What `work` gives on the first rank, or raises there, on every rank."""
+    """Runs `work` on rank 0. Returns its result, or raises its exception, on every rank."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return work()
     try:
@@ -66,85 +66,84 @@ def on_rank0(work: Callable[[], Result], group: dist.ProcessGroup | None = None)
         raise failure.cause from None
 
 
-class Rank0Controller(Generic[Order, Part]):
-    """The first rank leads, the others follow: every order is obeyed by all ranks at once.
+class Rank0Controller(Generic[Argument, Value]):
+    """Rank 0 runs the program and calls a function on all ranks; the others wait for these calls.
 
-    An order that comes late is waited for, however long the first rank has to wait for others itself; a rank that is
-    lost is noticed all the same. Every rank makes one, and all make it in the same place.
+    A rank waits for a call however long rank 0 is busy; a rank that is lost is noticed all the same. Every rank makes
+    a controller, in the same place of the program.
     """
 
-    def __init__(self, obey: Callable[[Order], Part]) -> None:
-        self.obey = obey
+    def __init__(self, function: Callable[[Argument], Value]) -> None:
+        self.function = function
         several = dist.is_initialized() and dist.get_world_size() > 1
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
+        self.group = dist.new_group(backend="gloo", timeout=WAIT_FOR_RANK0) if several else None
         self.is_rank0 = self.group is None or dist.get_rank(self.group) == 0
-        """Whether this is the first rank."""
         self._closed = False
 
     def close(self) -> None:
-        """Give the ranks' own group back, when no order is under way. Every rank calls it, as it is done."""
+        """Destroys the controller's group. Every rank calls it, when no call is running."""
         if self.group is not None and not self._closed and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self._closed = True
 
     def on_rank0(self, work: Callable[[], Result]) -> Result:
-        """What `work` gives on the first rank, or raises there, on every rank; the others `follow` meanwhile."""
+        """Runs `work` on rank 0, while the others serve its calls. Returns its result, or raises, on every rank."""
         if self.group is None:
             return work()
         if not self.is_rank0:
-            self._follow()
+            self._serve()
             return on_rank0(work, self.group)
-        found, error = _attempt(work)
-        dist.broadcast_object_list([None], group=self.group, group_src=0)  # there are no more orders
+        result, error = _attempt(work)
+        dist.broadcast_object_list([None], group=self.group, group_src=0)  # there are no more calls
 
-        def told() -> Result:
+        def finished() -> Result:
             if error is not None:
                 raise error
-            return found  # type: ignore[no-any-return]
+            return result  # type: ignore[no-any-return]
 
-        return on_rank0(told, self.group)
+        return on_rank0(finished, self.group)
 
-    def call_all(self, order: Order) -> list[Part]:
-        """Have all ranks obey, inside what the first one `say`s there; returns what each found, by rank."""
+    def call_all(self, argument: Argument) -> list[Value]:
+        """On rank 0, inside `on_rank0`: calls the function on all ranks. Returns the results by rank."""
         if self.group is None:
-            return [self.obey(order)]
-        dist.broadcast_object_list([(order,)], group=self.group, group_src=0)
-        return self._obeyed(order)
+            return [self.function(argument)]
+        dist.broadcast_object_list([(argument,)], group=self.group, group_src=0)
+        return self._call(argument)
 
-    def gather(self, mine: Result) -> list[Result]:
-        """What each rank brings, by rank, for the first one; nothing for the others."""
+    def gather(self, value: Result) -> list[Result]:
+        """Returns every rank's value, by rank, on rank 0; an empty list on the others."""
         if self.group is None:
-            return [mine]
-        everyone: list[Any] | None = [None] * dist.get_world_size(self.group) if self.is_rank0 else None
-        dist.gather_object(mine, everyone, group=self.group, group_dst=0)
-        return everyone or []
+            return [value]
+        gathered: list[Any] | None = [None] * dist.get_world_size(self.group) if self.is_rank0 else None
+        dist.gather_object(value, gathered, group=self.group, group_dst=0)
+        return gathered or []
 
-    def scatter(self, parts: list[Result] | None) -> Result:
-        """Of what the first rank has for each rank, this rank's own. The others give None."""
-        mine: list[Any] = [None]
+    def scatter(self, values: list[Result] | None) -> Result:
+        """Returns this rank's of the values that rank 0 passes, one per rank. The others pass None."""
+        received: list[Any] = [None]
         if self.group is None:
-            assert parts is not None
-            mine = parts
+            assert values is not None
+            received = values
         else:
-            dist.scatter_object_list(mine, parts, group=self.group, group_src=0)
-        own: Result = mine[0]
-        return own
+            dist.scatter_object_list(received, values, group=self.group, group_src=0)
+        value: Result = received[0]
+        return value
 
-    def _follow(self) -> None:
+    def _serve(self) -> None:
         while True:
-            order: list[Any] = [None]
-            dist.broadcast_object_list(order, group=self.group, group_src=0)
-            if order[0] is None:
+            call: list[Any] = [None]
+            dist.broadcast_object_list(call, group=self.group, group_src=0)
+            if call[0] is None:
                 return
-            self._obeyed(order[0][0])
+            self._call(call[0][0])
 
-    def _obeyed(self, order: Order) -> list[Part]:
-        """Obey. The first rank has what each found, or raises what one met, and ends by that what it was to say."""
-        everyone = self.gather(_attempt(lambda: self.obey(order)))
-        for _, error in everyone:
+    def _call(self, argument: Argument) -> list[Value]:
+        """Calls the function. Rank 0 gets all results, or raises a rank's exception, which ends its `on_rank0`."""
+        gathered = self.gather(_attempt(lambda: self.function(argument)))
+        for _, error in gathered:
             if error is not None:
                 raise error
-        return [found for found, _ in everyone]
+        return [value for value, _ in gathered]
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -152,7 +151,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return work(), None
     except Exception as error:
         try:
-            told: Exception = pickle.loads(pickle.dumps(error))
-        except Exception:  # it cannot be sent, but what it says can
-            told = RuntimeError(f"{type(error).__name__}: {error}")
-        return None, told
+            sendable: Exception = pickle.loads(pickle.dumps(error))
+        except Exception:  # it cannot be pickled, but its message can
+            sendable = RuntimeError(f"{type(error).__name__}: {error}")
+        return None, sendable

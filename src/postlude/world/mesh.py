@@ -1,4 +1,4 @@
-"""A layout laid over running ranks: `Mesh` has the groups they speak in, `Axis` is one rank's place along one."""
+"""A layout over running ranks: `Mesh` has their process groups, `Axis` is one rank's position along one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from postlude.layout import Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """One rank's place along one axis: number `rank` of `size`. `group` joins them; None where there is only one."""
+    """One rank's position along one axis: `rank` of `size`. `group` is theirs; None if there is only one."""
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
-    """The one-dimensional mesh that parameters cut along this axis are stored on."""
+    """The one-dimensional mesh of parameters that are sharded along this axis."""
 
     def block(self, total: int) -> tuple[int, int]:
-        """`(start, stop)` of this rank's block of `total` things, even but for the last ones, as in `chunk`."""
+        """Returns `(start, stop)` of this rank's block of `total` items, divided as `torch.chunk` does."""
         width = -(-total // self.size)
         return min(self.rank * width, total), min((self.rank + 1) * width, total)
 
@@ -35,12 +35,10 @@ Channel = tuple[str, int]
 
 
 class Mesh:
-    """A layout laid over the running ranks: this rank's place along every axis, and the meshes its parameters live on.
+    """A layout over the running ranks: this rank's position along every axis, and the meshes of its parameters.
 
-    Ranks are ordered pp, dp_replicate, dp_shard, cp, tp, the last one fastest. Experts see the same ranks in another
-    grid: inside a pipeline stage and a replica, dp_shard · cp · tp is cut anew into `ep`, fastest, and the rest.
-
-    `Mesh.single_rank()` is one rank without a process group, on the same code path.
+    Ranks are ordered pp, dp_replicate, dp_shard, cp, tp; tp varies fastest. Experts use the same ranks in another
+    grid: inside a pipeline stage and a replica, dp_shard · cp · tp is divided into `ep`, fastest, and the rest.
     """
 
     def __init__(self, layout: Layout, device_type: str = "cpu") -> None:
@@ -65,28 +63,28 @@ class Mesh:
         dense = ranks.view(pp, replicate, shard * cp, tp)
         batches = ranks.view(pp, replicate * shard, cp, tp)
         experts = ranks.view(pp, replicate, shard * cp * tp // ep, ep)
-        # A group does one thing at a time, so what overlaps in a step has groups of its own, though ranks be the same:
-        # gathers of weights, tokens that are shared, tokens that go to experts. Between steps there is no hurry, and
-        # what speaks only then shares the weights' groups, as everyone's group, which is there already, also does.
-        weights: _Known = {(tuple(range(world)),): dist.group.WORLD}
-        tokens: _Known = {}
+        # A group runs one collective at a time, so what overlaps in a step has its own groups, even of the same ranks:
+        # gathers of weights, tokens of tensor and context parallelism, tokens that go to experts. What communicates
+        # only between steps shares the groups of weights. The world's group, which exists already, is one of them.
+        weights: _Groups = {(tuple(range(world)),): dist.group.WORLD}
+        tokens: _Groups = {}
         self.pp, self.dp = _axis(dense, 0, weights), _axis(batches, 1, weights)
         self.cp, tp_axis = _axis(batches, 2, tokens), _axis(dense, 3, tokens)
         ep_axis = _axis(experts, 3, {}, high_priority_options())
-        self.fsdp_mesh, self.tp = _stored_on(dense, self.pp.rank, device_type, weights, tp_axis)
-        self.expert_fsdp_mesh, self.ep = _stored_on(experts, self.pp.rank, device_type, weights, ep_axis)
+        self.fsdp_mesh, self.tp = _fsdp_mesh(dense, self.pp.rank, device_type, weights, tp_axis)
+        self.expert_fsdp_mesh, self.ep = _fsdp_mesh(experts, self.pp.rank, device_type, weights, ep_axis)
         if pp > 1:
             self.first_and_last_stage = _axis(dense[[0, -1]], 0, weights)
             self.channels = self._channels(dense.flatten(1).T.tolist())
 
     @classmethod
     def single_rank(cls) -> Mesh:
-        """One rank, whether or not this process belongs to a group."""
+        """Returns the mesh of one rank, whether or not this process belongs to a group."""
         return cls.without_processes(Layout())
 
     @classmethod
     def without_processes(cls, layout: Layout) -> Mesh:
-        """The first rank of a layout without the others: what is built on it has a rank's sizes, and cannot run."""
+        """Returns rank 0's mesh of a layout that does not run: what is built on it has a rank's sizes."""
         mesh = cls.__new__(cls)
         mesh.layout, mesh.device_type = layout, "cpu"
         mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep = (
@@ -98,54 +96,55 @@ class Mesh:
         return mesh
 
     def _channels(self, pipelines: list[list[int]]) -> Mapping[Channel, dist.ProcessGroup]:
-        """A group for each way that activations ("F") go to the next rank of this pipeline and gradients ("B") back.
+        """Returns a group for each direction of activations ("F", to the next rank) and gradients ("B", back).
 
-        Each is first in, first out by itself. Over one group they would have to be received in the order in which they
-        were sent, which the two ends of a pipeline do not share. Only virtual stages lead from the last rank on to the
-        first.
+        Each group is first in, first out. Over one group they would have to be received in the order in which they
+        were sent, which both ends would have to know. Only virtual stages connect the last rank with the first.
 
-        Each is used once, here and in one order: NCCL connects its two ends on first use, and in the midst of a
-        schedule, each end busy with another neighbour, they might wait for each other for ever.
+        Each group is used once here, in one order: NCCL connects the two ends on first use. In the middle of a
+        schedule, with each end busy with another neighbour, they could deadlock.
         """
-        pp, found = self.layout.pp, dict[Channel, dist.ProcessGroup]()
+        pp, channels = self.layout.pp, dict[Channel, dist.ProcessGroup]()
         hops = range(pp if self.layout.vpp > 1 else pp - 1)
         for pipeline in pipelines:
             for hop in hops:
-                one, next_one = hop, (hop + 1) % pp
-                for channel in (("F", one), ("B", next_one)):
-                    ends = [pipeline[one], pipeline[next_one]]
+                rank, next_rank = hop, (hop + 1) % pp
+                for channel in (("F", rank), ("B", next_rank)):
+                    ends = [pipeline[rank], pipeline[next_rank]]
                     group = dist.new_group(ends)
                     if dist.get_rank() in ends:
-                        found[channel] = group
-                        self._touch(group, sender=pipeline[channel[1]])
-        return found
+                        channels[channel] = group
+                        self._connect(group, sender=pipeline[channel[1]])
+        return channels
 
-    def _touch(self, group: dist.ProcessGroup, sender: int) -> None:
-        """Pass one number from one end of a channel to the other."""
+    def _connect(self, group: dist.ProcessGroup, sender: int) -> None:
+        """Sends one number from one end of a channel to the other."""
         number = torch.zeros(1, device="cpu" if dist.get_backend(group) == "gloo" else self.device_type)
         point_to_point(dist.isend if dist.get_rank() == sender else dist.irecv, number, group).wait()
 
 
 def point_to_point(operation: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Launch `dist.isend` to, or `dist.irecv` from, the other rank of a group of two.
+    """Launches `dist.isend` to, or `dist.irecv` from, the other rank of a group of two.
 
-    As a batch of one: NCCL then uses the group's own communicator and does not make a second one with a warning.
+    It is a batch of one, so that NCCL uses the group's communicator and does not make a second one with a warning.
     """
     other = 1 - dist.get_rank(group)
     return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=other)])[0]
 
 
-_Known = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
-"""This rank's group, by the ranks that it and its like on other ranks join."""
+_Groups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
+"""This rank's group, by the rank lists of all groups that were made together."""
 
 
-def _stored_on(grid: Tensor, stage: int, device_type: str, known: _Known, inner: Axis) -> tuple[DeviceMesh, Axis]:
-    """`grid` [pp, replicate, shard, inner] of ranks -> the mesh that shards are spread over, and `inner` with its own.
+def _fsdp_mesh(
+    grid: Tensor, stage: int, device_type: str, groups_by_ranks: _Groups, inner: Axis
+) -> tuple[DeviceMesh, Axis]:
+    """Returns the FSDP mesh of a `grid` [pp, replicate, shard, inner] of ranks, and `inner` with its own mesh.
 
-    Both are parts of one mesh, as FSDP wants it. Axes of one rank are left out of it, but for the shards'.
+    Both are submeshes of one mesh, as FSDP requires. Axes of one rank are left out of it, except the shards'.
     """
-    groups = {"replicate": _group(grid, 1, known) if grid.shape[1] > 1 else None}
-    groups |= {"shard": _group(grid, 2, known), "inner": inner.group}
+    groups = {"replicate": _group(grid, 1, groups_by_ranks) if grid.shape[1] > 1 else None}
+    groups |= {"shard": _group(grid, 2, groups_by_ranks), "inner": inner.group}
     kept = {name: group for name, group in groups.items() if group is not None}
     sizes = dict(zip(groups, grid.shape[1:], strict=True))
     mesh = DeviceMesh.from_group(
@@ -159,43 +158,43 @@ def _stored_on(grid: Tensor, stage: int, device_type: str, known: _Known, inner:
 
 
 def high_priority_options() -> Any:
-    """Options of a group whose kernels begin before others that wait for the GPU; None where it speaks not by NCCL.
+    """Returns options of a group whose kernels start before others that wait for the GPU; None without NCCL.
 
-    What hides behind compute must begin in its midst, and not when a product that takes a millisecond has ended.
+    An exchange that hides behind compute must start in the middle of it, not after a matmul of a millisecond.
     """
     if dist.get_backend() != "nccl":
         return None
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
-def _axis(grid: Tensor, dimension: int, known: _Known, options: Any = None) -> Axis:
-    """This rank's place along one dimension of a grid of ranks. Alone where the grid does not hold it."""
+def _axis(grid: Tensor, dimension: int, groups_by_ranks: _Groups, options: Any = None) -> Axis:
+    """Returns this rank's position along one dimension of a grid of ranks; SINGLE_RANK if the grid lacks it."""
     if grid.shape[dimension] == 1:
         return SINGLE_RANK
-    group = _group(grid, dimension, known, options)
+    group = _group(grid, dimension, groups_by_ranks, options)
     return SINGLE_RANK if group is None else Axis(grid.shape[dimension], dist.get_rank(group), group)
 
 
-def _group(grid: Tensor, dimension: int, known: _Known, options: Any = None) -> dist.ProcessGroup | None:
-    """The group that joins this rank to those beside it; None where the grid does not hold it.
+def _group(grid: Tensor, dimension: int, groups_by_ranks: _Groups, options: Any = None) -> dist.ProcessGroup | None:
+    """Returns this rank's group along one dimension of a grid of ranks; None if the grid lacks the rank.
 
-    Every rank asks for the same, in the same order.
+    Every rank makes the same calls in the same order.
     """
     rows = grid.movedim(dimension, -1).flatten(0, -2).tolist()
     key = tuple(map(tuple, rows))
-    if key not in known:
-        known[key] = _join(rows, options)
-    return known[key]
+    if key not in groups_by_ranks:
+        groups_by_ranks[key] = _make_groups(rows, options)
+    return groups_by_ranks[key]
 
 
-def _join(rows: list[list[int]], options: Any) -> dist.ProcessGroup | None:
+def _make_groups(rows: list[list[int]], options: Any) -> dist.ProcessGroup | None:
     rank = dist.get_rank()
     if len(rows[0]) == 1:
-        alone: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
-        return alone
-    own: dist.ProcessGroup | None = None
+        single: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
+        return single
+    joined: dist.ProcessGroup | None = None
     for row in rows:
         group = dist.new_group(row, pg_options=options)
         if rank in row:
-            own = group
-    return own
+            joined = group
+    return joined

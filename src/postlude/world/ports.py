@@ -1,4 +1,4 @@
-"""Ports that are held from the moment they are picked until someone listens there."""
+"""Ports that are reserved from the moment they are picked until a server listens there."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import sys
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens at this name or address is reached from this machine alone."""
+    """Returns whether a server at this name or address can be reached from this machine only."""
     try:
-        found = {str(address[0]) for *_, address in socket.getaddrinfo(host or "0.0.0.0", None)}
+        addresses = {str(address[0]) for *_, address in socket.getaddrinfo(host or "0.0.0.0", None)}
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)
+    return bool(addresses) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
 
 
 class ReservedPort:
-    """A port of this machine that was free, and that nobody else is given until it is released.
+    """A free port of this machine that no other process is given until it is released.
 
-    A socket is bound to it and does not listen. Linux then gives it to none who asks for any port, also of another run,
-    and lets a server listen there that sets SO_REUSEADDR, as servers do; elsewhere it is released at once.
+    A socket is bound to it and does not listen. Linux then gives the port to no process that asks for any port, but
+    lets a server listen there that sets SO_REUSEADDR, as servers do. On other systems it is released at once.
     """
 
     def __init__(self, host: str) -> None:
@@ -32,5 +32,5 @@ class ReservedPort:
             self.release()
 
     def release(self) -> None:
-        """Let others have it."""
+        """Closes the socket."""
         self._socket.close()
