@@ -73,7 +73,7 @@ class AllToAllPlan:
         sending = ordered.contiguous()
         under_way = recorder.start(kind, name)
         work = dist.all_to_all_single(arrived, sending, self.received, self.sent, group=self.group, async_op=True)
-        wait_for = under_way.until(work, self.group)
+        wait_for = under_way.end_with(work, self.group)
 
         def wait() -> Tensor:
             nonlocal sending

@@ -1,4 +1,4 @@
-"""Pipelines: `order.py` says which action when, as plain data; `executor.py` runs it."""
+"""Pipelines: `schedule.py` says which action when, as plain data; `executor.py` runs it."""
 
 from postlude.pipeline.executor import Executor
 

@@ -1,7 +1,7 @@
-"""Executor: runs an order of forwards and backwards over the stages of one pipeline. One rank is the shortest pipeline.
+"""Executor: runs a schedule of forwards and backwards over a pipeline's stages. One rank is the shortest pipeline.
 
 Nothing is kept between calls and no shape is fixed: every receive takes its shape from the microbatch, which all ranks
-have. So lengths may change at will, and evaluation is the same loop without its backwards.
+have. So lengths may change between calls, and evaluation is the same loop without its backwards.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ from postlude.pipeline.transfers import Transfer, transfer_plan
 from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.mesh import Channel, Mesh, point_to_point
 
-MOST_UNSENT = 2
-"""Activations a rank may have sent that were not taken yet before it waits, when it runs forward only."""
+MAX_UNSENT = 2
+"""Activations that a forward-only rank may have sent and that were not received yet, before it waits."""
 
 
 class Executor:
-    """The stages of this rank, and the channels to its neighbours.
+    """This rank's stages, and the channels to its neighbours.
 
     `stages` maps global stage numbers to this rank's models, vpp of them. `dtype` is that of the hidden states between
-    them; by default the parameters'. With `overlap` the forward of one microbatch and the backward of another take
-    turns, step by step, so that exchanges with experts are under way while the other computes; with "zero_bubble" a
-    backward sends its gradient on, and weights get theirs when the rank would wait for another stage.
+    them; by default the parameters'. `overlap` selects the schedule (`postlude.options.Overlap`).
     """
 
     def __init__(
@@ -76,63 +74,68 @@ class Executor:
         on_grads_ready: Callable[[LanguageModel, FSDPUnit], None] = lambda stage, module: None,
         recorder: Recorder = NO_RECORDER,
     ) -> list[Any]:
-        """Every microbatch through every stage. Returns what the processor returned for each, [] on the other ranks.
+        """Runs every microbatch through every stage. Returns the processor's results; [] unless this rank has the last.
 
-        `loss` takes a result to the scalar that is differentiated; gradients are added to the parameters'. Without it
-        the pipeline runs forward only, and nothing is kept for a backward. All ranks of the pipeline pass the same
+        `loss` turns a result into the scalar that is differentiated; gradients are added to the parameters'. Without
+        it the pipeline runs forward only, and nothing is kept for a backward. All ranks of the pipeline pass the same
         microbatches. `before_last_backward` is called with each stage when all but one of its backwards are done, and
         their deferred weight gradients. With overlap, `on_grads_ready` is called with a stage and its layer, or itself,
-        when a backward is done with it; with "zero_bubble" once more after its deferred weight gradients. `recorder`
-        records everything.
+        when a backward is done with it; with "zero_bubble" once more after its deferred weight gradients.
 
         Sends and receives are launched in the order of `transfer_plan`, which cannot deadlock. Backwards keep a rank
-        from running ahead of the next one; forwards alone wait for what they have sent.
+        from running ahead of the next one; without them a rank waits for what it has sent.
         """
-        shape: dict[str, Any] = {"pp": self.pp, "vpp": self.vpp, "microbatches": len(microbatches)}
-        shape |= {"forward_only": loss is None, "overlap": self.overlap}
-        all_turns = rank_schedule(rank=self.rank, **shape)
-        transfers = transfer_plan(**shape)[self.rank]
-        actions = [action for turn in all_turns for action in turn]
-        last = {action.stage: action for action in actions if action.kind != "F"}
-        ends = {(action.stage, action.microbatch): action for action in actions}
+        options: dict[str, Any] = {"pp": self.pp, "vpp": self.vpp, "microbatches": len(microbatches)}
+        options |= {"forward_only": loss is None, "overlap": self.overlap}
+        schedule = rank_schedule(rank=self.rank, **options)
+        transfers = transfer_plan(**options)[self.rank]
+        actions = [action for entry in schedule for action in entry]
+        last_of_stage = {action.stage: action for action in actions if action.kind != "F"}
+        last_of_pass = {(action.stage, action.microbatch): action for action in actions}
         results: dict[int, Any] = {}
-        passes: dict[tuple[int, int], _Pass] = {}
-        transit = _Transit(self, microbatches, MOST_UNSENT if loss is None else None)
+        passes: dict[tuple[int, int], _StagePass] = {}
+        transit = _Transit(self, microbatches, MAX_UNSENT if loss is None else None)
         with torch.set_grad_enabled(loss is not None), blas_fp32_matmul(self.dtype):
-            for index, turn in enumerate(all_turns):
+            for index, entry in enumerate(schedule):
                 transit.launch(transfers[index])
-                arrived = [transit.input_of(action, recorder.for_microbatch(action.microbatch)) for action in turn]
-                moves = []
-                for action, given in zip(turn, arrived, strict=True):
-                    place, stage = (action.stage, action.microbatch), self.stages[action.stage]
+                inputs = [transit.input_of(action, recorder.for_microbatch(action.microbatch)) for action in entry]
+                steps = []
+                for action, received in zip(entry, inputs, strict=True):
+                    key, stage = (action.stage, action.microbatch), self.stages[action.stage]
                     if action.kind != "F":
-                        if before_last_backward is not None and last[action.stage] == action:
+                        if before_last_backward is not None and last_of_stage[action.stage] == action:
                             before_last_backward(stage)
-                        told_of, ending = functools.partial(on_grads_ready, stage), ends[place] == action
-                        moves.append(passes[place].backward(action, given, told_of, ends=ending))
+                        stage_grads_ready = functools.partial(on_grads_ready, stage)
+                        is_last = last_of_pass[key] == action
+                        steps.append(passes[key].backward(action, received, stage_grads_ready, is_last=is_last))
                         continue
-                    if given is not None and loss is not None:
-                        given.requires_grad_()
-                    processor = (output_processor, output_processor_context) if stage.stage.last else (None, None)
-                    told = recorder.for_microbatch(action.microbatch)
-                    passes[place] = _Pass(stage, microbatches[action.microbatch], given, told, *processor)
-                    moves.append(passes[place].forward(planned=bool(self.overlap) and loss is not None))
-                for action, output in zip(turn, interleave(*moves), strict=True):
-                    place, stage = (action.stage, action.microbatch), self.stages[action.stage]
-                    passed = passes.pop(place) if ends[place] == action else passes[place]
+                    if received is not None and loss is not None:
+                        received.requires_grad_()
+                    passes[key] = _StagePass(
+                        stage,
+                        microbatches[action.microbatch],
+                        received,
+                        recorder.for_microbatch(action.microbatch),
+                        output_processor if stage.stage.last else None,
+                        output_processor_context if stage.stage.last else None,
+                    )
+                    steps.append(passes[key].forward(planned=bool(self.overlap) and loss is not None))
+                for action, output in zip(entry, interleave(*steps), strict=True):
+                    key, stage = (action.stage, action.microbatch), self.stages[action.stage]
+                    stage_pass = passes.pop(key) if last_of_pass[key] == action else passes[key]
                     if action.kind == "B":
                         if isinstance(result := results.get(action.microbatch), Tensor):
-                            results[action.microbatch] = result.detach()  # its graph has done its work
-                        entry, passed.entered, passed.left = passed.entered, None, None  # a W needs the plan alone
-                        if entry is not None:
-                            transit.outgoing[action] = _gradient(entry)
+                            results[action.microbatch] = result.detach()  # frees its graph
+                        hidden, stage_pass.input, stage_pass.output = stage_pass.input, None, None  # a W needs neither
+                        if hidden is not None:
+                            transit.outgoing[action] = _gradient(hidden)
                     elif action.kind == "F" and stage.stage.last:
                         results[action.microbatch] = output
-                        passed.left = loss(output) if loss is not None else None
+                        stage_pass.output = loss(output) if loss is not None else None
                     elif action.kind == "F":
                         transit.outgoing[action] = output.detach()
-                        passed.left = output
-                    del passed  # and what it holds, if it has ended
+                        stage_pass.output = output
+                    del stage_pass  # frees what it holds, if it has ended
         transit.launch(transfers[-1])
         with recorder.span("wait", "for what was sent"):
             self.channels.finish()
@@ -141,28 +144,28 @@ class Executor:
 
 @dataclass
 class _Transit:
-    """What is on its way between this rank and others in one run: outputs not sent yet, and receives not used yet."""
+    """Tensors between this rank and others in one run: outputs not sent yet, and receives not used yet."""
 
     executor: Executor
     microbatches: Sequence[Microbatch]
-    unsent: int | None
+    max_unsent: int | None
     outgoing: dict[Action, Tensor] = field(default_factory=dict)
     incoming: dict[Action, Callable[[], Tensor]] = field(default_factory=dict)
 
     def launch(self, transfers: Iterable[Transfer]) -> None:
-        """Launch sends and receives, in this order. A receive is of activations or a gradient, [T / tp, H]."""
+        """Launches sends and receives, in this order. A receive is of activations or a gradient, [T / tp, H]."""
         executor = self.executor
         stage = executor.stages[executor.rank]
         for payload, source in ((transfer.payload, transfer.source) for transfer in transfers):
             if source == executor.rank:
-                executor.channels.send(payload, self.outgoing.pop(payload), self.unsent)
+                executor.channels.send(payload, self.outgoing.pop(payload), self.max_unsent)
                 continue
             rows = len(self.microbatches[payload.microbatch]) // executor.mesh.tp.size
             shape, device = (rows, stage.config.hidden_size), next(stage.parameters()).device
             self.incoming[payload] = executor.channels.receive(payload, shape, executor.dtype, device)
 
     def input_of(self, action: Action, recorder: Recorder) -> Tensor | None:
-        """Wait for the activations an F starts from, or the gradient a B starts from. None at the ends and for a W."""
+        """Waits for the input of an F (activations) or a B (a gradient). None at the ends and for a W."""
         source = Action(action.kind, action.stage + (-1 if action.kind == "F" else 1), action.microbatch)
         if source not in self.incoming:
             return None
@@ -171,49 +174,52 @@ class _Transit:
 
 
 @dataclass
-class _Pass:
-    """One microbatch on its way through one stage: there, and back."""
+class _StagePass:
+    """One microbatch's forward and backward through one stage."""
 
     stage: LanguageModel
     microbatch: Microbatch
-    entered: Tensor | None
+    input: Tensor | None
     recorder: Recorder
     processor: OutputProcessor | None
     context: Any
-    left: Tensor | None = None
+    output: Tensor | None = None
+    """The stage's output, or the loss."""
     plan: SchedulePlan | None = None
 
     def forward(self, *, planned: bool) -> StepGenerator:
-        """At once, or as a plan that pauses where others can go on. Returns the stage's output."""
+        """Runs the forward at once, or as a plan that pauses where other work can run. Returns the stage's output."""
         options: dict[str, Any] = {"recorder": self.recorder}
         if self.processor:
             options |= {"output_processor": self.processor, "output_processor_context": self.context}
         if planned:
-            self.plan = self.stage.build_schedule_plan(self.microbatch, self.entered, **options)
+            self.plan = self.stage.build_schedule_plan(self.microbatch, self.input, **options)
             return (yield from self.plan.forward_steps())
         with self.recorder.span("forward", f"stage {self.stage.stage.index}"):
-            return self.stage(self.microbatch, self.entered, **options)
+            return self.stage(self.microbatch, self.input, **options)
 
-    def backward(self, action: Action, gradient: Tensor | None, complete: OnGradsReady, *, ends: bool) -> StepGenerator:
-        """The same for the backward of what `left` became, or for the gradients of weights that it put off.
+    def backward(
+        self, action: Action, gradient: Tensor | None, on_grads_ready: OnGradsReady, *, is_last: bool
+    ) -> StepGenerator:
+        """Runs the backward of `output` (B), or the deferred weight gradients (W).
 
-        It puts them off where a W is to come, so that it is not what `ends` the pass.
+        A B that is not the last action of the pass defers weight gradients to the W that follows.
         """
         if action.kind == "W":
             assert self.plan is not None
-            return self.plan.flush_wgrads(complete)
-        assert self.left is not None
+            return self.plan.flush_wgrads(on_grads_ready)
+        assert self.output is not None
         if self.plan is not None:
-            yield from self.plan.backward_steps(self.left, gradient, complete, weights=ends)
+            yield from self.plan.backward_steps(self.output, gradient, on_grads_ready, weights=is_last)
         else:
             with self.recorder.span("backward", f"stage {self.stage.stage.index}"):
-                self.left.backward(gradient)
+                self.output.backward(gradient)
 
 
 class Channels:
-    """First in, first out, from one rank of the pipeline to the next: one channel a kind and direction.
+    """First in, first out, from one rank of the pipeline to the next: one channel per kind and direction.
 
-    Gloo moves host memory alone, so over it a device's tensors pass through the host.
+    Gloo sends host memory only, so a device's tensors are copied through the host.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -222,10 +228,10 @@ class Channels:
         self.through_host = bool(self.groups) and dist.get_backend(next(iter(self.groups.values()))) == "gloo"
         self.pending: dict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
 
-    def send(self, payload: Action, tensor: Tensor, unsent: int | None = None) -> None:
-        """Hand over what `payload` made to the stage that waits for it, without waiting.
+    def send(self, payload: Action, tensor: Tensor, max_unsent: int | None = None) -> None:
+        """Sends the output of `payload` to the stage that needs it, without waiting.
 
-        With more than `unsent` in the channel that were not taken yet, wait for the oldest.
+        If more than `max_unsent` in the channel were not received yet, waits for the oldest.
         """
         if tensor.numel() == 0:
             return
@@ -233,32 +239,32 @@ class Channels:
         group, pending = self.groups[channel], self.pending[channel]
         tensor = (tensor.cpu() if self.through_host else tensor).contiguous()
         pending.append((point_to_point(dist.isend, tensor, group), tensor))
-        while pending and (pending[0][0].is_completed() or (unsent is not None and len(pending) > unsent)):
-            pending.popleft()[0].wait()  # on a GPU it is the stream that waits, and then may use the memory again
+        while pending and (pending[0][0].is_completed() or (max_unsent is not None and len(pending) > max_unsent)):
+            pending.popleft()[0].wait()  # on a GPU the stream waits, and may then reuse the memory
 
     def receive(
         self, payload: Action, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Callable[[], Tensor]:
-        """Launch the receive of what `payload` makes on another rank. Call what this returns to wait for it."""
+        """Launches the receive of another rank's output of `payload`. Returns a function that waits for it."""
         if 0 in shape:  # then nothing is sent
             return lambda: torch.zeros(shape, dtype=dtype, device=device)
         group = self.groups[payload.kind, payload.stage % self.pp]
         tensor = torch.empty(shape, dtype=dtype, device="cpu" if self.through_host else device)
         work = point_to_point(dist.irecv, tensor, group)
 
-        def arrived() -> Tensor:
+        def wait() -> Tensor:
             work.wait()
             return tensor.to(device)
 
-        return arrived
+        return wait
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Waits until everything sent has arrived."""
         for pending in self.pending.values():
             while pending:
                 pending.popleft()[0].wait()
 
 
-def _gradient(entered: Tensor) -> Tensor:
-    """What goes back to the stage before: zero where nothing depended on its output."""
-    return torch.zeros_like(entered) if entered.grad is None else entered.grad
+def _gradient(hidden: Tensor) -> Tensor:
+    """Returns the gradient for the stage before: zeros if nothing depended on its output."""
+    return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad

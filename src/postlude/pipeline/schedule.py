@@ -1,9 +1,9 @@
-"""Which action a pipeline rank runs when, as plain data: 1F1B, interleaved when vpp > 1, overlapped, or zero-bubble.
+"""Which action a pipeline rank runs when, as plain data: 1F1B, interleaved if vpp > 1, overlapped, or zero-bubble.
 
-Stage s of the pp·vpp stages lives on rank s % pp, as its chunk s // pp. What an F makes goes to the next stage, what a
-B makes to the one before. Activations and gradients have a channel each, first in first out, in either direction
-between two ranks: in one channel, pp = 2 with vpp > 1 would mix them up for 5, 7, 9, … microbatches. When a rank sends
-and receives is in `transfers.py`.
+Stage s of the pp·vpp stages is chunk s // pp of rank s % pp. The output of an F goes to the next stage, that of a B to
+the one before. Activations and gradients have separate first-in-first-out channels in each direction between two
+ranks: in one channel, pp = 2 with vpp > 1 would mix them up for 5, 7, 9, … microbatches. `transfers.py` decides when a
+rank sends and receives.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from postlude.options import ZERO_BUBBLE, Overlap, check_overlap
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """The forward ("F") or the backward ("B") of one microbatch through one stage; or what it puts off ("W").
+    """The forward ("F"), the backward ("B") or the deferred weight gradients ("W") of one microbatch in one stage.
 
-    Where there are Ws, a B makes the gradient that the stage before waits for, and a W those of weights.
+    If there are Ws, a B computes only the gradient that the stage before waits for.
     """
 
     kind: Literal["F", "B", "W"]
@@ -31,14 +31,14 @@ class Action:
 
 
 ScheduleEntry = tuple[Action, ...]
-"""One action, or a forward and a backward of another microbatch whose steps are run in turn."""
+"""One action, or a forward and another microbatch's backward whose steps are interleaved."""
 
 
 def one_f_one_b(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool = False) -> tuple[Action, ...]:
-    """The compute order of one rank: forwards to warm up, then one forward and one backward in turn, then the rest.
+    """Returns the actions of one rank: warm-up forwards, then one forward and one backward in turn, then the rest.
 
     Microbatches pass a rank's chunks in groups of pp, so that the first of a group is back from the other ranks when
-    the last has left. Where pp does not divide their number, the groups take the remainder evenly: one smaller group
+    the last has left. If pp does not divide their number, the groups share the remainder evenly: one smaller group
     would stall every rank, and can deadlock (pp = 4, vpp = 3, 5 microbatches). The largest group is
     g = ⌈microbatches / max(1, ⌊microbatches / pp⌋)⌉, and a rank holds at most this many forwards that await their
     backward, each 1/vpp of the rank:
@@ -46,11 +46,11 @@ def one_f_one_b(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only
         vpp = 1     min(microbatches, pp - rank)
         vpp > 1     min(vpp·microbatches, 2(pp - rank - 1) + (vpp - 1)g + 1)
 
-    The 2 hides transfers behind compute. A multiple of pp is thriftiest, with g = pp. The step takes
+    The 2 hides transfers behind compute. A multiple of pp needs least memory, with g = pp. The step takes
     (vpp - 1)·max(microbatches, pp) + microbatches + pp - 1 times one stage's forward and backward: from pp microbatches
     on, a bubble of (pp - 1) / (vpp·microbatches).
 
-    `forward_only` is the same order without its backwards.
+    `forward_only` leaves out the backwards.
     """
     forwards, backwards, first_group = _actions(pp, vpp, microbatches, rank)
     if forward_only:
@@ -65,12 +65,12 @@ def one_f_one_b(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only
 def rank_schedule(
     *, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool = False, overlap: Overlap = False
 ) -> tuple[ScheduleEntry, ...]:
-    """The order as turns of one action each; with `overlap` a forward and a backward share a turn wherever they can.
+    """Returns one rank's schedule: entries of one action; with `overlap`, of a forward and a backward if possible.
 
-    For "zero_bubble" see `zero_bubble`. It is the same for `forward_only`, where nothing is overlapped.
+    For "zero_bubble" see `zero_bubble`. With `forward_only`, nothing is overlapped.
 
-    Both begin with the turn and end with it, so what they start from has to be there a turn earlier: a rank warms up
-    with one forward more than in interleaved order, and in plain 1F1B with one more a hop. It holds at most
+    Both actions of an entry start and end with it, so their inputs must be there one entry earlier: a rank warms up
+    with one forward more than in interleaved order, and in plain 1F1B with one more per hop. It holds at most
     min(vpp·microbatches, 2(pp - rank) + (vpp - 1)g) forwards that await their backward, one more than interleaved
     order does, and the step is as long.
     """
@@ -88,26 +88,27 @@ def rank_schedule(
 
 
 def zero_bubble(*, pp: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    """ZB-H1 (Qi et al., 2023): forwards and backwards as in 1F1B, but each rank puts off the weights' gradients of as
-    many microbatches as there are ranks before it.
+    """Returns one rank's actions of ZB-H1 (Qi et al., 2023).
 
-    So backwards come sooner to the ranks before, and what was put off is made when no backward is left to wait for. A
-    rank holds as many forwards that await their backward as in 1F1B, and of what is put off at most `rank` microbatches
-    when a forward begins: of both never more than pp, what the first rank holds. From pp microbatches on the bubble is
-    (pp - 1)(F + max(0, B - W)) where 1F1B's is (pp - 1)(F + B + W): a third of it, if all three take as long.
+    Forwards and backwards are as in 1F1B, but each rank defers the weight gradients of as many microbatches as there
+    are ranks before it. So backwards reach the ranks before sooner, and a rank computes deferred gradients when it has
+    no backward to wait for. A rank holds as many forwards that await their backward as in 1F1B, and deferred gradients
+    of at most `rank` microbatches when a forward begins: both together at most pp, as rank 0 holds. From pp
+    microbatches on, the bubble is (pp - 1)(F + max(0, B - W)), and that of 1F1B is (pp - 1)(F + B + W): a third of it
+    if all three take equally long.
     """
     forwards, backwards, _ = _actions(pp, 1, microbatches, rank)
-    weights = [Action("W", each.stage, each.microbatch) for each in backwards]
+    deferred = [Action("W", each.stage, each.microbatch) for each in backwards]
     warm_up = pp - rank - 1
-    found = forwards[:warm_up]
+    actions = forwards[:warm_up]
     for index, backward in enumerate(backwards):
-        found += [*forwards[warm_up + index : warm_up + index + 1], backward]
-        found += weights[index - rank : index - rank + 1] if index >= rank else []
-    return (*found, *weights[max(0, microbatches - rank) :])
+        actions += [*forwards[warm_up + index : warm_up + index + 1], backward]
+        actions += deferred[index - rank : index - rank + 1] if index >= rank else []
+    return (*actions, *deferred[max(0, microbatches - rank) :])
 
 
 def _actions(pp: int, vpp: int, microbatches: int, rank: int) -> tuple[list[Action], list[Action], int]:
-    """All forwards and all backwards of one rank, each in order, and how many microbatches the first group has."""
+    """Returns all forwards and all backwards of one rank, each in order, and the size of the first group."""
     _check_shape(pp, vpp)
     if not 0 <= rank < pp:
         raise ValueError(f"rank {rank} does not exist; pp={pp} has pipeline ranks 0 to {pp - 1}.")
@@ -121,7 +122,7 @@ def _actions(pp: int, vpp: int, microbatches: int, rank: int) -> tuple[list[Acti
 
 
 def _groups(microbatches: int, pp: int) -> list[range]:
-    """As many groups of at least pp microbatches as there can be, as even as can be, the larger first; or one."""
+    """Returns as many groups of at least pp microbatches as possible, or one; even, the larger ones first."""
     count = max(1, microbatches // pp)
     sizes = [microbatches // count + (index < microbatches % count) for index in range(count)]
     return [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]

@@ -1,1 +1,1 @@
-"""When ranks computed and when rows were on their way: `spans.py` is the data, `recorder.py` takes it from a run."""
+"""What each rank did when: `spans.py` is the data, `recorder.py` records it, `chrome.py` and `svg.py` draw it."""

@@ -1,4 +1,4 @@
-"""Spans as the JSON that chrome://tracing and ui.perfetto.dev open: a process a rank, a row each for what it does."""
+"""Spans as JSON for chrome://tracing and ui.perfetto.dev: one process per rank, one row per lane."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS = {
 
 
 def chrome_events(spans: Iterable[Span], *, first_process: int = 0, title: str = "") -> list[dict[str, Any]]:
-    """The events of one run, whose ranks are the processes from `first_process` on."""
+    """Returns the events of one run. Its ranks are the processes from `first_process` on."""
     spans = list(spans)
     events: list[dict[str, Any]] = []
     for rank in sorted({span.rank for span in spans}):
@@ -47,5 +47,5 @@ def chrome_events(spans: Iterable[Span], *, first_process: int = 0, title: str =
 
 
 def chrome_json(events: Iterable[dict[str, Any]]) -> str:
-    """A whole file."""
+    """Returns the content of a trace file."""
     return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}) + "\n"

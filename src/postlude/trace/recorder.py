@@ -1,7 +1,7 @@
-"""Recorder: what a run tells of itself while it runs. By default nobody listens; `Recording` makes spans of it.
+"""Recorder: notes what a rank does while it runs. The default one does nothing; `Recording` makes spans.
 
-On a GPU a moment is an event on the stream that the work is on, so that times are the device's, and none of them is
-read before the end.
+On a GPU a moment is an event on the stream of the work, so that times are the device's, and none is read before the
+end.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Moment: TypeAlias = "float | torch.cuda.Event | torch.futures.Future[float]"
 
 
 class OpenSpan:
-    """Something that was begun and goes on beside what the rank does."""
+    """A span that has started and runs beside what the rank does."""
 
-    def until(self, work: dist.Work, group: dist.ProcessGroup) -> Callable[[], object]:
-        """It ends when `work` does. Call what this returns to wait for that."""
+    def end_with(self, work: dist.Work, group: dist.ProcessGroup) -> Callable[[], object]:
+        """The span ends when `work` does. Returns a function that waits for that."""
         return work.wait
 
 
 class Recorder:
-    """Told of what a rank does, at the time; this one lets it pass."""
+    """Records what a rank does; this one ignores it."""
 
     def for_microbatch(self, microbatch: int) -> Recorder:
-        """The same for what is done for one microbatch."""
+        """Returns a recorder of what is done for one microbatch."""
         return self
 
     def span(self, kind: SpanKind, name: str) -> AbstractContextManager[None]:
-        """What the rank does inside."""
+        """Records the block as a span."""
         return contextlib.nullcontext()
 
     def start(self, kind: SpanKind, name: str) -> OpenSpan:
-        """Something that goes on from now, until what the caller says."""
+        """Starts a span that the caller ends."""
         return OpenSpan()
 
 
@@ -50,7 +50,7 @@ NO_RECORDER = Recorder()
 
 @dataclass
 class Record:
-    """A span whose moments are not read yet: it ended at `end`, or if that is later at `latest`."""
+    """A span whose moments are not read yet. It ended at `end`, or at `latest` if that is earlier."""
 
     kind: SpanKind
     name: str
@@ -61,17 +61,17 @@ class Record:
 
 
 @dataclass
-class Sent(OpenSpan):
-    """An exchange under way, and the recording that is told of it."""
+class OpenExchange(OpenSpan):
+    """An exchange that is running, and the recording that it belongs to."""
 
     recording: Recording
     record: Record
 
-    def until(self, work: dist.Work, group: dist.ProcessGroup) -> Callable[[], object]:
-        """Gloo's thread looks at the clock; on a GPU a stream of its own waits for the work, and then has an event.
+    def end_with(self, work: dist.Work, group: dist.ProcessGroup) -> Callable[[], object]:
+        """Gloo's thread reads the clock; on a GPU a separate stream waits for the work and records an event.
 
-        Where threads are kept from running, the look comes late; what was waited for had ended by then. While it is
-        handed over, a rank does not compute, either.
+        A busy machine may run that thread late, so a completed wait bounds the end. The rank does not compute while it
+        launches the exchange.
         """
         device = self.recording.device
         if device.type == "cpu" or dist.get_backend(group) == "gloo":
@@ -79,21 +79,21 @@ class Sent(OpenSpan):
         else:
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 work.wait()
-                self.record.end = moment(device)
-        handed = replace(self.record, kind="wait", name=f"to send {self.record.name}", end=moment(device))
-        self.recording.records.append(handed)
+                self.record.end = now(device)
+        launch = replace(self.record, kind="wait", name=f"to send {self.record.name}", end=now(device))
+        self.recording.records.append(launch)
 
         def wait() -> None:
             with self.recording.span("wait", self.record.name):
                 work.wait()
-            self.record.latest = moment(device)
+            self.record.latest = now(device)
 
         return wait
 
 
 @dataclass
 class Recording(Recorder):
-    """Keeps what it is told. Make it when the step begins that it records, and ask for `spans` when that has ended."""
+    """Keeps what it records. Make it when the step begins, and call `spans` when the step has ended."""
 
     rank: int
     device: torch.device
@@ -106,7 +106,7 @@ class Recording(Recorder):
         if self.zero is None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.zero = time.perf_counter(), moment(self.device)
+            self.zero = time.perf_counter(), now(self.device)
 
     @property
     def began(self) -> float:
@@ -115,52 +115,52 @@ class Recording(Recorder):
         return self.zero[0]
 
     def for_microbatch(self, microbatch: int) -> Recording:
-        """The same for what is done for one microbatch."""
+        """Returns a recording of one microbatch into the same records."""
         return Recording(self.rank, self.device, microbatch, self.records, self.zero)
 
     @contextlib.contextmanager
     def span(self, kind: SpanKind, name: str) -> Iterator[None]:
-        """What the rank does inside."""
+        """Records the block as a span."""
         record = self._record(kind, name)
         yield
-        record.end = moment(self.device)
+        record.end = now(self.device)
 
-    def start(self, kind: SpanKind, name: str) -> Sent:
-        """Something that goes on from now, until what the caller says."""
-        return Sent(self, self._record(kind, name))
+    def start(self, kind: SpanKind, name: str) -> OpenExchange:
+        """Starts a span that the caller ends."""
+        return OpenExchange(self, self._record(kind, name))
 
     def spans(self) -> list[Span]:
-        """What was recorded and has ended, on the host's clock."""
+        """Returns the spans that have ended, on the host's clock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found = []
-        for each in self.records:
-            if each.end is None:
-                continue  # an exception came in between
-            start, end = self._seconds(each.start), self._seconds(each.end)
-            if each.latest is not None:
-                end = min(end, self._seconds(each.latest))
-            found.append(Span(self.rank, each.kind, each.name, start, max(start, end), each.microbatch))
-        return found
+        spans = []
+        for record in self.records:
+            if record.end is None:
+                continue  # an exception interrupted it
+            start, end = self._seconds(record.start), self._seconds(record.end)
+            if record.latest is not None:
+                end = min(end, self._seconds(record.latest))
+            spans.append(Span(self.rank, record.kind, record.name, start, max(start, end), record.microbatch))
+        return spans
 
     def _record(self, kind: SpanKind, name: str) -> Record:
-        record = Record(kind, name, self.microbatch, moment(self.device))
+        record = Record(kind, name, self.microbatch, now(self.device))
         self.records.append(record)
         return record
 
-    def _seconds(self, at: Moment) -> float:
-        if isinstance(at, float):
-            return at
-        if not isinstance(at, torch.cuda.Event):
-            return at.wait()
+    def _seconds(self, moment: Moment) -> float:
+        if isinstance(moment, float):
+            return moment
+        if not isinstance(moment, torch.cuda.Event):
+            return moment.wait()
         assert self.zero is not None
         host, device = self.zero
         assert isinstance(device, torch.cuda.Event)
-        return host + float(device.elapsed_time(at)) / 1000.0
+        return host + float(device.elapsed_time(moment)) / 1000.0
 
 
-def moment(device: torch.device) -> Moment:
-    """Now: on a GPU, when the current stream comes to this point."""
+def now(device: torch.device) -> Moment:
+    """Returns the present moment: on a GPU, when the current stream comes to this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

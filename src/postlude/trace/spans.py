@@ -1,4 +1,4 @@
-"""Span: what a rank did from when to when. A timeline is a list of them, of a real run or of a simulated one."""
+"""Span: what a rank did from when to when. A timeline is a list of spans, of a real or a simulated run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 SpanKind = Literal["forward", "backward", "weights", "fsdp", "exchange", "exchange back", "wait"]
-"""What a microbatch's activations, their gradients and the put-off gradients of weights take; FSDP's own collectives;
-rows between ranks, and their gradients; and what a rank stands still for."""
+"""Forward, backward and deferred weight gradients of a microbatch; FSDP's collectives; exchanges of rows with experts,
+and of their gradients; and waits."""
 KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 COMPUTE: tuple[SpanKind, ...] = ("forward", "backward", "weights")
 EXCHANGES: tuple[SpanKind, ...] = ("exchange", "exchange back")
@@ -27,7 +27,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds from `start` to `end` on a clock that all ranks share. A wait may lie inside what waits."""
+    """Seconds from `start` to `end` on a clock that all ranks share. A wait may lie inside another span."""
 
     rank: int
     kind: SpanKind
@@ -38,7 +38,7 @@ class Span:
 
     @property
     def lane(self) -> str:
-        """The row it is drawn in: exchanges are under way beside what the rank does, one in each direction."""
+        """The row it is drawn in: exchanges run beside compute, one in each direction."""
         return LANES[EXCHANGES.index(self.kind) + 1] if self.kind in EXCHANGES else LANES[0]
 
     @property
@@ -49,7 +49,7 @@ class Span:
 
 
 def starting_at_zero(spans: Iterable[Span]) -> list[Span]:
-    """The same in order of their start, which is 0 for the first."""
+    """Returns the spans ordered by start, shifted so that the first starts at 0."""
     ordered = sorted(spans, key=lambda span: (span.start, -span.end))
     zero = ordered[0].start if ordered else 0.0
     return [
@@ -58,47 +58,47 @@ def starting_at_zero(spans: Iterable[Span]) -> list[Span]:
 
 
 def exchange_seconds(spans: Sequence[Span]) -> tuple[float, float]:
-    """For how long exchanges were under way, ranks added up, and for how much of it their rank computed.
+    """Returns the seconds in which exchanges ran, summed over ranks, and those in which their rank computed too.
 
-    Two at a time count once. A rank computes in its forwards, backwards and weight gradients, less the waits inside.
+    Two at a time count once. A rank computes in forwards, backwards and weight gradients, without the waits inside.
     """
     total = hidden = 0.0
     for rank in {span.rank for span in spans}:
-        own = [span for span in spans if span.rank == rank]
-        under_way = joined((span.start, span.end) for span in own if span.kind in EXCHANGES)
-        computing = joined((span.start, span.end) for span in own if span.kind in COMPUTE)
-        still = joined((span.start, span.end) for span in own if span.kind in ("wait", "fsdp"))
-        total += length(under_way)
-        covered = common(under_way, computing)
-        hidden += length(covered) - length(common(covered, still))
+        of_rank = [span for span in spans if span.rank == rank]
+        exchanging = union((span.start, span.end) for span in of_rank if span.kind in EXCHANGES)
+        computing = union((span.start, span.end) for span in of_rank if span.kind in COMPUTE)
+        waiting = union((span.start, span.end) for span in of_rank if span.kind in ("wait", "fsdp"))
+        total += total_length(exchanging)
+        covered = intersection(exchanging, computing)
+        hidden += total_length(covered) - total_length(intersection(covered, waiting))
     return total, hidden
 
 
-def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as intervals in order that do not touch each other."""
-    found: list[Interval] = []
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns the union of the intervals as ordered intervals that do not touch."""
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The moments that lie in both. Each is as `joined` returns it."""
-    found, first, second = [], 0, 0
+def intersection(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Returns the intersection. Both are as `union` returns them."""
+    both, first, second = [], 0, 0
     while first < len(some) and second < len(others):
         start, end = max(some[first][0], others[second][0]), min(some[first][1], others[second][1])
         if start < end:
-            found.append((start, end))
+            both.append((start, end))
         if some[first][1] <= others[second][1]:
             first += 1
         else:
             second += 1
-    return found
+    return both
 
 
-def length(intervals: Iterable[Interval]) -> float:
-    """All of them together."""
+def total_length(intervals: Iterable[Interval]) -> float:
+    """Returns their total length."""
     return sum(end - start for start, end in intervals)

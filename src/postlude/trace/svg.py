@@ -1,4 +1,4 @@
-"""Timelines as one SVG picture: a band a rank, what it does above, what is on its way below, on one axis of time."""
+"""Timelines as one SVG: a band per rank with compute above and exchanges below, on one time axis."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ WORDS: dict[SpanKind, str] = {
 LEFT, RIGHT, WIDTH, TOP, TITLE = 70, 12, 1000, 44, 22
 HEIGHTS = {LANES[0]: 24, LANES[1]: 9, LANES[2]: 9}
 BAND, AXIS = sum(HEIGHTS.values()) + 12, 30
-LEAST = 0.2  # pixels; what is thinner is not drawn
+MIN_WIDTH = 0.2  # pixels; thinner spans are not drawn
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans from zero on, and what to call them."""
+    """The spans of a run from 0 on, and its title."""
 
     title: str
     spans: Sequence[Span]
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the end."""
+        """The duration."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
     def ranks(self) -> list[int]:
-        """Those that did something."""
+        """The ranks that have spans."""
         return sorted({span.rank for span in self.spans})
 
     @property
     def summary(self) -> str:
-        """How long it took, and how much of the exchange was hidden: covered by compute."""
+        """The duration, and the share of exchanges that compute hid."""
         total, hidden = exchange_seconds(self.spans)
         took = f"{self.title}: {self.seconds * 1e3:.1f} ms"
         ranks = max(1, len(self.ranks))
@@ -62,7 +62,7 @@ class Timeline:
 
 
 def render_svg(timelines: Sequence[Timeline]) -> str:
-    """The picture as text, timelines below each other on the same scale."""
+    """Returns the SVG, timelines below each other on the same scale."""
     longest = max((timeline.seconds for timeline in timelines), default=0.0) or 1.0
     scale = WIDTH / longest
     height = TOP + AXIS + sum(TITLE + BAND * len(timeline.ranks) for timeline in timelines)
@@ -96,7 +96,7 @@ def _legend(kinds: Sequence[SpanKind]) -> list[str]:
 
 
 def _axis(longest: float, top: int, bottom: int, scale: float) -> list[str]:
-    """A line and a number every 1, 2 or 5 times a power of ten milliseconds, about ten in all."""
+    """Draws a line and a number every 1, 2 or 5 times a power of ten milliseconds, about ten in all."""
     rough = longest * 1e3 / 10
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
@@ -110,12 +110,12 @@ def _axis(longest: float, top: int, bottom: int, scale: float) -> list[str]:
 
 
 def _band(spans: Sequence[Span], top: int, scale: float) -> list[str]:
-    """One rank. Its waits come last: they lie in what waits."""
+    """Draws one rank. Waits come last, on top of the spans they lie in."""
     tops = {lane: top + sum(HEIGHTS[each] + 1 for each in LANES[:row]) for row, lane in enumerate(LANES)}
     lines = []
     for span in sorted(spans, key=lambda span: (span.kind == "wait", span.start)):
         x, width = LEFT + span.start * scale, (span.end - span.start) * scale
-        if width < LEAST:
+        if width < MIN_WIDTH:
             continue
         y, height = tops[span.lane], HEIGHTS[span.lane]
         words = escape(f"{span.label}, {(span.end - span.start) * 1e3:.2f} ms")
