@@ -1,4 +1,4 @@
-"""What one forward pass hands to every block: where the sequences lie, and what they would otherwise all compute."""
+"""ForwardContext: what one forward passes to every block. DecodeState: what blocks keep of running sequences."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ PrefillAttend = Callable[[Inputs, Packing], Tensor]
 
 
 class DecodeState(Protocol):
-    """What blocks keep of sequences that are generated token by token, and how they go on from it.
+    """What blocks keep of sequences that are decoded token by token, and how they continue from it.
 
-    A forward holds the next tokens of some sequences, equally many of each and side by side, and all tokens so far of
-    others, which begin. What is kept grows with a sequence (keys and values) or does not (a recurrence, a convolution's
-    last inputs); a block says which by what it calls, under its name. Of several next tokens some may turn out to be
-    wrong: what was kept of those is taken back, and a block need not know.
+    A forward holds the next tokens of some sequences, equally many of each and adjacent, and all tokens so far of
+    others, which are prefilled. What is kept grows with a sequence (keys and values) or not (a recurrent state, a
+    convolution's last inputs); a block chooses by the method it calls, under its name. Some of several next tokens may
+    be rejected later: their state is then taken back, and a block need not know.
     """
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Keep the new keys [T, kv_heads, width] and values [T, kv_heads, value_width] of block `name`.
+        """Stores the new keys [T, kv_heads, width] and values [T, kv_heads, value_width] of block `name`.
 
-        Query [T, heads, width] -> what the queries see of these and of those before, [T, heads, value_width].
+        Returns attention of query [T, heads, width] to them and all earlier ones, [T, heads, value_width].
         """
         ...
 
@@ -70,15 +70,15 @@ class DecodeState(Protocol):
         ...
 
     def record_routing(self, name: str, choice: Tensor) -> None:
-        """Hear which experts block `name` sends this rank's tokens to, [T / tp, top_k]."""
+        """Records the experts of block `name` for this rank's tokens, [T / tp, top_k]."""
         ...
 
 
 class ForwardContext:
-    """One microbatch's packing and positions, rotary tables made once, and a place to report side values.
+    """One microbatch's packing and positions, shared rotary tables, and reported values.
 
-    The microbatch is this context-parallel rank's, alike on its tensor-parallel ranks, each of which holds the hidden
-    states of its own shard of the tokens between blocks.
+    The microbatch is this context-parallel rank's, the same on its tensor-parallel ranks. Between blocks each of those
+    holds the hidden states of its own shard of the tokens.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ForwardContext:
         self._tables: dict[tuple[RotaryConfig, int], tuple[Tensor, Tensor]] = {}
 
     def mtp_contexts(self) -> list[ForwardContext]:
-        """The same for each multi-token-prediction depth's part of the microbatch; depths choose experts themselves."""
+        """Returns the contexts of the MTP depths. Depths choose their experts themselves."""
         return [
             ForwardContext(each, self.mesh, recompute=self.recompute, scans=self.scans, recorder=self.recorder)
             for each in self.microbatch.mtp_microbatches
@@ -114,17 +114,17 @@ class ForwardContext:
 
     @property
     def packing(self) -> Packing:
-        """Where each sequence begins and ends among the tokens."""
+        """Where each sequence lies among the tokens."""
         return self.microbatch.packing
 
     @cached_property
     def sequence_index(self) -> Tensor:
-        """[T / tp] int64, which sequence each of this rank's tokens belongs to."""
+        """[T / tp] int64: the sequence of each of this rank's tokens."""
         index = self.packing.sequence_index()
         return index[slice(*self.mesh.tp.block(len(index)))]
 
     def rotary(self, config: RotaryConfig, width: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of this microbatch's positions, fp32 [T, 1, width]; layers alike share one table."""
+        """Returns cosine and sine of the positions, fp32 [T, 1, width]. Equal layers share one table."""
         key = (config, width)
         if key not in self._tables:
             with torch.no_grad():
@@ -133,15 +133,15 @@ class ForwardContext:
 
     @property
     def counters(self) -> Tensor:
-        """For programs of one kernel of this forward that count themselves: see `few_rows.linear_add`."""
+        """Zeroed counters for kernels whose programs share a sum: see `decode_linear.linear_add`."""
         if self._counters is None:
             self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.microbatch.tokens.device)
         return self._counters
 
     def routing(self, name: str) -> Tensor | None:
-        """Which experts block `name` is to send this rank's tokens to, [T / tp, top_k or more]; None if it chooses.
+        """Returns the given experts of block `name` for this rank's tokens, [T / tp, top_k or more]; None if none are.
 
-        A token with a -1 is sent where the block chooses. See `Microbatch.routing`.
+        The router chooses for a token with a -1. See `Microbatch.routing`.
         """
         given, tp = self.microbatch.routing, self.mesh.tp
         if given is None or name not in self.routers:
@@ -149,39 +149,39 @@ class ForwardContext:
         return given[slice(*tp.block(len(given))), self.routers.index(name)]
 
     def _real(self) -> Tensor | None:
-        """[T / tp] bool, False where this rank's shard is padding; None where there is none."""
+        """Returns [T / tp] bool, False at padding; None without padding."""
         real, tp = self.microbatch.real, self.mesh.tp
         return real if real is None else real[slice(*tp.block(len(real)))]
 
     def drop_padding(self, values: Tensor) -> Tensor:
-        """`values` [T / tp, ...] with zero in place of padding."""
+        """Returns `values` [T / tp, ...] with zeros at padding."""
         if self.real is None:
             return values
         return torch.where(self.real.view(-1, *(1,) * (values.ndim - 1)), values, 0.0)
 
     @torch.no_grad()
     def total(self, values: Tensor) -> Tensor:
-        """Each rank's addend -> their sum over all ranks that share this microbatch."""
+        """Sums over all ranks that share this microbatch."""
         for axis in (self.mesh.tp, self.mesh.cp):
             if axis.group is not None:
                 values = values.clone()
                 dist.all_reduce(values, group=axis.group)
         return values
 
-    def mean_of_total(self, values: Tensor) -> Tensor:
-        """Each rank's sum over its tokens -> the mean over the real tokens of the microbatch."""
+    def token_mean(self, values: Tensor) -> Tensor:
+        """Each rank's sum over its tokens -> the mean over the microbatch's real tokens."""
         tokens = (
             torch.ones_like(values) * len(self.microbatch) / self.mesh.tp.size if self.real is None else self.real.sum()
         )
         total, count = self.total(torch.stack((values.detach(), tokens.to(values.dtype)))).unbind()
         return total / count.clamp_min(1.0)
 
-    def first_time(self, name: str) -> bool:
-        """Whether `name` is asked for the first time: what a layer counts must not count again when recomputed."""
+    def is_first_call(self, name: str) -> bool:
+        """Whether this is the first call with `name`: recomputed layers must not count twice."""
         first = name not in self._done
         self._done.add(name)
         return first
 
     def report(self, name: str, value: Tensor) -> None:
-        """Leave a value for the log, by a name of its own. It carries no gradient."""
+        """Reports a value for the log under a unique name, without gradient."""
         self.reports[name] = value.detach()

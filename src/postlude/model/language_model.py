@@ -17,7 +17,7 @@ from postlude.model.blocks import BLOCKS, Block, SeparateUnit
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import DecodeState, ForwardContext
-from postlude.model.mtp import MTP, LazyDepths, PlannedDepths, closed, closing, for_processor
+from postlude.model.mtp import MTP, LazyDepths, PlannedDepths, final_norm_step, output_names, view_for_processor
 from postlude.model.output import (
     MTPDepths,
     MTPOptions,
@@ -201,11 +201,11 @@ class LanguageModel(FSDPUnit):
         """A plan's steps from the last layer to what the processor returns, with depths that it says it asks for."""
         mtp_options: MTPOptions | None = getattr(processor, "mtp_options", None)
         depths: list[PlannedStep] = []
-        reads: tuple[str, ...] = closed(0)
+        reads: tuple[str, ...] = output_names(0)
         others = self.mtp.layers if self.has_mtp else ()
         if mtp_options is not None and others:
             depths, others = list(self.mtp.planned(context, self._embed, mtp_options)), ()
-            reads += tuple(name for depth in range(self.mtp.depths) for name in closed(depth + 1))
+            reads += tuple(name for depth in range(self.mtp.depths) for name in output_names(depth + 1))
 
         def leave(*read: Any) -> Mapping[str, Any]:
             (hidden, embedding, context), *ahead = (read[start : start + 3] for start in range(0, len(reads), 3))
@@ -213,7 +213,7 @@ class LanguageModel(FSDPUnit):
             return {OUTPUT: self._leave(hidden, embedding, processor, given, context, made)}
 
         return [
-            closing(0, self.norm, context),
+            final_norm_step(0, self.norm, context),
             *depths,
             PlannedStep(Step("leave", "compute", reads, leave, once=True), context, name="leave", completes=others),
         ]
@@ -246,7 +246,7 @@ class LanguageModel(FSDPUnit):
         inputs = self._outputs(hidden, context, embedding)
         if self.has_mtp:
             ahead = made or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
-            inputs = replace(inputs, hidden=for_processor(hidden), ahead=ahead)
+            inputs = replace(inputs, hidden=view_for_processor(hidden), ahead=ahead)
         return processor(inputs, given)
 
     def draft(self, hidden: Tensor, microbatch: Microbatch, decode_state: DecodeState) -> OutputInputs:

@@ -1,9 +1,8 @@
-"""Multi-token prediction: after the trunk, each depth looks one token further ahead.
+"""Multi-token prediction (MTP): after the trunk, each depth predicts one token further ahead.
 
-Depth d takes what the depth before it left at a position (the trunk's final states, for the first) and the embedding of
-the token d ahead, makes one state of both, and passes it through layers of its own. With the model's own head that
-predicts the token after. The tokens ahead come with the microbatch, shifted before it was cut: see
-`Microbatch.mtp_microbatches`.
+Depth d combines the hidden states of the depth before it (the trunk's final states for the first) with the embedding of
+the token d ahead, and applies its own layers. The model's head then predicts the token after. The tokens ahead come
+with the microbatch, shifted before it is sharded: see `Microbatch.mtp_microbatches`.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from postlude.model.steps import compute
 from postlude.world.mesh import Mesh
 
 Embed = Callable[[Tensor, Tensor | None], Tensor]
-"""Tokens [T], and this rank's part of the embedding -> [T / tp, H]."""
+"""Tokens [T] and this rank's part of the embedding -> [T / tp, H]."""
 
 
 class MTPDepth(nn.Module):
-    """One depth: norms of both inputs, their projection, layers, and a last norm."""
+    """One depth: norms of both inputs, their projection, layers and a final norm."""
 
     def __init__(self, depth: int, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class MTPDepth(nn.Module):
         self.norm = RMSNorm(size, config.norm_eps, tp=mesh.tp, offset=config.norm_offset)
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
-        """Both [T / tp, H] -> [T / tp, H], which the head projects and the next depth goes on from."""
+        """Both [T / tp, H] -> [T / tp, H], for the head and the next depth."""
         hidden = self.join(hidden, embedded)
         for layer in self.layers.values():
             hidden = layer(hidden, context)
@@ -55,13 +54,13 @@ class MTPDepth(nn.Module):
         return left
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """What its layers begin from: both [T / tp, H] -> [T / tp, H]."""
+        """Returns the input of its layers: both [T / tp, H] -> [T / tp, H]."""
         joined: Tensor = self.proj(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
         return joined
 
 
 class MTP(nn.ModuleList):
-    """The depths of a model, by their numbers from 0; with `repeated` there is one, used again at every depth."""
+    """The depths of a model, numbered from 0. If `repeated`, one module serves every depth."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
         self.depths = len(config.pattern.mtp)
@@ -78,7 +77,7 @@ class MTP(nn.ModuleList):
         return tuple(cast(LogicalLayer, layer) for depth in self for layer in cast(MTPDepth, depth).layers.values())
 
     def at_depths(self, context: ForwardContext) -> Iterator[tuple[MTPDepth, ForwardContext]]:
-        """For each depth what makes it, and its own context, from that of the trunk."""
+        """Yields each depth's module and context, from the trunk's context."""
         contexts = context.mtp_contexts()
         if len(contexts) < self.depths:
             raise ValueError(
@@ -89,63 +88,62 @@ class MTP(nn.ModuleList):
             yield cast(MTPDepth, self[number % len(self)]), own
 
     def planned(self, context: ForwardContext, embed: Embed, mtp_options: MTPOptions) -> Iterator[PlannedStep]:
-        """All depths for a schedule plan, after the trunk's `closing`: each ends with its own."""
+        """Yields the steps of all depths for a schedule plan, after the trunk's `final_norm_step`."""
         for number, (depth, own) in enumerate(self.at_depths(context)):
             first_use = number < len(self)
-            yield _joining(depth, number, own, embed, mtp_options, used_again=self.repeated and first_use)
+            yield _join_step(depth, number, own, embed, mtp_options, used_again=self.repeated and first_use)
             for layer in depth.layers.values():
                 begin, *others = cast(LogicalLayer, layer).planned(own)
                 done = begin.completes if first_use else ()
                 yield replace(begin, completes=done, used_again=done if self.repeated else ())
                 yield from others
-            yield closing(number + 1, depth.norm, own)
+            yield final_norm_step(number + 1, depth.norm, own)
 
 
-def _joining(
+def _join_step(
     depth: MTPDepth, number: int, context: ForwardContext, embed: Embed, mtp_options: MTPOptions, *, used_again: bool
 ) -> PlannedStep:
     def join(hidden: Tensor, embedding: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
         embedded = embed(context.microbatch.tokens, embedding)
-        return {"hidden": depth.join(*_entering(hidden, embedded, number, stop_trunk=mtp_options.stop_trunk))}
+        return {"hidden": depth.join(*_depth_inputs(hidden, embedded, number, stop_trunk=mtp_options.stop_trunk))}
 
     again = (depth,) if used_again else ()
     return PlannedStep(compute("join", join, once=True), context, name=f"mtp.{number} join", used_again=again)
 
 
-def _entering(hidden: Tensor, embedded: Tensor, number: int, *, stop_trunk: bool) -> tuple[Tensor, Tensor]:
-    """What a depth starts from, without a gradient where it is not the depths' own."""
+def _depth_inputs(hidden: Tensor, embedded: Tensor, number: int, *, stop_trunk: bool) -> tuple[Tensor, Tensor]:
+    """Returns a depth's inputs, detached from trunk and embedding with `stop_trunk`."""
     if not stop_trunk:
         return hidden, embedded
     return hidden if number else hidden.detach(), embedded.detach()
 
 
-def closing(depth: int, norm: RMSNorm, context: ForwardContext) -> PlannedStep:
-    """The planned step that gives the final states of a depth, 0 for the trunk, to the next one and to the processor.
+def final_norm_step(depth: int, norm: RMSNorm, context: ForwardContext) -> PlannedStep:
+    """Returns the planned step that passes a depth's final states (0: the trunk's) to the next one and the processor.
 
-    The embedding is given along, for a head that is tied to it: so its gradients are summed in the order of a forward
-    at once.
+    It passes the embedding along for a tied head, so that its gradients are summed in the order of a plain forward.
     """
 
     def close(hidden: Tensor, embedding: Tensor | None, context: ForwardContext) -> Mapping[str, Any]:
         normed = norm(hidden)
-        return {"hidden": normed, **dict(zip(closed(depth), (normed, embedding, context), strict=True))}
+        return {"hidden": normed, **dict(zip(output_names(depth), (normed, embedding, context), strict=True))}
 
     return PlannedStep(compute("norm", close, once=True), context, StepOwner("norm"), "norm")
 
 
-def for_processor(hidden: Tensor) -> Tensor:
-    """The same for a processor: what its uses give is summed before the next depth's is added, as plans sum it."""
+def view_for_processor(hidden: Tensor) -> Tensor:
+    """Returns a view for the processor: its gradients are summed before the next depth's, as in a plan."""
     return hidden.view_as(hidden)
 
 
-def closed(depth: int) -> tuple[str, str, str]:
-    """What values are called that `closing` gives to the processor: states, embedding and context."""
+def output_names(depth: int) -> tuple[str, str, str]:
+    """Returns the names of the values for the processor: states, embedding and context."""
     return f"states {depth}", f"embedding {depth}", f"context {depth}"
 
 
 @dataclass(frozen=True)
 class LazyDepths:
-    """What the depths of a model make of one microbatch, when it is asked for: what nobody asks for costs nothing."""
+    """Runs the depths of one microbatch on request: depths that are not requested cost nothing."""
 
     mtp: MTP
     hidden: Tensor
@@ -160,17 +158,17 @@ class LazyDepths:
         hidden = self.hidden
         for number, (depth, context) in enumerate(self.mtp.at_depths(self.context)):
             embedded = self.embed(context.microbatch.tokens, self.embedding)
-            hidden = depth(*_entering(hidden, embedded, number, stop_trunk=stop_trunk), context)
-            yield _output(inputs, for_processor(hidden), inputs.head.weight, context, stop_head=stop_head)
+            hidden = depth(*_depth_inputs(hidden, embedded, number, stop_trunk=stop_trunk), context)
+            yield _output(inputs, view_for_processor(hidden), inputs.head.weight, context, stop_head=stop_head)
 
 
 @dataclass(frozen=True)
 class PlannedDepths:
-    """The same, made by the steps of a plan before it is asked for."""
+    """The depths' outputs, computed by the steps of a plan."""
 
     mtp_options: MTPOptions
     outputs: Sequence[tuple[Tensor, Tensor | None, ForwardContext]]
-    """Of each depth its states, the embedding, and its context."""
+    """States, embedding and context of each depth."""
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
         """See `postlude.model.output.MTPDepths`."""
@@ -187,7 +185,7 @@ class PlannedDepths:
 def _output(
     inputs: OutputInputs, hidden: Tensor, weight: Tensor, context: ForwardContext, *, stop_head: bool
 ) -> OutputInputs:
-    """A depth's final states for the processor, which was given the trunk's `inputs`; `weight` is the head's."""
+    """Returns the trunk's `inputs` with a depth's final states; `weight` is the head's."""
     microbatch = context.microbatch
     counted = microbatch.targets, microbatch.target_count
     return replace(

@@ -1,9 +1,9 @@
-"""Layers cut over tensor-parallel ranks: parameters stored as DTensors, used as plain tensors, collectives written out.
+"""Tensor-parallel layers: parameters are stored as DTensors and used as plain tensors, with explicit collectives.
 
 Between blocks each rank holds its own shard of the tokens. A block that works on heads or features gathers all tokens
-(`gather_from_sequence`), its column layers make different features on each rank, and its row layer sums the parts and
-spreads the tokens again. What works token by token (norms, routers) stays on the shard with a whole copy of its
-parameters. So every parameter that ranks hold alike is used on different tokens or heads, and its gradient is the sum.
+(`gather_from_sequence`); its column layers compute different features on each rank, and its row layer sums the parts
+and scatters the tokens again. What works token by token (norms, routers) stays on the shard with a copy of its
+parameters. So every replicated parameter is used on different tokens or heads, and its gradient is a sum over ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 Role: TypeAlias = Literal["matrix", "norm", "vector"]
-"""What a parameter is, whatever its number of dimensions: a matrix, which multiplies features and starts from random
-values; the scale of a norm, which starts from one; or any other vector, such as a bias, which starts from zero. Weight
-decay, 8-bit moments and state in host memory are for matrices alone."""
+"""The role of a parameter, whatever its number of dimensions: a matrix, which starts from random values; the scale of a
+norm, which starts from one; or another vector, such as a bias, which starts from zero. Weight decay, 8-bit moments and
+state in host memory are for matrices only."""
 
 
 def role_of(model: nn.Module, name: str) -> Role:
-    """The role of a parameter: what `roles` of its module, or of the nearest module above that knows it, says."""
+    """Returns the role of a parameter from `roles` of its module or the nearest parent that lists it."""
     path = name.split(".")
     for cut in range(len(path) - 1, -1, -1):
         roles: Mapping[str, Role] = getattr(model.get_submodule(".".join(path[:cut])), "roles", {})
@@ -47,11 +47,10 @@ def role_of(model: nn.Module, name: str) -> Role:
 
 
 def sharded_parameter(*shape: int, axis: Axis, dim: int | None, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """An uninitialised parameter of this whole shape, cut along dimension `dim`; None gives every rank a copy.
+    """Returns an uninitialised parameter of this global shape, sharded along `dim`; None replicates it.
 
-    One with a `dtype` of its own has it whatever the model's is. To be gathered in it too, its module is a
-    `SeparateUnit`. Where the other ranks are only without_processes it is a plain tensor of the size that this
-    one holds.
+    With a `dtype` it ignores the model's dtype. To be gathered in it too, its module must be a `SeparateUnit`. Where
+    the other ranks do not exist (a planned layout), it is a plain tensor of this rank's size.
     """
     held = list(shape)
     if dim is not None:
@@ -59,7 +58,7 @@ def sharded_parameter(*shape: int, axis: Axis, dim: int | None, dtype: torch.dty
         held[dim] = stop - start
     if axis.mesh is None:
         return nn.Parameter(torch.empty(held, dtype=dtype))
-    from torch.distributed.tensor import DTensor, Replicate, Shard  # as slow as half of torch, and for ranks alone
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # takes long to import
 
     whole = torch.empty(shape, device="meta")
     placement = Replicate() if dim is None else Shard(dim)
@@ -77,7 +76,7 @@ def sharded_parameter(*shape: int, axis: Axis, dim: int | None, dtype: torch.dty
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Parameters made inside that ask for no dtype of their own have this one; None leaves torch's default."""
+    """Sets the default dtype of parameters created inside; None keeps torch's."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
@@ -87,7 +86,7 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def is_dtensor(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is part of a whole that several ranks hold."""
+    """Whether several ranks share the parameter."""
     if type(parameter) in (Tensor, nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
@@ -96,7 +95,7 @@ def is_dtensor(parameter: Tensor) -> TypeGuard[DTensor]:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a stored parameter, for use in a forward. The gradient of a copy is this rank's addend."""
+    """Returns this rank's part of a parameter for a forward. The gradient of a replica is this rank's addend."""
     if not is_dtensor(parameter):
         return parameter
     from torch.distributed.tensor import Partial
@@ -107,7 +106,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """The very memory this rank stores of a parameter or its gradient, whatever it is cut over. No gradient."""
+    """Returns the memory in which this rank stores a parameter or its gradient. No gradient."""
     if not is_dtensor(parameter):
         return parameter.detach() if parameter.requires_grad else parameter
     with torch.no_grad():
@@ -116,15 +115,15 @@ def local_shard(parameter: Tensor) -> Tensor:
 
 
 def region(parameter: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole parameter `local_shard` is."""
+    """Returns the slices of the global parameter that `local_shard` covers."""
     bounds = [(0, size) for size in parameter.shape]
     if is_dtensor(parameter):
         mesh = parameter.device_mesh
         coordinate = mesh.get_coordinate()
-        assert coordinate is not None  # this rank stores part of it
-        # The model's own cut is the last mesh dimension and was made first; data-parallel shards cut what it left.
+        assert coordinate is not None  # this rank is part of the mesh
+        # Tensor parallelism is the last mesh dimension and divided first; data-parallel shards divide the rest.
         for placement, size, rank in reversed(list(zip(parameter.placements, mesh.shape, coordinate, strict=True))):
-            dimension = getattr(placement, "dim", None)  # of a shard, strided or not; a copy has none
+            dimension = getattr(placement, "dim", None)  # of a shard, strided or not; a replica has none
             if dimension is not None:
                 start, stop = bounds[dimension]
                 first, last = Axis(size, rank).block(stop - start)
@@ -133,20 +132,19 @@ def region(parameter: Tensor) -> tuple[slice, ...]:
 
 
 class FSDPUnit(nn.Module):
-    """A module whose weights are gathered, and their gradients summed, together: a layer, a `SeparateUnit`, a
-    whole stage.
+    """A module whose weights FSDP gathers, and whose gradients it reduces, together: a layer, a separate unit, a stage.
 
-    Data parallelism does both around its forward. Where its work is done in other ways than by calling it, what was
-    added to its gradients since is summed by a backward through this.
+    FSDP does both around its forward. A schedule plan runs the steps of a layer without calling it. It then calls
+    `trigger_grad_reduce` and differentiates the result, so that FSDP reduces the gradients.
     """
 
     def trigger_grad_reduce(self, nothing: Tensor) -> Tensor:
-        """As it is: what counts is the call."""
+        """Returns a copy: only the call and its backward matter."""
         return nothing.clone()
 
 
 class Linear(nn.Module):
-    """Token by token, with a whole copy of the weight on every rank."""
+    """A linear layer with a replicated weight, applied token by token."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
@@ -160,12 +158,12 @@ class Linear(nn.Module):
         return linear(hidden, local(self.weight), _local_or_none(self.bias))
 
     def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
-        """What `forward` makes of activation(gate) · up, [T, in] both, or of activation(up): [T, out]."""
+        """Returns `forward` of activation(gate) · up, [T, in] both, or of activation(up): [T, out]."""
         return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias))
 
 
 class FP32Linear(FSDPUnit):
-    """Token by token in fp32, with a whole copy of the weight on every rank, stored in fp32 whatever the model's dtype.
+    """A linear layer in fp32 with a replicated weight, stored in fp32 whatever the model's dtype.
 
     Its owner declares it a `SeparateUnit` with `fp32`, so that it is gathered in fp32 too.
     """
@@ -187,7 +185,7 @@ class FP32Linear(FSDPUnit):
 
 
 class ValueHead(FSDPUnit):
-    """One number a token, hidden · weight in fp32, with a whole copy of the weight on every rank, stored in fp32."""
+    """One number per token, hidden · weight in fp32, with a replicated fp32 weight."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "vector"}
 
@@ -201,7 +199,7 @@ class ValueHead(FSDPUnit):
 
 
 class PerHeadVectors(FSDPUnit):
-    """Vectors of one number a head: each rank has its block of them. Stored in fp32 whatever the model's dtype.
+    """Vectors of one number per head, sharded over heads and stored in fp32 whatever the model's dtype.
 
     Its owner declares it a `SeparateUnit` with `fp32`, so that they are gathered in fp32 too.
     """
@@ -213,15 +211,15 @@ class PerHeadVectors(FSDPUnit):
             self.register_parameter(name, sharded_parameter(heads, axis=tp, dim=0, dtype=torch.float32))
 
     def forward(self, hidden: Tensor) -> dict[str, Tensor]:
-        """Each vector by its name, [heads / tp] fp32, in memory of its own: what is gathered is let go of again.
+        """Returns each vector by name, [heads / tp] fp32, as a copy, since gathered weights are freed.
 
-        They are the same for all `hidden`; FSDP cannot do with a call without arguments on a GPU.
+        They do not depend on `hidden`; on a GPU, FSDP needs an argument.
         """
         return {name: local(vector).float().clone() for name, vector in self.named_parameters()}
 
 
 class DepthwiseConvWeights(nn.Module):
-    """A convolution's kernel [width] for each channel. Each rank has its block of the channels."""
+    """The depthwise kernel [width] of each channel, sharded over channels."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
@@ -232,7 +230,7 @@ class DepthwiseConvWeights(nn.Module):
 
 
 class ColumnLinear(nn.Module):
-    """All tokens, this rank's block of the output features."""
+    """Column-parallel: all tokens -> this rank's output features."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
@@ -247,13 +245,13 @@ class ColumnLinear(nn.Module):
 
 
 def apply_linears(hidden: Tensor, *layers: Linear | ColumnLinear, one: bool = False) -> tuple[Tensor, ...]:
-    """What each of `layers` makes of the same tokens, [T, in] -> [T, out] each. `one`: as `linear_group` says."""
+    """Returns each layer's output for the same tokens, [T, in] -> [T, out] each. `one`: see `linear_group`."""
     weights, biases = [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers]
     return linear_group(hidden, weights, biases, one=one)
 
 
 def fused_weight(layers: Sequence[Linear | ColumnLinear]) -> Tensor | None:
-    """The weights of these layers as one, where `fuse_weights` has put them so and none has a bias; else None."""
+    """Returns the layers' weights as one, after `fuse_weights`; None if a layer has a bias."""
     if any(layer.bias is not None for layer in layers):
         return None
     return adjacent_view([local(layer.weight) for layer in layers])
@@ -261,10 +259,9 @@ def fused_weight(layers: Sequence[Linear | ColumnLinear]) -> Tensor | None:
 
 @torch.no_grad()
 def fuse_weights(layers: Sequence[Linear | ColumnLinear]) -> None:
-    """Put the weights of these layers one after the other in memory, so that `apply_linears` of them can be one
-    product.
+    """Makes the weights of these layers adjacent in memory, so that `apply_linears` can be one product.
 
-    Names and values stay as they are. For plain parameters, whose memory nothing else looks at.
+    Names and values do not change. For plain parameters, whose memory nothing else refers to.
     """
     weights: list[Tensor] = [layer.weight for layer in layers]
     if adjacent_view(weights) is None:
@@ -274,7 +271,7 @@ def fuse_weights(layers: Sequence[Linear | ColumnLinear]) -> None:
 
 
 class RowLinear(nn.Module):
-    """All tokens and this rank's block of the input features -> all output features of this rank's tokens."""
+    """Row-parallel: this rank's input features of all tokens -> all output features of this rank's tokens."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
 
@@ -288,22 +285,22 @@ class RowLinear(nn.Module):
         """[T, in / tp] -> [T / tp, out]."""
         if self.tp.group is None:
             return linear(features, local(self.weight), _local_or_none(self.bias))
-        return self._spread(linear(features, local(self.weight)))
+        return self._scatter(linear(features, local(self.weight)))
 
     def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
-        """What `forward` makes of activation(gate) · up, [T, in / tp] both, or of activation(up): [T / tp, out]."""
+        """Returns `forward` of activation(gate) · up, [T, in / tp] both, or of activation(up): [T / tp, out]."""
         if self.tp.group is None:
             return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias))
-        return self._spread(gated_linear(gate, up, activation, local(self.weight)))
+        return self._scatter(gated_linear(gate, up, activation, local(self.weight)))
 
-    def _spread(self, product: Tensor) -> Tensor:
-        """The sum of what ranks have, each rank's tokens: [T, out] -> [T / tp, out]."""
+    def _scatter(self, product: Tensor) -> Tensor:
+        """Sums over ranks and scatters the tokens: [T, out] -> [T / tp, out]."""
         output = scatter_to_sequence(product, self.tp.group)
         return output if self.bias is None else output + local(self.bias)
 
 
 class VocabularyEmbedding(nn.Module):
-    """Each rank looks up the tokens of its block of the vocabulary; their sum is spread over the tokens."""
+    """Vocabulary-parallel: each rank looks up its part of the vocabulary; the sum is scattered over tokens."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix"}
 
@@ -314,12 +311,12 @@ class VocabularyEmbedding(nn.Module):
         self.weight = sharded_parameter(vocab_size, hidden_size, axis=tp, dim=0)
 
     def forward(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[T] -> [T / tp, H]. `weight` is this rank's part of its own, where the caller has it at hand."""
+        """[T] -> [T / tp, H]. `weight` is this rank's part of the weight, if the caller has it."""
         weight = local(self.weight) if weight is None else weight
         if self.tp.group is None:
             return F.embedding(tokens, weight)
         elsewhere = (tokens < self.start) | (tokens >= self.stop)
-        if self.start == self.stop:  # more ranks than blocks of the vocabulary
+        if self.start == self.stop:  # this rank has no part of the vocabulary
             found = weight.new_zeros(len(tokens), weight.shape[1]) + weight.sum()
         else:
             found = F.embedding((tokens - self.start).masked_fill(elsewhere, 0), weight)
@@ -342,24 +339,24 @@ class RMSNorm(nn.Module):
         return rms_norm(hidden, local(self.weight), self.eps, self.offset)
 
     def with_residual(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """`hidden` [..., size] to go on with, and what `forward` makes of it: their gradients are added in one."""
+        """Returns `hidden` [..., size] for the residual stream and its norm; one kernel adds their gradients."""
         return rms_norm_with_residual(hidden, local(self.weight), self.eps, self.offset)
 
 
 class NoNorm(nn.Module):
-    """In place of a norm where a block has none."""
+    """Takes the place of a norm where a block has none."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """As it is."""
+        """Returns `hidden`."""
         return hidden
 
     def with_residual(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As it is, twice."""
+        """Returns `hidden` twice."""
         return hidden, hidden
 
 
 class ColumnRMSNorm(nn.Module):
-    """RMSNorm of a vector whose features are spread over the ranks."""
+    """RMSNorm of a vector whose features are sharded over ranks."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
 

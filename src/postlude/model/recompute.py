@@ -1,8 +1,8 @@
-"""Activation recompute: what a logical layer keeps for its backward, and what it computes again.
+"""Activation recompute: what a logical layer keeps for its backward and what it computes again.
 
-"full" keeps a layer's input alone, so the backward repeats all of its forward, exchanges with experts included: to
-keep what they brought would be top_k times that input. "selective" keeps what products, attention and scans give and
-what exchanges brought, and makes the cheap rest again, step by step; gathers within a step are repeated.
+"full" keeps only a layer's input, so the backward repeats all of its forward, expert exchanges included: keeping their
+results would take top_k times that memory. "selective" keeps the results of products, attention, scans and exchanges,
+and computes the cheap rest again, step by step; gathers within a step are repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from postlude.options import Recompute as Recompute  # noqa: PLC0414
 
 Result = TypeVar("Result")
 
-# The expensive results: products, attention and scans. All else of a layer is cheap to make again from them.
+# Operators whose results selective recompute keeps. The rest of a layer is cheap to compute again.
 KEPT = (
     "aten.mm",
     "aten.addmm",
@@ -40,13 +40,13 @@ KEPT = (
 
 
 def check_recompute(recompute: str) -> None:
-    """Refuse a name that is none."""
+    """Raises ValueError for an unknown name."""
     if recompute not in get_args(Recompute):
         raise ValueError(f"recompute={recompute!r} is unknown; use {', '.join(get_args(Recompute))}.")
 
 
 def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments: Any) -> Result:
-    """`function(*arguments)`, keeping for the backward everything, the expensive results, or its input alone."""
+    """Returns `function(*arguments)`, keeping for the backward everything, the expensive results, or only the input."""
     if recompute == "none" or not torch.is_grad_enabled():
         return function(*arguments)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -57,7 +57,7 @@ def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments
 
 
 def _kept() -> list[Any]:
-    """The operators of KEPT that this torch has, and that something has loaded by now."""
+    """Returns the operators of KEPT that exist and are loaded."""
     found = []
     for name in KEPT:
         room, operator = name.split(".")

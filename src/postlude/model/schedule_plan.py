@@ -1,13 +1,13 @@
-"""SchedulePlan: one microbatch's way through a stage, step by step, to be interleaved with that of another.
+"""SchedulePlan: one microbatch's pass through a stage in segments, to be interleaved with another microbatch's.
 
-A plan runs the very steps that `LanguageModel.forward` runs. It cuts their list at layers, and where rows are exchanged
-between ranks. What lies between two cuts is a piece, whose graph ends at its edges, and which is differentiated by
-itself. So the forward of one microbatch and the backward of another can take turns, and each one's exchanges are under
-way while the other computes:
+A plan runs the same steps as `LanguageModel.forward`. It cuts their list at layers and at exchanges between ranks. The
+steps between two cuts are a segment: its autograd graph ends at the cuts, and it is differentiated by itself. So the
+forward of one microbatch and the backward of another can alternate, and the exchanges of one run while the other
+computes:
 
-    interleave(next_one.forward_steps(), this_one.backward_steps(loss))
+    interleave(next_plan.forward_steps(), plan.backward_steps(loss))
 
-The gradients of weights, which nobody waits for, are made while an exchange is under way, too.
+Deferred weight gradients are computed during exchanges too.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from postlude.ops.all_to_all import AllToAllPlan
 from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad
 
 StepGenerator = Generator[None, None, Any]
-"""Work that pauses wherever something is under way, so that other work can be done; in the end it returns a result."""
+"""Work that yields wherever an exchange is running, so that other work can be done, and returns a result."""
 OnGradsReady = Callable[[FSDPUnit], None]
-"""Told of a module when a backward has added all that it adds to its gradients."""
+"""Called with a module when the backward has added everything to its gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepOwner:
-    """One use of a block: each is its own."""
+    """One use of a block in a plan, compared by identity."""
 
     name: str
 
@@ -46,34 +46,33 @@ class StepOwner:
 class PlannedStep:
     """A step of a plan, and the context it runs in.
 
-    What it writes is read by its `owner`'s steps alone, but for the names in `SHARED`, and by steps without an owner:
-    those of the stage itself, before each of which a cut is made.
+    Only its `owner`'s steps read what it writes, except for the names in `SHARED` and for steps without an owner. The
+    latter are the stage's own; each of them starts a segment.
     """
 
     step: Step
     context: ForwardContext
     owner: StepOwner | None = None
     name: str = ""
-    """What a timeline calls it."""
+    """The name in a timeline."""
     completes: tuple[FSDPUnit, ...] = ()
-    """Modules of which no step comes before this one, so that with its backward all of theirs is done. A cut is made
-    before it."""
+    """Modules of which this is the first step: their gradients are complete after its backward. It starts a segment."""
     used_again: tuple[nn.Module, ...] = ()
-    """Modules that steps use more than once, and none before this one. What a backward gives each of their parameters
-    is one sum, as in a forward at once, before it is added to what is there; nothing of theirs may be put off."""
+    """Modules that several steps use, this one first. The gradients of each of their parameters are summed before they
+    are added to its gradient, as without a plan. Their weight gradients must not be deferred."""
 
 
 SHARED = ("hidden", "embedding")
 OUTPUT = "leaving"
-"""What the last step writes: the result of the forward, any tree."""
+"""The name that the last step writes: the result of the forward, any pytree."""
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """What a piece wrote and others read. Of a tensor with a gradient they read `tensor`, cut from the writer's graph.
+    """A value that a segment wrote and others read. Of a tensor with gradient they read `tensor`, a detached leaf.
 
-    `edge` is where that graph goes on, and `gradient` what came back by an exchange; what other readers give adds up in
-    `tensor.grad`.
+    `edge` is where the writer's graph continues. `gradient` came back through an exchange; the gradients of other
+    readers accumulate in `tensor.grad`.
     """
 
     tensor: Any
@@ -82,13 +81,13 @@ class Value:
 
     @classmethod
     def of(cls, written: Any) -> Value:
-        """A value as it leaves a piece."""
+        """Builds the value that leaves a segment."""
         if not isinstance(written, Tensor) or not written.requires_grad:
             return cls(written)
         return cls(written.detach().requires_grad_(), get_gradient_edge(written))
 
     def take(self) -> Tensor | None:
-        """Its gradient, and let go of the rest."""
+        """Returns the gradient and releases the tensor."""
         found: Tensor | None = self.gradient if self.tensor is None else self.tensor.grad
         self.tensor = self.gradient = None
         return found
@@ -96,11 +95,11 @@ class Value:
 
 @dataclass(slots=True)
 class PlanSegment:
-    """Steps between two cuts, and the names of what is read after the second.
+    """The steps between two cuts, and the names that are read after them.
 
-    A forward pauses before a step that waits, so a backward `pauses` once for the same owner, before its last piece, or
-    the first time at the very beginning: with as many pauses they stay abreast, and what one has begun is always
-    followed by work of the other.
+    A forward pauses before a step that waits. A backward `pauses` once for the same owner, before its last segment, and
+    the first time at the very beginning. With equally many pauses both stay in step, and each exchange is followed by
+    work of the other.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -111,13 +110,13 @@ class PlanSegment:
 
     @property
     def used_again(self) -> Sequence[nn.Module]:
-        """Those of its steps."""
+        """Modules that its steps use first and others use again."""
         return [module for each in self.steps for module in each.used_again]
 
 
 @dataclass(slots=True)
 class AsyncExchange:
-    """An exchange between two pieces."""
+    """An exchange between two segments."""
 
     step: Step
     name: str
@@ -135,20 +134,20 @@ class SchedulePlan:
 
     def __init__(self, steps: Sequence[PlannedStep], context: ForwardContext, *, deferred_wgrad: bool = True) -> None:
         self.context = context
-        self.parts = _cut(steps)
-        self.later: DeferredWgrads | None = [] if deferred_wgrad else None
-        self.left: list[tuple[int, list[FSDPUnit]]] = []  # how many were put off up to where these modules were done
+        self.parts = _segments(steps)
+        self.wgrad_queue: DeferredWgrads | None = [] if deferred_wgrad else None
+        self.left: list[tuple[int, list[FSDPUnit]]] = []  # weight gradients deferred when these modules were complete
 
     def forward(self) -> Any:
-        """All of it at once. Returns what the last step wrote, as it is."""
+        """Runs all steps. Returns what the last one wrote."""
         return interleave(self.forward_steps())[0]
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, complete: OnGradsReady | None = None) -> None:
-        """All of it at once. See `backward_steps`."""
+        """Runs the whole backward. See `backward_steps`."""
         interleave(self.backward_steps(output, gradient, complete))
 
     def forward_steps(self) -> StepGenerator:
-        """Run every step. Returns what the last one wrote, as it is."""
+        """Runs every step, pausing at exchanges. Returns what the last one wrote."""
         recorder, values = self.context.recorder, dict[str, Value]()
         for part in self.parts:
             if isinstance(part, AsyncExchange):
@@ -158,7 +157,7 @@ class SchedulePlan:
                 arrive = part.way.start(part.left.tensor.detach(), "exchange", part.name, recorder)
                 yield
                 arrived = arrive().requires_grad_(part.left.edge is not None)
-                part.left.tensor = None  # what was sent is of no more use
+                part.left.tensor = None  # not needed after it was sent
                 part.arrived = values[moved] = Value(arrived)
                 continue
             if part.steps[0].step.waits:
@@ -180,19 +179,19 @@ class SchedulePlan:
         *,
         weights: bool = True,
     ) -> StepGenerator:
-        """Differentiate `output`, which was made from what the forward returned: add to every parameter's gradient.
+        """Differentiates `output`, computed from the forward's result, and adds to every parameter's gradient.
 
-        `gradient` is that of `output`, if it is no scalar. Without `weights`, what is put off is left for
-        `flush_wgrads`; `complete` is told of modules with what they have here, and there again.
+        `gradient` is that of `output` unless it is a scalar. Without `weights`, deferred weight gradients are left to
+        `flush_wgrads`. `complete` is called for each module here, and then again there.
         """
-        make = self._make if weights else _leave
+        flush = self._flush if weights else _skip
         recorder = self.context.recorder
         edges: list[Any] = [output]
         upstream: list[Tensor | None] = [gradient]
-        later, fresh = self.later if self.later is not None else [], 0
+        queue, fresh = self.wgrad_queue if self.wgrad_queue is not None else [], 0
         done: list[FSDPUnit] = []
         again = [module for part in self.parts if isinstance(part, PlanSegment) for module in part.used_again]
-        with _summed(again) as summed:
+        with _summing(again) as summed:
             while self.parts:
                 part = self.parts.pop()
                 if isinstance(part, AsyncExchange):
@@ -201,17 +200,17 @@ class SchedulePlan:
                         assert part.way is not None
                         arrive = part.way.reverse.start(arriving, "exchange back", part.name, recorder)
                         del arriving
-                        # Some are made now, for the other's exchange, and some after its turn, for this one. What the
-                        # last piece put off belongs to no module that is done.
-                        make(len(later) - fresh)
-                        self._tell(done, complete)
+                        # Some are computed now, during the other's exchange, and some after its turn, during this
+                        # one. Those of the last segment belong to no complete module.
+                        flush(len(queue) - fresh)
+                        self._notify(done, complete)
                         yield
-                        make((len(later) + 1) // 2)
+                        flush((len(queue) + 1) // 2)
                         part.left.gradient = arrive()
                     continue
                 if part.pauses:
                     yield
-                fresh = -len(later)
+                fresh = -len(queue)
                 for value in part.written:
                     if (found := value.take()) is not None:
                         edges.append(value.edge)
@@ -222,46 +221,49 @@ class SchedulePlan:
                         torch.autograd.backward(edges, upstream)
                 edges, upstream = [], []
                 summed.add(part.used_again)
-                fresh += len(later)
+                fresh += len(queue)
                 completed = [module for each in reversed(part.steps) for module in each.completes]
                 if completed and not weights:
-                    self.left.append((len(later), completed))
+                    self.left.append((len(queue), completed))
                 done += completed
                 if not any(isinstance(each, AsyncExchange) for each in self.parts[-3:]):
-                    make(len(later))  # no exchange is near whose time they could fill
-                    self._tell(done, complete)
-        make(len(later))
-        self._tell(done, complete)
+                    flush(len(queue))  # no exchange is near that they could overlap with
+                    self._notify(done, complete)
+        flush(len(queue))
+        self._notify(done, complete)
 
     def flush_wgrads(self, complete: OnGradsReady | None = None) -> None:
-        """The gradients of weights that a backward has left, module by module, each of which is then told of."""
+        """Computes the weight gradients that a backward has left, and calls `complete` for each module."""
         made = 0
         for count, modules in self.left:
-            self._make(count - made)
-            self._tell(modules, complete)
+            self._flush(count - made)
+            self._notify(modules, complete)
             made = count
         self.left = []
 
     def _run(self, piece: PlanSegment, values: dict[str, Any]) -> dict[str, Any]:
-        """What the steps of a piece write, by name. Where all is recomputed, steps to be run once are left out."""
+        """Runs a segment and returns what it wrote, by name.
+
+        With full recompute, steps marked `once` are not repeated.
+        """
         before = values
-        with defer_wgrad(self.later):
+        with defer_wgrad(self.wgrad_queue):
             if self.context.recompute != "full":
-                values = _written(piece.steps, values)
+                values = _run_steps(piece.steps, values)
             else:
                 for once, together in groupby(piece.steps, key=lambda each: each.step.once):
-                    values = recomputed(_written, "none" if once else "full", tuple(together), values)
+                    values = recomputed(_run_steps, "none" if once else "full", tuple(together), values)
         return {name: each for name, each in values.items() if name not in before or each is not before[name]}
 
-    def _make(self, count: int) -> None:
-        """The first so many of the gradients that were put off. How many there are, ranks need not agree on."""
-        if self.later and count:
+    def _flush(self, count: int) -> None:
+        """Computes the first `count` deferred weight gradients. Ranks need not agree on the number."""
+        if self.wgrad_queue and count:
             with self.context.recorder.span("weights", "gradients"):
-                flush_wgrad(self.later[:count])
-                del self.later[:count]
+                flush_wgrad(self.wgrad_queue[:count])
+                del self.wgrad_queue[:count]
 
-    def _tell(self, done: list[FSDPUnit], complete: OnGradsReady | None) -> None:
-        """Of the modules that are done: at the same place on every rank, since what is told may wait for the others."""
+    def _notify(self, done: list[FSDPUnit], complete: OnGradsReady | None) -> None:
+        """Calls `complete` for finished modules, at the same point on every rank, since it may wait for other ranks."""
         if complete is not None and done:
             with self.context.recorder.span("fsdp", "gradients"):
                 for module in done:
@@ -269,10 +271,10 @@ class SchedulePlan:
         done.clear()
 
 
-class _Summed:
-    """What a backward gives to parameters that were used more than once: it is added to their gradients in one.
+class _ReusedGradients:
+    """Sums the gradients of parameters that are used more than once, and adds the sum to their gradient in one go.
 
-    It is taken as it is made. Left where it is, FSDP might add it to a sum in another dtype before the next comes.
+    Gradients are taken as they arrive. FSDP might otherwise add one to a sum in another dtype before the next arrives.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -286,12 +288,12 @@ class _Summed:
     @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:
         found, parameter.grad = parameter.grad, None
-        assert found is not None  # the hook is called when it was added
+        assert found is not None  # the hook runs after it was added
         self.sums[parameter] = self.sums[parameter].add_(found) if parameter in self.sums else found
 
     @torch.no_grad()
     def add(self, modules: Iterable[nn.Module]) -> None:
-        """To the gradients of these, to which nothing more comes."""
+        """Adds the sums to the gradients of these modules, which are complete."""
         for each in _parameters(modules):
             if each in self.hooks:
                 self.hooks.pop(each).remove()
@@ -303,9 +305,9 @@ class _Summed:
 
 
 @contextlib.contextmanager
-def _summed(modules: Sequence[nn.Module]) -> Iterator[_Summed]:
-    """Also after a backward that failed, parameters take what comes to them as ever."""
-    summed = _Summed(modules)
+def _summing(modules: Sequence[nn.Module]) -> Iterator[_ReusedGradients]:
+    """Restores the parameters' gradients after a failed backward too."""
+    summed = _ReusedGradients(modules)
     try:
         yield summed
     finally:
@@ -317,20 +319,20 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(found))
 
 
-def _written(steps: Iterable[PlannedStep], values: dict[str, Any]) -> dict[str, Any]:
-    """The values with those that steps write."""
+def _run_steps(steps: Iterable[PlannedStep], values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values together with those that the steps write."""
     values = dict(values)
     for each in steps:
         run_step(each.step, values, each.context)
     return values
 
 
-def _leave(count: int) -> None:
-    """Make none."""
+def _skip(count: int) -> None:
+    """Computes no weight gradients."""
 
 
 def interleave(*all_moves: StepGenerator) -> list[Any]:
-    """Run them in turn, each while what the others began is under way. Returns what each returns."""
+    """Runs them in turn, each during the others' exchanges. Returns their results."""
     results: dict[int, Any] = {}
     while len(results) < len(all_moves):
         for index, moves in enumerate(all_moves):
@@ -342,8 +344,8 @@ def interleave(*all_moves: StepGenerator) -> list[Any]:
     return [results[index] for index in range(len(all_moves))]
 
 
-def _cut(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]:
-    """Pieces and crossings in order, each piece with the names that are read after it."""
+def _segments(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]:
+    """Returns segments and exchanges in order, each segment with the names that are read after it."""
     groups: list[list[PlannedStep]] = [[]]
     for each in steps:
         if each.step.kind == "exchange":
@@ -369,18 +371,18 @@ def _cut(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]:
         begun = group[0].owner
         waited = any(each.step.waits for earlier in groups[:index] for each in earlier if each.owner is begun)
         last = all(each.owner is not begun for later in groups[index + 1 :] for each in later)
-        name = _together([each.name for each in group])
+        name = _join_names([each.name for each in group])
         parts.append(PlanSegment(tuple(group), frozenset(read), name, pauses=waited and last))
     pausing = [part for part in parts if isinstance(part, PlanSegment) and part.pauses]
     if pausing:
         pausing[-1].pauses = False
         end = parts[-1]
-        assert isinstance(end, PlanSegment)  # an exchange ends nothing
+        assert isinstance(end, PlanSegment)  # the last part is never an exchange
         end.pauses = True
     return parts
 
 
-def _together(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """ "layers.0 attention.work" and "layers.0 moe.route" -> "layers.0 attention.work+moe.route"."""
     layer = names[0].rpartition(" ")[0]
     return "+".join([names[0], *(name.removeprefix(f"{layer} ") for name in names[1:])])

@@ -1,4 +1,4 @@
-"""HybridStack: the logical layers of one pipeline stage, whatever blocks they are made of."""
+"""HybridStack: the logical layers of one pipeline stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from postlude.world.mesh import Mesh
 
 
 class LogicalLayer(FSDPUnit):
-    """The blocks of one logical layer in order, under names that are distinct within it."""
+    """The blocks of one logical layer in order, under distinct names."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class LogicalLayer(FSDPUnit):
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The layer's whole work, in order."""
+        """The steps of all blocks, in order."""
         return tuple(step for block in self.blocks for step in block.steps())
 
     def planned(self, context: ForwardContext) -> tuple[PlannedStep, ...]:
-        """The same for a schedule plan. Asked again, it is another use of the same weights."""
+        """Returns the steps for a schedule plan. A second call is another use of the same weights."""
         found = [
             PlannedStep(step, context, owner, f"{self.name} {name}.{step.name}")
             for name, block, owner in zip(self.block_names, self.blocks, map(StepOwner, self.block_names), strict=True)

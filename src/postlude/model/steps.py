@@ -1,4 +1,4 @@
-"""Steps: a layer's work, stated once. `forward` runs the list; a schedule may run the same list interleaved."""
+"""Steps: a layer's computation, stated once. `forward` runs the list; a schedule plan interleaves the same list."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Run = Callable[..., Mapping[str, Any]]
 class Step:
     """One named piece of a layer: `run(*reads, context)` returns the values it writes, by name.
 
-    `compute` works on this rank, and with others where all wait for each other; an `exchange` moves the value it reads
-    first along the `AllToAllPlan` it reads second, and can be begun and waited for apart. The residual stream is called
-    `hidden`. `again` says whether the step as a whole may be run again where activations are recomputed selectively;
-    exchanges never are. `once` says that it is not, either, where a plan recomputes everything between exchanges.
-    `waits` says that the host waits here for what an earlier step asked for.
+    A `compute` step runs on this rank, synchronous collectives included. An `exchange` moves the value that it reads
+    first by the `AllToAllPlan` that it reads second; it is started and awaited separately. The residual stream is
+    called `hidden`. `again`: the whole step may be run again under selective recompute; exchanges never are. `once`: it
+    is not run again either where a plan recomputes everything between exchanges. `waits`: the host waits here for the
+    result of an earlier step.
     """
 
     name: str
@@ -39,30 +39,30 @@ class Step:
 
 
 def compute(name: str, run: Run, *, again: bool = True, once: bool = False, waits: bool = False) -> Step:
-    """A step that is no exchange. What it reads are the names of `run`'s parameters before `context`."""
+    """Builds a compute step. It reads the values named by `run`'s parameters before `context`."""
     return Step(name, "compute", _reads(run), run, again and not once, once, waits)
 
 
 def exchange(name: str, moved: str, *, along: str) -> Step:
-    """A step that moves the value called `moved` along the `AllToAllPlan` called `along`."""
+    """Builds a step that moves the value named `moved` by the `AllToAllPlan` named `along`."""
 
-    def run(rows: Tensor, way: AllToAllPlan, context: ForwardContext) -> Mapping[str, Tensor]:
-        return {moved: way(rows, name, context.recorder)}
+    def run(rows: Tensor, plan: AllToAllPlan, context: ForwardContext) -> Mapping[str, Tensor]:
+        return {moved: plan(rows, name, context.recorder)}
 
     return Step(name, "exchange", (moved, along), run)
 
 
 def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) -> Tensor:
-    """Run a list from the residual stream that enters to the one that leaves."""
+    """Runs the steps on the residual stream and returns the new one."""
     values: dict[str, Any] = {"hidden": hidden}
     for step in steps:
         run_step(step, values, context)
-    leaving: Tensor = values["hidden"]
-    return leaving
+    output: Tensor = values["hidden"]
+    return output
 
 
 def run_step(step: Step, values: dict[str, Any], context: ForwardContext) -> None:
-    """Run one step on the values that it reads, and add those that it writes."""
+    """Runs one step and adds the values that it writes."""
     mode: Recompute = context.recompute if step.again and context.recompute == "selective" else "none"
     with context.recorder.span("wait", step.name) if step.waits else contextlib.nullcontext():
         values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))

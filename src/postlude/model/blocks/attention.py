@@ -39,11 +39,10 @@ from postlude.world.mesh import Mesh
 class AttentionConfig(BlockConfig):
     """Sizes and options of one attention block.
 
-    `qk_norm` normalises queries and keys: each `head` by itself, or the `full` projection before it is cut into heads.
-    `scale` multiplies the scores and defaults to head_dim^-½; `softcap` bounds them. `sinks` gives each head a learned
-    score that joins the softmax's denominator alone. `rotary_dim` says how many of a head's features are turned by
-    position, from the first; by default all. `output_gate` multiplies what the heads give by the sigmoid of one more
-    projection.
+    `qk_norm` normalises queries and keys: each `head` by itself, or the `full` projection before it is split into
+    heads. `scale` multiplies the scores and defaults to head_dim^-½; `softcap` bounds them. `sinks` gives each head a
+    learned score that joins only the softmax's denominator. `rotary_dim` is how many of a head's first features are
+    rotated; by default all. `output_gate` multiplies the heads' outputs by the sigmoid of one more projection.
     """
 
     heads: int
@@ -82,17 +81,17 @@ class AttentionConfig(BlockConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """As the model's other attention has it, be it full or within a window; else heads of 64 over its width."""
+        """Sizes of the model's other attention, full or sliding; else heads of 64."""
         for other in others:
             if isinstance(other, AttentionConfig):
                 same = {each.name: getattr(other, each.name) for each in fields(AttentionConfig)}
-                return cls(**same, **cls._of_its_own())
+                return cls(**same, **cls._own_fields())
         heads, size = default_heads(hidden_size, 64)
-        return cls(heads=heads, kv_heads=heads, head_dim=max(2, size), **cls._of_its_own(), **cls.as_in(others))
+        return cls(heads=heads, kv_heads=heads, head_dim=max(2, size), **cls._own_fields(), **cls.shared_fields(others))
 
     @classmethod
-    def _of_its_own(cls) -> dict[str, Any]:
-        """Usual values of what a kind of attention has beside what all have."""
+    def _own_fields(cls) -> dict[str, Any]:
+        """Returns defaults of fields that only this kind of attention has."""
         return {}
 
     def flops(self, hidden_size: int) -> float:
@@ -102,7 +101,7 @@ class AttentionConfig(BlockConfig):
         return projections + self.attention_flops(NOMINAL_LENGTH)
 
     def attention_flops(self, length: float) -> float:
-        """Scores, and what they make of the values: over half of a sequence, or the window."""
+        """Scores and weighted values over half of a sequence, or the window."""
         return 4 * min(length / 2, self.window or length) * self.heads * self.head_dim
 
     def cp_traffic(self, cp: int) -> float:
@@ -110,19 +109,19 @@ class AttentionConfig(BlockConfig):
         return (cp - 1) * 2 * self.kv_heads * self.head_dim
 
     def saved_activations(self, hidden_size: int) -> float:
-        """The norm's input and output, queries, keys and values before and after they are turned, and the heads.
+        """The norm's input and output, queries, keys and values before and after rotation, and the heads.
 
-        A gate adds itself, its sigmoid and what it made of the heads.
+        A gate adds itself, its sigmoid and the gated heads.
         """
         heads = 6 * self.heads if self.output_gate else 3 * self.heads
         return 3 * hidden_size + self.head_dim * (heads + 4 * self.kv_heads)
 
     def wgrad_activations(self, hidden_size: int) -> float:
-        """The norm's output and the heads; gradients of queries, keys, values, a gate, and the output."""
+        """The norm's output and the heads; gradients of queries, keys, values, a gate and the output."""
         return 2 * hidden_size + self.head_dim * ((3 if self.output_gate else 2) * self.heads + 2 * self.kv_heads)
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each tensor-parallel rank has query heads of its own, and whole key heads or an even part of one."""
+        """Each tensor-parallel rank has its own query heads, and whole key heads or an even part of one."""
         if not self._divided_by(layout.tp):
             others = nearest_degrees(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
             raise ValueError(
@@ -143,7 +142,7 @@ class SlidingAttentionConfig(AttentionConfig):
     sliding_window: int
 
     @classmethod
-    def _of_its_own(cls) -> dict[str, Any]:
+    def _own_fields(cls) -> dict[str, Any]:
         return {"sliding_window": NOMINAL_LENGTH}
 
     @property
@@ -158,7 +157,7 @@ class SlidingAttentionConfig(AttentionConfig):
 
 
 class Attention(Block):
-    """Softmax attention over the packed sequences. Each tensor-parallel rank has heads of its own."""
+    """Softmax attention over packed sequences. Each tensor-parallel rank has its own heads."""
 
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
     roles: ClassVar[Mapping[str, Role]] = {"sinks": "vector"}
@@ -182,20 +181,20 @@ class Attention(Block):
             self.k_norm = norm(key_size if full else config.head_dim, eps, tp=mesh.tp, offset=offset)
 
     def fused_projections(self) -> tuple[tuple[ColumnLinear, ...], ...]:
-        """What makes queries, keys, values and a gate."""
+        """The projections of queries, keys, values and a gate."""
         gate = (self.gate_proj,) if self.config.output_gate else ()
         return ((self.q_proj, self.k_proj, self.v_proj, *gate),)
 
     @property
     def cuda_graphable(self) -> bool:
-        """Where its heads are no wider than decoding's kernel takes."""
+        """True where the decoding kernel takes heads of this size."""
         return self.config.head_dim <= MAX_HEAD_DIM
 
     def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """Where heads are turned, and Triton's attention is the fastest for all sequences, which are whole."""
+        """See `Block`. For rotary heads where the Triton kernel is the fastest for all sequences, which are whole."""
         config, packing, scores = self.config, context.packing, self._scores()
-        more = config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
-        if more or not config.rotary or context.decode_state is not None or context.microbatch.context is not None:
+        extras = config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
+        if extras or not config.rotary or context.decode_state is not None or context.microbatch.context is not None:
             return None
         if not 0 < packing.max_length < LONG or not prefers_triton(hidden, (config.head_dim, config.head_dim), scores):
             return None
@@ -226,18 +225,18 @@ class Attention(Block):
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        # A norm keeps queries and keys as they came; without one they are let go of, and so lie by themselves.
+        # A norm keeps the projected queries and keys. Without one they are freed, so they need separate memory.
         projected = apply_linears(hidden, *self.fused_projections()[0], one=self.config.qk_norm is not None)
         output: Tensor = self.o_proj(self._heads(projected, context))
         return output
 
     def _heads(self, projected: Sequence[Tensor], context: ForwardContext) -> Tensor:
-        """What this rank's heads see, [T, heads · d], of queries, keys, values and maybe a gate."""
+        """Returns this rank's heads, [T, heads · d], from queries, keys, values and perhaps a gate."""
         config = self.config
         query, key, value, *gates = projected
         if config.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
-        key, value = self._own_heads(key), self._own_heads(value)
+        key, value = self._local_kv(key), self._local_kv(value)
         query, key, value = (self._by_heads(part) for part in (query, key, value))
         query, key = self._prepared(query, key, context)
         heads = self._attend(query, key, value, context).flatten(-2)
@@ -246,7 +245,7 @@ class Attention(Block):
         return heads
 
     def _prepared(self, query: Tensor, key: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Queries and keys, [T, heads, d], each head normalised and turned by its position where that is asked."""
+        """Returns queries and keys [T, heads, d], with head norms and rotation where configured."""
         config, normed = self.config, self.config.qk_norm == "head"
         if not config.rotary:
             return (self.q_norm(query), self.k_norm(key)) if normed else (query, key)
@@ -264,10 +263,10 @@ class Attention(Block):
         tokens, width = features.shape
         return features.view(tokens, width // self.config.head_dim, self.config.head_dim)
 
-    def _own_heads(self, features: Tensor) -> Tensor:
-        """Key or value features of the heads that this rank's queries see.
+    def _local_kv(self, features: Tensor) -> Tensor:
+        """Returns key or value features of the heads that this rank's queries use.
 
-        With more ranks than key heads a rank projects part of a head; the parts are then gathered and shared.
+        With more ranks than key heads a rank projects part of a head; the parts are then gathered.
         """
         tp, kv_heads = self.mesh.tp, self.config.kv_heads
         if kv_heads % tp.size == 0:
@@ -283,7 +282,7 @@ class Attention(Block):
         return Scores(scale=scale, window=config.window, softcap=config.softcap, sinks=sinks)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
-        """Over whole sequences, wherever their keys are."""
+        """Attends over whole sequences: packed, context-parallel, or in a cache."""
         scores = self._scores()
         if context.decode_state is not None:
             return context.decode_state.attend(self.name, query, key, value, scores)

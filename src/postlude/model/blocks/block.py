@@ -20,25 +20,27 @@ from postlude.world.mesh import Mesh
 
 @dataclass(frozen=True)
 class SeparateUnit:
-    """A module whose weights are sharded by themselves, and gathered when it is called, not with its layer's."""
+    """A module that FSDP shards separately from its layer, and gathers when it is called."""
 
     module: FSDPUnit
     experts: bool = False
-    """Its parameters are stored along `mesh.ep`: sharded over all ranks of a stage that hold the same of them, tensor-
-    and context-parallel ones included. Otherwise they are stored along `mesh.tp` and sharded as the layer is."""
+    """Its parameters are divided over `mesh.ep` and sharded over all ranks of a stage that hold the same ones, tensor-
+    and context-parallel ranks included. Otherwise they are divided over `mesh.tp` and sharded like the layer."""
     fp32: bool = False
-    """It is gathered in fp32, whatever the model computes in. Store its parameters with dtype=torch.float32."""
+    """It is gathered in fp32, whatever the compute dtype. Create its parameters with dtype=torch.float32."""
 
 
 class Block(nn.Module):
-    """hidden + scale · post_norm(work(norm(hidden))): a block writes `work`, or its own `steps`, the last with `join`.
+    """hidden + scale · post_norm(work(norm(hidden))). A block defines `work`, or its own `steps` that end with `join`.
 
-    `hidden` is this rank's shard of the tokens, [T / tp, H]; the layers of `model.parallel` gather and spread them.
+    `hidden` is this rank's shard of the tokens, [T / tp, H]; the layers of `model.parallel` gather and scatter them.
+    `fused_forward` and `fused_decode` are faster implementations of the same block, which operations choose by device,
+    number of rows and whether gradients are needed.
     """
 
     Config: ClassVar[type[BlockConfig]]
     roles: ClassVar[Mapping[str, Role]] = {}
-    """The roles of parameters that are its own, rather than a layer's, and of those of layers that declare none."""
+    """The roles of the block's own parameters, and of those of layers that declare none."""
     supports_decoding: ClassVar[bool] = False
     """Whether it can continue from an earlier forward's tokens, one by one or through `context.decode_state`."""
 
@@ -52,104 +54,105 @@ class Block(nn.Module):
         self.norm_start = 1.0 - model.norm_offset
         self.norm = self._block_norm(model) if pre else NoNorm()
         self.post_norm = self._block_norm(model) if post else NoNorm()
-        self.plain = pre and not post and config.residual_scale == 1.0 and mesh.tp.group is None
+        self.can_fuse = pre and not post and config.residual_scale == 1.0 and mesh.tp.group is None
 
     def _block_norm(self, model: ModelConfig) -> RMSNorm:
         return RMSNorm(model.hidden_size, model.norm_eps, tp=self.mesh.tp, offset=model.norm_offset)
 
     @property
     def cuda_graphable(self) -> bool:
-        """Whether its work on one next token of each running sequence is the same kernels at every step.
+        """Whether decoding one token of each sequence launches the same kernels at every step.
 
-        Then a GPU can be handed a whole recorded step: the block asks nothing of the host that depends on values, and
-        of `context.decode_state` nothing but `attend` and `recur`.
+        A step can then be recorded as a CUDA graph: the block asks the host for nothing that depends on values, and
+        calls only `attend` and `recur` of `context.decode_state`.
         """
         return False
 
     def steps(self) -> tuple[Step, ...]:
-        """The block's work in order. Most blocks are one compute step."""
+        """Returns the block's steps in order. Most blocks are one compute step."""
         return (compute("work", self._residual),)
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H], after the pre-norm and before the post-norm and the residual."""
+        """[T / tp, H] -> [T / tp, H], between the pre-norm and the post-norm."""
         raise NotImplementedError(f"{type(self).__name__} must define work() or steps().")
 
     def fused_projections(self) -> tuple[tuple[Linear | ColumnLinear, ...], ...]:
-        """Layers that are given the same tokens, group by group: `fuse_weights` makes one product of each."""
+        """Returns groups of layers with the same input: `fuse_weights` makes one product of each group."""
         return ()
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
-        """The modules of this block that are sharded by themselves: experts, and what stays in fp32."""
+        """Returns the modules that FSDP shards separately: experts, and what stays in fp32."""
         return ()
 
     def count_buffers(self) -> tuple[Tensor, ...]:
-        """Buffers, fp32, that training forwards add to: this rank's part of a count over the step's tokens.
+        """Returns fp32 buffers to which training forwards add: this rank's part of a count over the step's tokens.
 
-        Zero again when gradients are forgotten; summed over all ranks before `after_optimizer_step`.
+        They are zeroed with the gradients, and summed over all ranks before `after_optimizer_step`.
         """
         return ()
 
     def metrics(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """What it counted of this rank's tokens in training since it was last asked, by the name of a metric.
+        """Returns (numerator, denominator) by metric name, counted in training since the last call, and resets them.
 
-        A number and what it is a share of, float64 scalars; the metric is their quotient over all blocks and ranks.
+        Both are float64 scalars; the metric is their quotient over all blocks and ranks.
         """
         return {}
 
     def after_optimizer_step(self) -> None:
-        """What there is to do after an optimizer step, from what was counted since the last one."""
+        """Runs after an optimizer step, with what was counted since the last one."""
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-        """Give one parameter of this block (`name` is local) its first value."""
+        """Initialises one parameter of this block; `name` is local."""
         reset_parameter(role_of(self, name), parameter, std, generator, norm=self.norm_start)
 
     def join(self, hidden: Tensor, output: Tensor) -> dict[str, Tensor]:
-        """The residual stream, and what the block's work came to -> the residual stream after it, by its name."""
+        """Adds the block's output to the residual stream. Returns it by name."""
         added: Tensor = self.post_norm(output)
         return {"hidden": hidden + (added if self.residual_scale == 1.0 else added * self.residual_scale)}
 
     def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """All of the block as one step of autograd, [T, H] -> [T, H], or None where it cannot be: see `ops.block_step`.
+        """Computes the whole block as one autograd function, [T, H] -> [T, H], or None. See `ops.fused_block`.
 
-        Asked for where `work` is of one rank, on a GPU that has Triton's kernels, between this norm and a plain sum.
+        It is called without tensor parallelism, on a GPU with Triton's kernels, for a block with a pre-norm and a plain
+        residual sum.
         """
         return None
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """Likewise while tokens are generated, by kernels that do more at once and know no gradients.
+        """Computes the whole block while decoding, without gradients: see `ops.decode_linear`. None if it cannot.
 
-        `hidden` may be overwritten.
+        It may overwrite `hidden`.
         """
         return None
 
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
-        done = self._in_kernels(hidden, context) if hidden.is_cuda and self.plain else None
-        if done is not None:
-            return {"hidden": done}
+        fused = self._fused(hidden, context) if hidden.is_cuda and self.can_fuse else None
+        if fused is not None:
+            return {"hidden": fused}
         hidden, normed = self.norm.with_residual(hidden)
         return self.join(hidden, self.work(normed, context))
 
-    def _in_kernels(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
-        """What `fused_forward` or `fused_decode` makes of it; None where neither is asked, or can."""
+    def _fused(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
+        """Returns the result of `fused_forward` or `fused_decode`; None where neither applies."""
         norm = self.norm
         assert isinstance(norm, RMSNorm)
         weight = local(norm.weight)
-        given = Norm(weight, norm.eps, norm.offset)
+        arguments = Norm(weight, norm.eps, norm.offset)
         if not torch.is_grad_enabled():
             decodes = context.decode_state is not None and hidden.dtype == torch.bfloat16
-            return self.fused_decode(hidden, given, context) if decodes else None
+            return self.fused_decode(hidden, arguments, context) if decodes else None
         trains = hidden.requires_grad and uses_kernel(hidden, weight)
-        return self.fused_forward(hidden, given, context) if trains else None
+        return self.fused_forward(hidden, arguments, context) if trains else None
 
 
 def reset_parameter(
     role: Role, parameter: Tensor, std: float, generator: torch.Generator, *, norm: float = 1.0
 ) -> None:
-    """The usual start: matrices normal, scales of norms `norm`, every other vector zero."""
+    """Initialises a parameter by its role: matrices normal, norm scales to `norm`, other vectors zero."""
     if role == "matrix":
-        # Drawn in fp32 and rounded, so that a model is the same in every dtype.
-        drawn = torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        parameter.copy_(drawn)
+        # Sampled in fp32 and rounded, so that a model is the same in every dtype.
+        sampled = torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        parameter.copy_(sampled)
     elif role == "norm":
         parameter.fill_(norm)
     else:

@@ -62,7 +62,7 @@ class GatedDeltaConfig(BlockConfig):
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
         """As in Qwen3-Next: key heads of 128 over the width, and two value heads of that size to each."""
         heads, size = default_heads(hidden_size, 128)
-        return cls(key_heads=heads, value_heads=2 * heads, key_dim=size, value_dim=size, **cls.as_in(others))
+        return cls(key_heads=heads, value_heads=2 * heads, key_dim=size, value_dim=size, **cls.shared_fields(others))
 
     @property
     def group(self) -> int:

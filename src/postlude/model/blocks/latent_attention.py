@@ -73,7 +73,7 @@ class LatentAttentionConfig(BlockConfig):
             value_dim=size,
             latent_size=4 * size,
             rotary=rotary,
-            **cls.as_in(others),
+            **cls.shared_fields(others),
         )
 
     @property

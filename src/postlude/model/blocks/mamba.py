@@ -84,7 +84,7 @@ class MambaConfig(BlockConfig):
         """As in Nemotron-H: heads of 64 over twice the width, states of 128, and eight groups where those divide."""
         heads, size = default_heads(2 * hidden_size, 64)
         groups = 8 if heads % 8 == 0 else 1
-        common = cls.as_in(others)
+        common = cls.shared_fields(others)
         return cls(heads=heads, head_dim=size, state_size=128, groups=groups, norm_groups=groups, **common)
 
     @property

@@ -1,4 +1,4 @@
-"""MLP: SwiGLU, GeGLU or ungated ReLU², and how they are made of gate and activation."""
+"""MLP: SwiGLU, GeGLU or ungated ReLU², by gate and activation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from postlude.world.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConfig(BlockConfig):
-    """How a block makes features: activation(gate) · (up + up_offset), or activation(up) where it is not `gated`.
+    """Features are activation(gate) · (up + up_offset), or activation(up) if not `gated`.
 
-    `gated` with silu is SwiGLU, with gelu GeGLU; ungated relu2 is ReLU². `limit` bounds the gate from above and the
-    other projection on both sides before that. `alpha` makes silu steeper: x · sigmoid(alpha · x).
+    `gated` with silu is SwiGLU, with gelu GeGLU; ungated relu2 is ReLU². `limit` bounds the gate from above and `up` on
+    both sides before that. `alpha` makes silu steeper: x · sigmoid(alpha · x).
     """
 
     intermediate_size: int
@@ -45,17 +45,17 @@ class GatedConfig(BlockConfig):
             )
 
     @classmethod
-    def made_as_in(cls, others: Sequence[BlockConfig]) -> dict[str, Any]:
-        """How features are made and what every block chooses, as the first of these has it that makes any."""
+    def gated_fields(cls, others: Sequence[BlockConfig]) -> dict[str, Any]:
+        """Returns the fields of the first GatedConfig among `others`, else the shared fields of the first."""
         found = next((other for other in others if isinstance(other, GatedConfig)), None)
         return (
-            cls.as_in(others)
+            cls.shared_fields(others)
             if found is None
             else {each.name: getattr(found, each.name) for each in fields(GatedConfig)}
         )
 
     def features(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        """Of both projections, [..., intermediate_size] each; without a gate, of one."""
+        """Returns the features of both projections, [..., intermediate_size] each, or of `up` alone."""
         if self.alpha == 1.0:
             return gated_activation(*self._bounded(gate, up), self.activation)
         gate, up = self._bounded(gate, up)
@@ -64,14 +64,14 @@ class GatedConfig(BlockConfig):
         return opened if gate is None else opened * up
 
     def through(self, down: Linear | RowLinear, gate: Tensor | None, up: Tensor) -> Tensor:
-        """The features by one more layer, in a way that need not keep them for the backward."""
+        """Returns `down` of the features, without keeping them for the backward where possible."""
         if self.alpha == 1.0:
             return down.of_gated(*self._bounded(gate, up), self.activation)
         output: Tensor = down(self.features(gate, up))
         return output
 
     def _bounded(self, gate: Tensor | None, up: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Both as they go into the activation and the product."""
+        """Applies limit and offset."""
         if gate is None:
             return gate, up
         if self.limit is not None:
@@ -81,14 +81,14 @@ class GatedConfig(BlockConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig(GatedConfig):
-    """An MLP that every token passes."""
+    """A dense MLP."""
 
     bias: bool = False
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """SwiGLU, or what the model's experts do, over the usual 8/3 of the width, in multiples of 64."""
-        return cls(**cls.made_as_in(others) | {"intermediate_size": 64 * math.ceil(hidden_size * 8 / 3 / 64)})
+        """SwiGLU, or as the model's experts, with 8/3 of the width in multiples of 64."""
+        return cls(**cls.gated_fields(others) | {"intermediate_size": 64 * math.ceil(hidden_size * 8 / 3 / 64)})
 
     def flops(self, hidden_size: int) -> float:
         """Two or three products."""
@@ -104,7 +104,7 @@ class MLPConfig(GatedConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is products and the activation alone."""
+        """Whether it is only products and the activation."""
         return not self.bias and self.alpha == 1.0 and self.limit is None and not self.up_offset
 
 
@@ -124,11 +124,11 @@ class MLP(Block):
         self.down_proj = RowLinear(inner, outer, bias=config.bias, tp=mesh.tp)
 
     def fused_projections(self) -> tuple[tuple[ColumnLinear, ...], ...]:
-        """The gate and what it multiplies, in the order in which they are stored."""
+        """Gate and up, in memory order."""
         return ((*(() if self.gate_proj is None else (self.gate_proj,)), self.up_proj),)
 
     def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """Where nothing but products and the activation is asked for."""
+        """See `Block`. For products and an activation only."""
         config = self.config
         if not config.is_plain:
             return None
@@ -138,7 +138,7 @@ class MLP(Block):
         return fused_mlp_block(hidden, norm, layers, local(self.down_proj.weight), config.activation)
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """See `Block`. Where a gate's activation alone stands between its products."""
+        """See `Block`. For a gated MLP of products and an activation only."""
         config, joined = self.config, fused_weight(self.fused_projections()[0])
         if joined is None or not config.gated or not config.is_plain:
             return None

@@ -121,8 +121,8 @@ class MoEConfig(GatedConfig):
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
         """Eight experts with top_k=2, which together are as wide as the model's MLP."""
         mlp = next((each for each in others if isinstance(each, MLPConfig)), MLPConfig.default_for(hidden_size, others))
-        made = cls.made_as_in([mlp]) | {"intermediate_size": max(1, mlp.intermediate_size // 2)}
-        return cls(experts=8, top_k=2, **made)
+        fields = cls.gated_fields([mlp]) | {"intermediate_size": max(1, mlp.intermediate_size // 2)}
+        return cls(experts=8, top_k=2, **fields)
 
     def flops(self, hidden_size: int) -> float:
         """Router, the chosen experts and the shared expert."""
@@ -324,7 +324,7 @@ class MoE(Block):
             return choice
         given = given[:, : self.config.top_k].to(choice.dtype)
         known = (given >= 0).all(-1, keepdim=True)
-        if self.training and context.first_time(f"{self.name}.replay"):
+        if self.training and context.is_first_call(f"{self.name}.replay"):
             others = known & ~(given[:, :, None] == choice[:, None, :]).any(-1)
             self._replays.append(torch.stack((others.sum(), known.sum() * self.config.top_k)))
         return torch.where(known, given, choice)
@@ -353,7 +353,7 @@ class MoE(Block):
                     f"{self.name} counts its load in {self.load.dtype}, where counts and small steps of the bias are "
                     "lost; cast parameters alone, as load_model(dtype=...) does."
                 )
-            if self.moves_bias and self.training and context.first_time(f"{self.name}.load"):
+            if self.moves_bias and self.training and context.is_first_call(f"{self.name}.load"):
                 self.load += counts.sum(0)
         return counts
 
@@ -373,11 +373,11 @@ class MoE(Block):
             probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
             # A sum over tokens, like every loss.
             evenness = config.experts * weighted_sum(context.drop_padding(probability), share, context.sequence_index)
-            context.report(f"{self.name}.balance", context.mean_of_total(evenness))
+            context.report(f"{self.name}.balance", context.token_mean(evenness))
             weights = attach(weights, evenness * (config.balance_coefficient / batch_tokens))
         if config.z_coefficient:
             squares = context.drop_padding(logits.logsumexp(-1).square()).sum()
-            context.report(f"{self.name}.z", context.mean_of_total(squares))
+            context.report(f"{self.name}.z", context.token_mean(squares))
             weights = attach(weights, squares * (config.z_coefficient / batch_tokens))
         return weights
 
