@@ -1,7 +1,6 @@
-"""The `postlude` command: what it is asked for, and in which words. A user's mistake is one sentence and exit code 2.
+"""The `postlude` command and its options. A user's mistake is one sentence and exit code 2.
 
-Nothing here needs torch, so that help and mistakes are answered at once; a command's own file (`commands/`) imports
-what it needs when it is asked for.
+Nothing here imports torch, so that help and mistakes are shown at once. The files in `commands/` do.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import argparse
 import contextlib
 import difflib
 import gc
-import importlib
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 from postlude.checks import USER_ERRORS, error_message
 from postlude.error_output import print_error
@@ -39,52 +37,105 @@ Command = Callable[[argparse.Namespace], int | None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    gc.set_threshold(100_000, *gc.get_threshold()[1:])  # imports make much that stays; looking for garbage in it costs
+    """Runs one command and returns its exit code."""
+    gc.set_threshold(100_000, *gc.get_threshold()[1:])  # imports allocate much that stays, so fewer collections
     options = _parse(arguments)
     try:
-        with _interrupts_kept():
-            run = cast(Command, importlib.import_module(f"postlude.commands.{options.module}").run)
-            return run(options) or DONE
+        with _repeat_lost_interrupts():
+            return _command(options.module)(options) or DONE
     except USER_ERRORS as error:
-        return _told(options, error, MISTAKE)
+        return _fail(options, error, MISTAKE)
     except RunFailed as error:
-        return _told(options, error, FAILED)
+        return _fail(options, error, FAILED)
     except KeyboardInterrupt:
-        return _told(options, "SIGINT ended it.", 128 + signal.SIGINT)
+        return _fail(options, "SIGINT ended it.", 128 + signal.SIGINT)
     except RuntimeError as error:
-        from postlude.world.failure_report import RankError  # torch, which has been imported where a rank failed
+        from postlude.world.failure_report import RankError  # imports torch, as every command with ranks has done
 
         if isinstance(error, RankError):
-            return _told(options, error, MISTAKE if error.user_error else FAILED)
+            return _fail(options, error, MISTAKE if error.user_error else FAILED)
         raise
 
 
+def _command(name: str) -> Command:  # noqa: PLR0911 - one for each command
+    """Imports a command and returns its `run`."""
+    match name:
+        case "info":
+            from postlude.commands import info
+
+            return info.run
+        case "convert":
+            from postlude.commands import convert
+
+            return convert.run
+        case "logprobs":
+            from postlude.commands import logprobs
+
+            return logprobs.run
+        case "verify":
+            from postlude.commands import verify
+
+            return verify.run
+        case "generate":
+            from postlude.commands import generate
+
+            return generate.run
+        case "chat":
+            from postlude.commands import chat
+
+            return chat.run
+        case "serve":
+            from postlude.commands import serve
+
+            return serve.run
+        case "trace":
+            from postlude.commands import trace
+
+            return trace.run
+        case "plan":
+            from postlude.commands import plan
+
+            return plan.run
+        case "recipe":
+            from postlude.commands import recipe
+
+            return recipe.run
+        case "schema":
+            from postlude.commands import schema
+
+            return schema.run
+        case "report":
+            from postlude.commands import report
+
+            return report.run
+    raise AssertionError(name)
+
+
 @contextlib.contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """A ctrl-C that comes while an object is taken down is shown and forgotten by Python: here it comes again."""
+def _repeat_lost_interrupts() -> Iterator[None]:
+    """Repeats a Ctrl-C that Python prints and ignores because it came while an object was destroyed."""
     before = sys.unraisablehook
 
-    def again(unraised: sys.UnraisableHookArgs) -> None:
+    def hook(unraised: sys.UnraisableHookArgs) -> None:
         if isinstance(unraised.exc_value, KeyboardInterrupt):
-            threading.Timer(0.01, _thread.interrupt_main).start()  # by then the object is gone
+            threading.Timer(0.01, _thread.interrupt_main).start()  # after the object is destroyed
         else:
             before(unraised)
 
-    sys.unraisablehook = again
+    sys.unraisablehook = hook
     try:
         yield
     finally:
         sys.unraisablehook = before
 
 
-def _told(options: argparse.Namespace, words: Exception | str, code: int) -> int:
-    print_error(f"postlude {options.command}: {error_message(words)}")
+def _fail(options: argparse.Namespace, reason: Exception | str, code: int) -> int:
+    print_error(f"postlude {options.command}: {error_message(reason)}")
     return code
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a wrong word with one sentence. A recipe's describes its config when that is asked for: it is long."""
+    """Reports a wrong argument in one sentence. A recipe's config is described only for --help, because it is long."""
 
     recipe: Recipe | None = None
 
@@ -96,7 +147,7 @@ class _Parser(argparse.ArgumentParser):
         if self.recipe is not None:
             from postlude.recipes.config.load import describe
 
-            self.description = "Fields are set in CONFIG.yaml and by --field value, which beats it:\n\n"
+            self.description = "Fields are set in CONFIG.yaml, or by --field value, which overrides it:\n\n"
             self.description += describe(self.recipe.config)
         return super().format_help()
 
@@ -132,33 +183,29 @@ def _user_recipe(name: str) -> Recipe:
 
 
 def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Returns the parser and the names of its commands."""
+    """Returns the parser and the names of the commands."""
     parser = _Parser(prog="postlude", description="A PyTorch-native post-training core.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"postlude {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
-    command = commands.add_parser("info", help="pattern, parameters by block, memory by dtype", allow_abbrev=False)
+    command = commands.add_parser("info", help="show pattern, parameters by block, memory by dtype", allow_abbrev=False)
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     command.set_defaults(module="info", parser=command)
 
-    _add_convert(commands.add_parser("convert", help="write any source as a model directory", allow_abbrev=False))
+    _add_convert(
+        commands.add_parser("convert", help="convert any model source to a model directory", allow_abbrev=False)
+    )
 
-    _add_logprobs(commands.add_parser("logprobs", help="score a text token by token", allow_abbrev=False))
+    _add_logprobs(
+        commands.add_parser("logprobs", help="print the log-prob of every token of a text", allow_abbrev=False)
+    )
 
-    _add_verify(
-        commands.add_parser(
-            "verify", help="prove that a parallel layout computes what one rank computes", allow_abbrev=False
-        )
-    )
-    _add_generate(commands.add_parser("generate", help="answers of a model to prompts", allow_abbrev=False))
-    _add_chat(commands.add_parser("chat", help="talk with a model in the terminal", allow_abbrev=False))
-    _add_serve(
-        commands.add_parser("serve", help="answers of a model over HTTP: rollouts, OpenAI's API", allow_abbrev=False)
-    )
-    _add_trace(
-        commands.add_parser("trace", help="draw what every rank does when, from a real step", allow_abbrev=False)
-    )
-    _add_plan(commands.add_parser("plan", help="what a step in a layout takes, before it runs", allow_abbrev=False))
+    _add_verify(commands.add_parser("verify", help="prove that a parallel layout equals one rank", allow_abbrev=False))
+    _add_generate(commands.add_parser("generate", help="sample completions of prompts", allow_abbrev=False))
+    _add_chat(commands.add_parser("chat", help="chat with a model in the terminal", allow_abbrev=False))
+    _add_serve(commands.add_parser("serve", help="serve a model over HTTP: rollouts, OpenAI's API", allow_abbrev=False))
+    _add_trace(commands.add_parser("trace", help="draw a timeline of all ranks in a real step", allow_abbrev=False))
+    _add_plan(commands.add_parser("plan", help="estimate time and memory of a step in a layout", allow_abbrev=False))
 
     for name, recipe in recipes.items():
         command = commands.add_parser(
@@ -171,47 +218,53 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
         command.add_argument(
             "--dry-run",
             action="store_true",
-            help="check everything, print it and stop",
+            help="run the preflight only",
         )
         command.add_argument(
             "--resume-from",
             metavar="step-N",
-            help="go back to that checkpoint of the run; steps after it are done again",
+            help="resume from this checkpoint; later steps are repeated",
         )
         command.add_argument(
             "--from",
             dest="from_checkpoint",
             metavar="RUN/step-N",
-            help="begin with the weights of another run's checkpoint, in place of --model",
+            help="start from the weights of another run's checkpoint, instead of --model",
         )
         command.add_argument(
-            "--nproc", type=_count, help="ranks to start on this machine (default: as the layout needs)"
+            "--nproc", type=_count, help="ranks to start on this machine (default: those of the layout)"
         )
         command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
-        command.add_argument("--timeout", type=_above_zero, default=600.0, help="seconds to wait for a silent rank")
+        command.add_argument(
+            "--timeout", type=_above_zero, default=600.0, help="seconds to wait for a rank that does not respond"
+        )
         command.add_argument(
             "--ray",
             nargs="?",
             const="local",
             metavar="ADDRESS",
-            help="run on Ray: one that is started for this run, or the cluster at ADDRESS (auto: the one there is)",
+            help="run on Ray: started for this run, or the cluster at ADDRESS (auto: the running one)",
         )
         command.set_defaults(module="recipe", parser=command)
         command.recipe = recipe
 
-    command = commands.add_parser("schema", help="a recipe's config as JSON Schema, for editors", allow_abbrev=False)
+    command = commands.add_parser(
+        "schema", help="print a recipe's config as JSON Schema, for editors", allow_abbrev=False
+    )
     command.add_argument("recipe", metavar="RECIPE", choices=RECIPES, help=", ".join(RECIPES))
-    command.add_argument("--to", metavar="FILE", type=Path, help="where to (default: standard output)")
+    command.add_argument("--to", metavar="FILE", type=Path, help="output file (default: standard output)")
     command.set_defaults(module="schema", parser=command)
 
-    command = commands.add_parser("report", help="write a run's report, or compare several", allow_abbrev=False)
+    command = commands.add_parser("report", help="write the report of a run, or compare several", allow_abbrev=False)
     command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories")
-    command.add_argument("--to", metavar="FILE", type=Path, help="where to (default: report.html in the first one)")
+    command.add_argument(
+        "--to", metavar="FILE", type=Path, help="output file (default: report.html in the first run directory)"
+    )
     command.set_defaults(module="report", parser=command)
     return parser, list(commands.choices)
 
 
-# What an option takes. A mistake is said by argparse, with the option's name before it, and before torch is imported.
+# Types of options. argparse reports a mistake with the option's name, before torch is imported.
 
 
 def _above_zero(text: str) -> float:
@@ -255,7 +308,7 @@ def _add_overlap(command: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         choices=OVERLAPS,
-        help="hide exchanges with experts behind compute; or, in a pipeline, fill its bubble with weight gradients",
+        help="hide expert exchanges behind compute; or fill the pipeline bubble with weight gradients",
     )
 
 
@@ -263,33 +316,37 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
     chosen = command.add_mutually_exclusive_group(required=True)
     chosen.add_argument(
-        "--layout", action="append", type=_layout, metavar="pp=2,cp=2", help="a layout to compare; may be repeated"
+        "--layout", action="append", type=_layout, metavar="pp=2,cp=2", help="layout to compare; may be repeated"
     )
     chosen.add_argument("--grid", action="store_true", help="compare the standard set of layouts, up to 8 ranks")
     command.add_argument(
-        "--objective", action="append", choices=OBJECTIVES, help="what to minimise; may be repeated (default: grpo)"
+        "--objective", action="append", choices=OBJECTIVES, help="objective; may be repeated (default: grpo)"
     )
-    command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
+    command.add_argument(
+        "--recompute", choices=RECOMPUTE, default="none", help="activations to recompute in the backward"
+    )
     _add_overlap(command)
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
-    command.add_argument("--tolerance", type=_from_zero, help=f"relative to the largest value (default: {limits})")
+    command.add_argument(
+        "--tolerance", type=_from_zero, help=f"tolerance relative to the largest value (default: {limits})"
+    )
     command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
     command.add_argument(
         "--backend",
         choices=("gloo", "nccl"),
-        help="how ranks communicate (default: nccl with a GPU for each, else gloo); nccl lets ranks share a GPU",
+        help="communication backend (default: nccl with a GPU for each rank, else gloo)",
     )
-    command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
+    command.add_argument("--seed", type=int, default=0, help="random seed")
     command.add_argument(
-        "--timeout", type=_above_zero, default=600.0, help="seconds after which a silent rank is given up"
+        "--timeout", type=_above_zero, default=600.0, help="seconds to wait for a rank that does not respond"
     )
     command.set_defaults(module="verify", parser=command)
 
 
 def _add_logprobs(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    command.add_argument("--text", required=True, help="the text to score; - reads standard input")
+    command.add_argument("--text", required=True, help="text to score; - reads standard input")
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
     command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
     command.set_defaults(module="logprobs", parser=command)
@@ -297,14 +354,10 @@ def _add_logprobs(command: argparse.ArgumentParser) -> None:
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
     _add_sampling(command)
-    command.add_argument(
-        "--prompt", action="append", help="what to answer; may be repeated (default, and -: standard input)"
-    )
-    command.add_argument("--n", type=_count, default=1, help="answers to each prompt (default: 1)")
-    command.add_argument(
-        "--plain", action="store_true", help="go on from the prompt as it is, without the model's chat template"
-    )
-    command.add_argument("--json", action="store_true", help="a JSON object a line for each answer, with its tokens")
+    command.add_argument("--prompt", action="append", help="prompt; may be repeated (default, and -: standard input)")
+    command.add_argument("--n", type=_count, default=1, help="completions of each prompt (default: 1)")
+    command.add_argument("--plain", action="store_true", help="send the prompt as it is, without the chat template")
+    command.add_argument("--json", action="store_true", help="print one JSON object a completion, with its tokens")
     command.set_defaults(module="generate", parser=command)
 
 
@@ -315,20 +368,28 @@ def _add_chat(command: argparse.ArgumentParser) -> None:
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    command.add_argument("--system", help="a system message before the first of the user's")
-    command.add_argument("--max-new-tokens", type=_count, default=512, help="the most of an answer (default: 512)")
-    command.add_argument("--temperature", type=_from_zero, default=1.0, help="0: the likeliest token (default: 1)")
-    command.add_argument("--top-k", type=int, default=0, help="draw from the likeliest k tokens (default: all)")
-    command.add_argument("--top-p", type=_above_zero, default=1.0, help="draw from the fewest of this probability")
+    command.add_argument("--system", help="system message")
     command.add_argument(
-        "--min-p", type=_from_zero, default=0.0, help="draw from those this share as likely as the best"
+        "--max-new-tokens", type=_count, default=512, help="maximum tokens of a completion (default: 512)"
     )
-    command.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
-    command.add_argument("--seed", type=int, help="of the draws (default: another each time)")
+    command.add_argument(
+        "--temperature", type=_from_zero, default=1.0, help="sampling temperature; 0 is greedy (default: 1)"
+    )
+    command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
+    command.add_argument(
+        "--top-p", type=_above_zero, default=1.0, help="sample from the smallest set with this probability"
+    )
+    command.add_argument(
+        "--min-p", type=_from_zero, default=0.0, help="sample from tokens with this fraction of the top probability"
+    )
+    command.add_argument(
+        "--stop", action="append", metavar="TEXT", help="string that ends a completion; may be repeated"
+    )
+    command.add_argument("--seed", type=int, help="random seed (default: a new one each time)")
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
     command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
-    command.add_argument("--threads", type=_count, help="threads to compute with on a CPU (default: all cores)")
-    command.add_argument("--max-batch-tokens", type=_count, help="tokens that the cache has room for (default: 65536)")
+    command.add_argument("--threads", type=_count, help="CPU threads (default: all cores)")
+    command.add_argument("--max-batch-tokens", type=_count, help="tokens in the KV cache (default: 65536)")
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
@@ -338,17 +399,17 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--api-key",
         metavar="KEY",
-        help="key that requests must send as `Authorization: Bearer KEY`; needed if other machines can connect. Better "
-        "set POSTLUDE_API_KEY: a process list shows the command line",
+        help="key that requests must send as `Authorization: Bearer KEY`; needed if other machines can connect. Prefer "
+        "the variable POSTLUDE_API_KEY: process lists show command lines",
     )
     command.add_argument("--name", help="name of the model (default: MODEL)")
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
     command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
-    command.add_argument("--threads", type=_count, help="threads to compute with on a CPU (default: all cores)")
-    command.add_argument("--max-sequences", type=_count, help="most completions at once (default: 256)")
-    command.add_argument("--max-batch-tokens", type=_count, help="tokens that the cache has room for (default: 65536)")
+    command.add_argument("--threads", type=_count, help="CPU threads (default: all cores)")
+    command.add_argument("--max-sequences", type=_count, help="maximum completions at a time (default: 256)")
+    command.add_argument("--max-batch-tokens", type=_count, help="tokens in the KV cache (default: 65536)")
     command.add_argument(
-        "--max-prefill-tokens", type=_count, help="tokens of new prompts that join a step (default: 8192)"
+        "--max-prefill-tokens", type=_count, help="maximum prompt tokens of a prefill step (default: 8192)"
     )
     command.add_argument("--empty", action="store_true", help="start without weights; POST /weights loads them")
     command.set_defaults(module="serve", parser=command)
@@ -357,29 +418,35 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
     command.add_argument(
-        "--layout", default="", type=_layout, metavar="dp_shard=2,ep=2", help="how to divide it (default: one rank)"
+        "--layout", default="", type=_layout, metavar="dp_shard=2,ep=2", help="parallel layout (default: one rank)"
     )
     _add_overlap(command)
-    command.add_argument("--plain", action="store_true", help="with --overlap: draw a step without it, too")
-    command.add_argument("--microbatches", type=_count, help="of each data-parallel rank (default: 2·pp, at least 4)")
-    command.add_argument("--tokens", type=int, default=512, help="of a microbatch (default: 512)")
-    command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
+    command.add_argument("--plain", action="store_true", help="with --overlap: also draw a step without it")
+    command.add_argument(
+        "--microbatches", type=_count, help="microbatches of each data-parallel rank (default: 2·pp, at least 4)"
+    )
+    command.add_argument("--tokens", type=int, default=512, help="tokens of a microbatch (default: 512)")
+    command.add_argument(
+        "--recompute", choices=RECOMPUTE, default="none", help="activations to recompute in the backward"
+    )
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32, on a GPU bfloat16)")
     command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
-    command.add_argument("--seed", type=int, default=0, help="of the batch and of fresh weights")
-    command.add_argument("--nproc", type=_count, help="ranks to start on this machine (default: as the layout needs)")
+    command.add_argument("--seed", type=int, default=0, help="random seed")
+    command.add_argument("--nproc", type=_count, help="ranks to start on this machine (default: those of the layout)")
     command.add_argument(
-        "--timeout", type=_above_zero, default=600.0, help="seconds after which a silent rank is given up"
+        "--timeout", type=_above_zero, default=600.0, help="seconds to wait for a rank that does not respond"
     )
-    command.add_argument("--to", metavar="DIR", type=Path, required=True, help="where timeline.svg and trace.json go")
+    command.add_argument(
+        "--to", metavar="DIR", type=Path, required=True, help="output directory of timeline.svg and trace.json"
+    )
     command.set_defaults(module="trace", parser=command)
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json alone")
-    command.add_argument("--layout", metavar="pp=2,ep=8", help="degrees of parallelism (default: data-parallel alone)")
+    command.add_argument("--layout", metavar="pp=2,ep=8", help="parallel layout (default: data-parallel only)")
     command.add_argument(
-        "--gpus", type=_count, help="GPUs in all (default: as the layout needs); dp_shard takes the rest"
+        "--gpus", type=_count, help="number of GPUs (default: those of the layout); dp_shard takes the rest"
     )
     command.add_argument("--seq", type=_count, required=True, help="tokens of a sequence")
     command.add_argument("--budget", type=_count, help="tokens of a microbatch (default: one sequence)")
@@ -387,13 +454,15 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         "--batch-tokens", type=_count, help="tokens of a step (default: 4 microbatches a pipeline rank)"
     )
     _add_overlap(command)
-    command.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute activations")
-    command.add_argument("--mtp", type=int, default=0, metavar="DEPTHS", help="train so many tokens further ahead")
+    command.add_argument(
+        "--recompute", choices=RECOMPUTE, default="none", help="activations to recompute in the backward"
+    )
+    command.add_argument("--mtp", type=int, default=0, metavar="DEPTHS", help="multi-token-prediction depths to train")
     command.add_argument(
         "--gpu",
         default="h100",
         metavar="NAME",
-        help=f"{', '.join(HARDWARE)}, or a .json of numbers (default: h100)",
+        help=f"{', '.join(HARDWARE)}, or a .json file (default: h100)",
     )
     command.add_argument("--search", action="store_true", help="propose the best layouts of --gpus that fit")
     command.set_defaults(module="plan", parser=command)
@@ -406,14 +475,12 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--pattern",
         metavar="'[*-]{4}'",
-        help="give the model another pattern; blocks that are the same at the same place keep their weights, "
-        "and a model that no Hugging Face family describes is written as Postlude's own (docs/models.md)",
+        help="another pattern; equal blocks at the same place keep their weights, "
+        "and a model without a Hugging Face family is written in Postlude's own format (docs/models.md)",
     )
-    command.add_argument(
-        "--mtp", action="store_true", help="keep the multi-token-prediction depths that the source's files hold"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of weights that are fresh")
-    command.add_argument("--overwrite", action="store_true", help="replace a model that is in DST already")
+    command.add_argument("--mtp", action="store_true", help="keep the source's multi-token-prediction depths")
+    command.add_argument("--seed", type=int, default=0, help="random seed of new weights")
+    command.add_argument("--overwrite", action="store_true", help="replace a model in DST")
     command.set_defaults(module="convert", parser=command)
 
 

@@ -1,4 +1,4 @@
-"""A recipe: read its config, start its ranks, say where its report is."""
+"""`postlude grpo` and the other recipes: read the config, run the preflight, start the ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from postlude.recipes.run.lock import wait_for
 from postlude.recipes.run.outcome import DONE
 from postlude.recipes.run.start_mode import StartMode, find_checkpoint, parse_step
 
-LEAVING = 10.0  # seconds that ranks of an earlier driver have to let go of a run's directory
+RELEASE_SECONDS = 10.0  # for ranks of an earlier Ray driver to release the run directory
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run a recipe, or continue it where it stopped."""
-    chosen: Recipe = options.parser.recipe
-    config = _config(options, chosen)
+    """Runs or resumes a recipe."""
+    recipe: Recipe = options.parser.recipe
+    config = _config(options, recipe)
     start_mode = StartMode(
         None if options.resume_from is None else parse_step(options.resume_from), options.resume_command
     )
@@ -29,8 +29,8 @@ def run(options: argparse.Namespace) -> int:
         check_ray()
         if "RANK" in os.environ:
             raise ValueError("--ray starts ranks by itself, but this process is a rank already. Leave out torchrun.")
-        wait_for(config.run, LEAVING)  # ranks of a driver that was killed end when Ray has noticed
-    # Slow ones, torch above all: a mistake in the config is named before them.
+        wait_for(config.run, RELEASE_SECONDS)  # ranks of a killed driver end when Ray notices
+    # torch is slow to import: mistakes in the config are reported before it.
     from rich.console import Console
 
     from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight, print_findings
@@ -40,39 +40,39 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or default_device()
     needed = getattr(config, "layout", Layout()).world_size
     size = needed if options.nproc is None else options.nproc
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine speaks for its neighbours
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine checks for all
         here = options.ray in (None, LOCAL)
-        start = LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size)), here, options.ray is not None)
-        inputs = PreflightInputs(config, start)
-        found, console = preflight(chosen.checks(inputs)), Console()
+        launch = LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size)), here, options.ray is not None)
+        inputs = PreflightInputs(config, launch)
+        lines, console = preflight(recipe.checks(inputs)), Console()
         if options.dry_run:
             console.print(to_yaml(config, masked=True), markup=False, highlight=False, soft_wrap=True)
-            print_findings(inputs, found, console)
+            print_findings(inputs, lines, console)
         else:
-            if "mtp" in found:  # what is fresh is nothing that a run should begin with unseen
-                console.print(f"mtp: {found['mtp']}", markup=False, highlight=False, soft_wrap=True)
+            if "mtp" in lines:  # a run should not add new layers silently
+                console.print(f"mtp: {lines['mtp']}", markup=False, highlight=False, soft_wrap=True)
             for write in inputs.on_success:
                 write()
     if options.dry_run:
         return DONE
     if options.ray is None:
         outcome = run_on_ranks(
-            chosen.run, config, device, start_mode, nproc=size, timeout=options.timeout, device=device
+            recipe.run, config, device, start_mode, nproc=size, timeout=options.timeout, device=device
         )
     else:
         from postlude.cluster.driver import RayJob, run_on_ray
 
-        outcome = run_on_ray(RayJob(chosen, config, device, start_mode, size, options.timeout), options.ray)
+        outcome = run_on_ray(RayJob(recipe, config, device, start_mode, size, options.timeout), options.ray)
     if outcome.message:
         print_error(f"postlude {options.command}: {outcome.message}")
     return outcome.exit_code
 
 
-def _config(options: argparse.Namespace, chosen: Recipe) -> Any:
-    """The config of the file and the words beside it. Where all fields have defaults, no word at all is a slip."""
+def _config(options: argparse.Namespace, recipe: Recipe) -> Any:
+    """Returns the config. All fields may have defaults, but a command without any argument is a mistake."""
     overrides = [part for part in options.overrides if part != "--"]
     if options.from_checkpoint is not None:
         overrides += ["--model", str(find_checkpoint(options.from_checkpoint))]
     if options.config is None and not overrides and not options.dry_run:
         raise ValueError("give a CONFIG.yaml, or fields such as --model; --dry-run alone shows what all of them are.")
-    return chosen.read(options.config, overrides)
+    return recipe.read(options.config, overrides)

@@ -1,4 +1,4 @@
-"""The loops a user runs, and the typed config each of them reads: start at `trainer.py`; from Python, at `start.py`."""
+"""The recipes: training loops and their typed configs. Read `trainer.py` first, then `grpo.py`."""
 
 import sys
 from types import ModuleType
@@ -10,7 +10,7 @@ __all__ = ["RunResult", "distill", "dpo", "evaluate", "grpo", "sft"]
 
 
 class _Package(ModuleType):
-    """Keeps `grpo` and its like functions: importing the file of that name later would put its module in the place."""
+    """Keeps `grpo` and the others functions: importing the module of that name would otherwise replace them."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in __all__ and isinstance(value, ModuleType)):

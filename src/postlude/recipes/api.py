@@ -1,9 +1,9 @@
-"""A recipe started from Python: the same checks, ranks and run directory as the command of that name.
+"""Recipes called from Python: the same checks, ranks and run directory as the commands.
 
     from postlude.recipes import grpo
     result = grpo("my.yaml", steps=100, optimizer={"lr": 1e-5})
 
-Nothing here needs torch before a recipe is called.
+torch is imported when a recipe is called.
 """
 
 from __future__ import annotations
@@ -22,53 +22,53 @@ if TYPE_CHECKING:
     from postlude.recipes.report.summary import RunSummary
 
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | None
-"""A YAML file, or what stands in one; None takes defaults and keywords alone."""
+"""A YAML file, or its contents as a mapping; None takes defaults and keywords only."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a recipe that was started from Python gives back."""
+    """The result of a recipe that was called from Python."""
 
     run: Path
-    """The run's directory."""
+    """The run directory."""
     outcome: RunOutcome
-    """How it ended: `outcome` is "finished", "interrupted" or "failed", and then `sentence` says why."""
+    """How it ended: `status` is "finished", "interrupted" or "failed", and `message` says why."""
     summary: RunSummary
-    """What is told at the end of a run: scores before and after, failures, time by phase."""
+    """The printed summary: scores before and after, failures, time by phase."""
     metrics: list[dict[str, Any]]
     """The lines of metrics.jsonl, one a step."""
     model: Path | None
-    """The exported model; None where none was exported."""
+    """The exported model, or None."""
 
 
 def sft(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
-    """Learn the answers in a dataset, as `postlude sft` does; see `start`."""
+    """Trains on the completions of a dataset, as `postlude sft` does; see `start`."""
     return start("sft", config, settings, device=device, nproc=nproc)
 
 
 def dpo(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
-    """Learn from pairs of answers, as `postlude dpo` does; see `start`."""
+    """Trains on pairs of completions, as `postlude dpo` does; see `start`."""
     return start("dpo", config, settings, device=device, nproc=nproc)
 
 
 def grpo(
     config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any
 ) -> RunResult:
-    """Train on rewards, as `postlude grpo` does; see `start`."""
+    """Trains on rewards, as `postlude grpo` does; see `start`."""
     return start("grpo", config, settings, device=device, nproc=nproc)
 
 
 def distill(
     config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any
 ) -> RunResult:
-    """Take on a teacher's distribution, as `postlude distill` does; see `start`."""
+    """Trains on a teacher's distribution, as `postlude distill` does; see `start`."""
     return start("distill", config, settings, device=device, nproc=nproc)
 
 
 def evaluate(
     config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any
 ) -> RunResult:
-    """Answer tasks and score the answers, as `postlude eval` does; see `start`."""
+    """Samples completions of tasks and scores them, as `postlude eval` does; see `start`."""
     return start("eval", config, settings, device=device, nproc=nproc)
 
 
@@ -80,17 +80,17 @@ def start(
     device: str | None = None,
     nproc: int | None = None,
 ) -> RunResult:
-    """Check a config, run or continue it, and return what came of it.
+    """Checks a config, runs or resumes it, and returns the result.
 
-    `settings` are the config's fields, sections as mappings: `optimizer={"lr": 1e-5}` sets that key alone. They stand
-    over `config`. A mistake is raised as a ValueError, TypeError or OSError before anything is touched; a run that
-    began and ended badly is returned, with its reason. With several ranks, which are new processes, the calling script
-    needs `if __name__ == "__main__":`, as for multiprocessing.
+    `settings` are fields of the config, with sections as mappings: `optimizer={"lr": 1e-5}` sets only that key. They
+    override `config`. A mistake raises ValueError, TypeError or OSError before anything is touched. A run that started
+    and failed is returned, with its reason. Several ranks are new processes: as for multiprocessing, the calling
+    script then needs `if __name__ == "__main__":`.
     """
     chosen = RECIPES[recipe]
     file = None if config is None or isinstance(config, Mapping) else Path(config)
     layers = [config, settings] if isinstance(config, Mapping) else [settings]
-    made = chosen.read(file, settings=layers)
+    run_config = chosen.read(file, settings=layers)
 
     from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
     from postlude.recipes.report.summary import read_summary
@@ -99,12 +99,12 @@ def start(
     from postlude.world.launcher import run_on_ranks
 
     device = device or default_device()
-    size = getattr(made, "layout", Layout()).world_size if nproc is None else nproc
+    size = getattr(run_config, "layout", Layout()).world_size if nproc is None else nproc
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        inputs = PreflightInputs(made, LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size))))
+        inputs = PreflightInputs(run_config, LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size))))
         preflight(chosen.checks(inputs))
         for write in inputs.on_success:
             write()
-    outcome = run_on_ranks(chosen.run, made, device, nproc=size, device=device)
-    summary = read_summary(made.run)
-    return RunResult(made.run, outcome, summary, read_metrics(made.run), summary.model)
+    outcome = run_on_ranks(chosen.run, run_config, device, nproc=size, device=device)
+    summary = read_summary(run_config.run)
+    return RunResult(run_config.run, outcome, summary, read_metrics(run_config.run), summary.model)

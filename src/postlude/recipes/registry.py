@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.start_mode import CHECKPOINTS, MODEL, RESUME_NEWEST, STEP, StartMode
@@ -19,28 +17,27 @@ if TYPE_CHECKING:
     from postlude.recipes.checks.preflight import Check, PreflightInputs
     from postlude.recipes.run.runtime import Runtime
 
+RecipeCode: TypeAlias = "tuple[Callable[[PreflightInputs], list[Check]], Callable[..., RunOutcome]]"
+"""A recipe's `checks(inputs)` and `run(config, device, start_mode, runtime)`."""
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """A config, and the file beside this one that has `checks(inputs)` and `run(config, device, start_mode, runtime)`.
-
-    That file is imported when it is needed, and torch with it.
-    """
+    """A recipe. Its code is imported, and torch with it, when `checks` or `run` is called."""
 
     command: str
-    settings: str
-    module: str
     help: str
+    code: Callable[[], RecipeCode]
+
+    def checks(self, inputs: PreflightInputs) -> list[Check]:
+        """Returns the preflight checks, which run in the process of the command."""
+        return self.code()[0](inputs)
 
     def run(
         self, config: Any, device: str, start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None
     ) -> RunOutcome:
-        """Run it on every rank. `where` is this machine, if nothing else is said."""
-        return cast(RunOutcome, self._file.run(config, device, start_mode, *([] if runtime is None else [runtime])))
-
-    def checks(self, inputs: PreflightInputs) -> list[Check]:
-        """What must hold before it is run: looked at in the command's own process."""
-        return cast("list[Check]", self._file.checks(inputs))
+        """Runs the recipe. Every rank calls it."""
+        return self.code()[1](config, device, start_mode, *([] if runtime is None else [runtime]))
 
     def read(
         self,
@@ -48,21 +45,20 @@ class Recipe:
         overrides: Sequence[str] = (),
         settings: Sequence[Mapping[str, Any]] = (),
     ) -> Any:
-        """Its config, of a YAML file and what stands over it (see `load`), with the run's directory named."""
+        """Returns the config of a YAML file and its overrides (see `load`), with {name} in `run` replaced."""
         from postlude.recipes.config.load import load
 
         config = load(self.config, file, overrides, settings)
-        name = _name(config.model, self.command) if file is None else file.stem
+        name = _run_name(config.model, self.command) if file is None else file.stem
         return config.model_copy(update={"run": Path(str(config.run).replace("{name}", name))})
 
     @property
     def config(self) -> Any:
-        """The class of its config."""
-        return getattr(importlib.import_module("postlude.recipes.config.recipe_configs"), self.settings)
+        """The class of the config."""
+        from postlude.recipes.config import recipe_configs as configs
 
-    @property
-    def _file(self) -> ModuleType:
-        return importlib.import_module(f"postlude.recipes.{self.module}")
+        classes = {"sft": configs.SFTConfig, "dpo": configs.DPOConfig, "grpo": configs.GRPOConfig}
+        return (classes | {"distill": configs.DistillConfig, "eval": configs.EvalConfig})[self.command]
 
 
 class UserRecipe(Recipe):
@@ -71,7 +67,7 @@ class UserRecipe(Recipe):
     @classmethod
     def load(cls, command: str) -> UserRecipe:
         """Runs the file and returns the recipe."""
-        recipe = cls(command, "", "", f"the recipe {command}")
+        recipe = cls(command, f"the recipe {command}", _user_code)
         recipe.trainer.checks, recipe.trainer.Config  # noqa: B018  # each must exist before a run is started
         return recipe
 
@@ -102,17 +98,54 @@ class UserRecipe(Recipe):
         return self.trainer.Config
 
 
-def _name(model: str, command: str) -> str:
-    """What a run without a config file is called: the recipe's name and the model's, or that of the model's run."""
+def _run_name(model: str, command: str) -> str:
+    """Returns the name of a run without a config file: the recipe's name and the model's, or its run's."""
     names = [part for part in Path(model).parts if part not in (MODEL, CHECKPOINTS, os.sep, "..")]
     kept = names[-2:] if names and STEP.fullmatch(names[-1]) else names[-1:]
     return "-".join([command.rpartition(":")[2], *kept])
 
 
+def _sft() -> RecipeCode:
+    from postlude.recipes.sft import checks, run
+
+    return checks, run
+
+
+def _dpo() -> RecipeCode:
+    from postlude.recipes.dpo import checks, run
+
+    return checks, run
+
+
+def _grpo() -> RecipeCode:
+    from postlude.recipes.grpo import checks, run
+
+    return checks, run
+
+
+def _distill() -> RecipeCode:
+    from postlude.recipes.distill import checks, run
+
+    return checks, run
+
+
+def _evaluation() -> RecipeCode:
+    from postlude.recipes.evaluation import checks, run
+
+    return checks, run
+
+
+def _user_code() -> RecipeCode:
+    raise AssertionError("a UserRecipe has its own checks and run")
+
+
 RECIPES = {
-    "sft": Recipe("sft", "SFTConfig", "sft", "learn the answers in a dataset"),
-    "dpo": Recipe("dpo", "DPOConfig", "dpo", "learn from pairs of answers, one preferred: DPO, IPO, SimPO"),
-    "grpo": Recipe("grpo", "GRPOConfig", "grpo", "train on rewards: learn from the better of sampled answers"),
-    "distill": Recipe("distill", "DistillConfig", "distill", "take on a teacher's distribution"),
-    "eval": Recipe("eval", "EvalConfig", "evaluation", "answer tasks and score the answers"),
+    recipe.command: recipe
+    for recipe in (
+        Recipe("sft", "train on the completions of a dataset", _sft),
+        Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO", _dpo),
+        Recipe("grpo", "train on rewards of sampled completions", _grpo),
+        Recipe("distill", "train on a teacher's distribution", _distill),
+        Recipe("eval", "sample completions of tasks and score them", _evaluation),
+    )
 }
