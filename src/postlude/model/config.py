@@ -1,4 +1,4 @@
-"""ModelConfig: a pattern of blocks, one small config a block, and the sizes they share."""
+"""ModelConfig: a pattern of blocks, one config per block symbol, and the sizes they share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RATE = "selection_bias_rate"
 class ModelConfig:
     """Everything that decides a model's function and its parameters' names and shapes.
 
-    `blocks` holds one config for each symbol of the pattern. A norm multiplies by `norm_offset` + its weight, where the
-    offset is 1 if weights are stored around zero. `family` names the Hugging Face family the model is exported as; a
-    model without one is written as Postlude's own. `hf_config` keeps all that the config.json it was read from said,
-    token ids and lengths included; a model that was given another pattern keeps it, too.
+    `blocks` holds one config for each symbol of the pattern. A norm multiplies by `norm_offset` + its weight; the
+    offset is 1 if weights are stored around zero. `family` names the Hugging Face family for export; a model without
+    one is written in Postlude's own format. `hf_config` keeps the whole config.json that the model was read from, token
+    ids and lengths included; a recast model keeps it too.
     """
 
     pattern: Pattern
@@ -30,12 +30,12 @@ class ModelConfig:
     blocks: Mapping[str, BlockConfig]
     tied_head: bool = False
     mtp_repeated: bool = False
-    """Whether every multi-token-prediction depth uses the parameters of the first."""
+    """Whether every MTP depth uses the parameters of the first."""
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     embedding_scale_rounded: bool = False
-    """Whether the scale is rounded to the dtype of the embedding, as Gemma's was in training."""
+    """Whether the scale is rounded to the embedding's dtype, as in Gemma."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     initializer_range: float = 0.02
@@ -55,27 +55,24 @@ class ModelConfig:
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """The kinds of blocks it is made of, those of multi-token prediction included."""
+        """The block symbols it uses, MTP included."""
         return self.pattern.kinds
 
     @property
     def mtp_module_count(self) -> int:
-        """How many multi-token-prediction depths have parameters of their own."""
+        """How many MTP depths have their own parameters."""
         depths = len(self.pattern.mtp)
         return min(1, depths) if self.mtp_repeated else depths
 
     @property
     def shared(self) -> frozenset[str]:
-        """The parameters that both ends of a pipeline hold: the first owns them, and gradients are sums over both."""
+        """Parameters that the first and the last stage hold. The first owns them; gradients are summed over both."""
         at_both_ends = self.tied_head or self.pattern.mtp
         return frozenset(("embedding.weight",)) if at_both_ends else frozenset()
 
     @property
     def routers(self) -> dict[str, tuple[int, int]]:
-        """Each block of the trunk that chooses experts, by name and in order: how many for a token, of how many.
-
-        This is the order of routers in `Microbatch.routing`.
-        """
+        """(top_k, experts) of each router of the trunk, by block name, in the order of `Microbatch.routing`."""
         layers = map(self.pattern.layer, range(len(self.pattern)))
         choices = {
             f"layers.{layer.index}.{name}": self.blocks[symbol].router_shape
@@ -85,7 +82,7 @@ class ModelConfig:
         return {name: choice for name, choice in choices.items() if choice[0]}
 
     def with_selection_bias_rate(self, rate: float) -> ModelConfig:
-        """The same model, whose routers' selection biases move by `rate` after each optimizer step."""
+        """Returns the config with routers whose selection biases move by `rate` after each optimizer step."""
         changed: dict[str, Any] = {RATE: rate}
         biased = {
             symbol: replace(block, **changed)
@@ -99,13 +96,13 @@ class ModelConfig:
         return replace(self, blocks={**self.blocks, **biased})
 
     def check_layout(self, layout: Layout) -> None:
-        """Refuse a layout that cannot divide this model, in a sentence with the nearest that can."""
+        """Raises ValueError for a layout that cannot divide this model, with the nearest that can."""
         self.stage_layers(Stage(0, layout.stages))
         for symbol in self.symbols:
             self.blocks[symbol].check_layout(layout, self.pattern.symbols[symbol])
 
     def stage_layers(self, stage: Stage) -> range:
-        """Logical layers of one pipeline stage: where the pattern is cut, else balanced by cost."""
+        """Returns the logical layers of one pipeline stage: as the pattern is cut, else balanced by cost."""
         if stage.count not in self._stages:
             self._stages[stage.count] = self._divided(stage.count)
         return self._stages[stage.count][stage.index]

@@ -1,9 +1,9 @@
-"""A ModelConfig as plain JSON values, and back. Reading is strict: what it does not know or expect is a sentence.
+"""A ModelConfig as plain JSON values, and back. Reading is strict: unknown names and wrong types are errors.
 
     {"pattern": "[M-][*-]", "hidden_size": 64, "vocab_size": 264, "blocks": {"*": {"heads": 4, …}, …}, …}
 
-Every field is written, defaults too, so that a model stays what it was where a default changes. A number that JSON has
-no word for is text: "inf". `symbols` names the blocks that are none of the built-in ones.
+Every field is written, defaults too, so that a model does not change when a default does. Infinity is written as "inf".
+`symbols` names the blocks that are not built in.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SIMPLE: Mapping[Any, tuple[Any, str]] = {
 
 
 def config_to_json(config: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS) -> dict[str, Any]:
-    """The config as JSON values, all but its family and what that family's config.json said.
+    """Returns the config as JSON values, without its family and hf_config.
 
-    One that could not be read back as it is, such as a block's config with a field of no JSON type, is refused.
+    Raises ValueError for one that would not be read back unchanged, such as a block config with a non-JSON field.
     """
     written = {field.name: getattr(config, field.name) for field in _given(ModelConfig) if field.name not in LEFT_OUT}
     written |= {"pattern": str(config.pattern), "blocks": {each: config.blocks[each] for each in config.symbols}}
@@ -44,7 +44,7 @@ def config_to_json(config: ModelConfig, blocks: Mapping[str, type[Block]] = BLOC
 
 
 def config_from_json(data: Any, blocks: Mapping[str, type[Block]] = BLOCKS) -> ModelConfig:
-    """The config that `config_to_json` made this of; `blocks` is the table of blocks, with your own added."""
+    """Returns the config that `config_to_json` wrote. `blocks` is the table of blocks, including your own."""
     data = dict(_object("the config", data))
     symbols = {**SYMBOLS, **_read("symbols", dict[str, str], data.pop("symbols", {}))}
     known = [field for field in _given(ModelConfig) if field.name not in LEFT_OUT]
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(name: str, kind: Any, value: Any) -> Any:
-    """The value of a field of this type, or a sentence."""
+    """Returns the value of a field of this type; raises ValueError if it is none."""
     origin, parts = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return _read_dataclass(name, kind, value)
@@ -113,7 +113,7 @@ def _read_simple(name: str, kind: Any, value: Any) -> Any:
 
 
 def _read_any(name: str, kinds: tuple[Any, ...], value: Any) -> Any:
-    """Of the first type that takes it; what the last one says otherwise."""
+    """Returns the value read by the first type that accepts it; else raises the last one's error."""
     if value is None and NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not NoneType)

@@ -1,4 +1,4 @@
-"""LanguageModel: embedding, stack, final norm and head of one pipeline stage, and the forward that ends in the seam."""
+"""LanguageModel: embedding, stack, final norm and head of one pipeline stage, and its forward."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class LanguageModel(FSDPUnit):
 
     def _make(self, blocks: Mapping[str, type[Block]], value_head: bool) -> None:
         config, tp = self.config, self.mesh.tp
-        # A tied head and multi-token prediction need the embedding where the head is; both stages then hold it.
+        # A tied head and MTP need the embedding on the last stage; then both stages hold it.
         if self.stage.first or (self.stage.last and config.shared):
             self.embedding = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         self.layers = HybridStack(config, self.stage, self.mesh, blocks)
@@ -113,7 +113,7 @@ class LanguageModel(FSDPUnit):
 
     @property
     def layout(self) -> Layout:
-        """How the work is divided."""
+        """The parallel layout."""
         return self.mesh.layout
 
     @property
@@ -123,13 +123,13 @@ class LanguageModel(FSDPUnit):
 
     @property
     def logical_layers(self) -> tuple[LogicalLayer, ...]:
-        """The layers of this stage, in order, those of multi-token prediction included."""
+        """The layers of this stage in order, MTP layers included."""
         ahead = self.mtp.layers if self.has_mtp else ()
         return (*(cast(LogicalLayer, layer) for layer in self.layers.values()), *ahead)
 
     @property
     def has_mtp(self) -> bool:
-        """Whether this stage holds multi-token-prediction depths."""
+        """Whether this stage has MTP depths."""
         return self.stage.last and bool(self.config.pattern.mtp)
 
     def forward(
@@ -169,7 +169,7 @@ class LanguageModel(FSDPUnit):
         output_processor_context: Any = None,
         recorder: Recorder = NO_RECORDER,
     ) -> SchedulePlan:
-        """The same, not yet run, in pieces that can be interleaved with another microbatch's.
+        """Returns the same forward as a plan, in segments that can be interleaved with another microbatch's.
 
         With data parallelism, whole weights must be there while it runs: its steps are not run by calling a layer.
         Multi-token-prediction depths are among them if the processor says in its `mtp_options` that it asks for them.
@@ -184,7 +184,7 @@ class LanguageModel(FSDPUnit):
         def leave(hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
             return {OUTPUT: hidden}
 
-        # What is used at both ends is read at both, so that its gradient is one sum, as in a forward at once.
+        # What first and last step both use is read by both, so that its gradient is one sum, as in a plain forward.
         inside = [each for layer in self.layers.values() for each in cast(LogicalLayer, layer).planned(context)]
         last = (
             self._planned_end(processor, given, context)
@@ -194,11 +194,11 @@ class LanguageModel(FSDPUnit):
         return SchedulePlan(
             [PlannedStep(compute("enter", enter, once=True), context, name="enter", completes=(self,)), *inside, *last],
             context,
-            deferred_wgrad=not (self.has_mtp and self.mtp.repeated),  # a weight that is used twice has one gradient
+            deferred_wgrad=not (self.has_mtp and self.mtp.repeated),  # weights that are used twice get one gradient
         )
 
     def _planned_end(self, processor: OutputProcessor, given: Any, context: ForwardContext) -> list[PlannedStep]:
-        """A plan's steps from the last layer to what the processor returns, with depths that it says it asks for."""
+        """Returns a plan's steps from the last layer to the processor's result, with the MTP depths it declares."""
         mtp_options: MTPOptions | None = getattr(processor, "mtp_options", None)
         depths: list[PlannedStep] = []
         reads: tuple[str, ...] = output_names(0)
@@ -242,7 +242,7 @@ class LanguageModel(FSDPUnit):
         context: ForwardContext,
         made: MTPDepths | None = None,
     ) -> Any:
-        """From the final states to what the processor returns. `made` are depths that a plan has made."""
+        """Calls the processor with the final states. `made` are MTP depths that a plan has computed."""
         inputs = self._outputs(hidden, context, embedding)
         if self.has_mtp:
             ahead = made or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
@@ -250,16 +250,16 @@ class LanguageModel(FSDPUnit):
         return processor(inputs, given)
 
     def draft(self, hidden: Tensor, microbatch: Microbatch, decode_state: DecodeState) -> OutputInputs:
-        """What the first multi-token-prediction depth makes of the final states of running sequences, [T / tp, H].
+        """Returns the outputs of the first MTP depth for final states of running sequences, [T / tp, H].
 
-        The microbatch's tokens are those after each state. For a generator, which has the token after a sequence's last
-        state only once it is drawn from it; see `OutputInputs.depths` for what training asks.
+        The microbatch has the token after each state. A generator calls this once that token is sampled; training uses
+        `OutputInputs.depths`.
         """
         context = self._context(microbatch, decode_state)
         return self._outputs(self.mtp[0](hidden, self._embed(microbatch.tokens), context), context)
 
     def output_head(self, embedding: Tensor | None = None) -> OutputHead:
-        """The head's weight with tying resolved, and how it makes logits. `embedding` is a tied one, if at hand."""
+        """Returns the head with tying resolved. `embedding` is the tied weight, if the caller has it."""
         if not self.stage.last:
             raise ValueError(
                 f"stage {self.stage.index} of {self.stage.count} has no output head; the last stage has it."
@@ -285,19 +285,19 @@ class LanguageModel(FSDPUnit):
         return local(self.embedding.weight) if embedding is None else embedding
 
     def _embedding(self) -> Tensor | None:
-        """This rank's part of the embedding, where this stage has one."""
+        """Returns this rank's part of the embedding; None if this stage has none."""
         return local(self.embedding.weight) if hasattr(self, "embedding") else None
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
-        """What is sharded by itself, wherever it stands: what the blocks say, and the value head, which is fp32."""
-        found = [part for block in self.blocks for part in block.sharded_separately()]
-        return (*found, *([] if self.value_head is None else [SeparateUnit(self.value_head, fp32=True)]))
+        """Returns all modules that FSDP shards separately: those of the blocks, and the value head in fp32."""
+        units = [unit for block in self.blocks for unit in block.sharded_separately()]
+        return (*units, *([] if self.value_head is None else [SeparateUnit(self.value_head, fp32=True)]))
 
     @torch.no_grad()
     def reset(self, seed: int = 0, *, only: Container[str] | None = None) -> None:
-        """First values for every parameter, by the seed and its name: the same in every layout and in every dtype.
+        """Initialises every parameter from the seed and its name: the same in every layout and dtype.
 
-        The CPU and a GPU draw different numbers. With `only` other parameters than these are left as they are.
+        CPU and GPU give different random numbers. With `only`, other parameters are unchanged.
         """
         std = self.config.initializer_range
         owners = {f"{block.name}.": block for block in self.blocks}
@@ -316,7 +316,7 @@ class LanguageModel(FSDPUnit):
             buffer.zero_()
 
     def _check_storage(self) -> None:
-        """A plain parameter would be trained apart on every tensor-parallel rank."""
+        """Refuses plain parameters, which tensor-parallel ranks would train independently."""
         if self.mesh.tp.size == 1:
             return
         apart = {id(each) for part in self.sharded_separately() if part.experts for each in part.module.parameters()}
@@ -333,7 +333,7 @@ class LanguageModel(FSDPUnit):
             if hidden is not None:
                 raise ValueError("the first stage embeds the microbatch's tokens itself; leave `hidden` out.")
             tokens, size = microbatch.tokens, self.config.vocab_size
-            # On a GPU the look would make the host wait; there the embedding itself stops the process.
+            # On a GPU the check would make the host wait; there the embedding kernel fails.
             if not tokens.is_cuda and tokens.numel() and int(tokens.max()) >= size:
                 raise ValueError(f"token {int(tokens.max())} is past the vocabulary, which ends at {size - 1}.")
             return self._embed(tokens, embedding)

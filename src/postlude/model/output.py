@@ -1,7 +1,7 @@
 """The output seam: what a processor receives after the final norm, before anything is projected.
 
 A processor is any callable `(inputs: OutputInputs, context) -> anything`. The model's own logits and token losses are
-processors too, so the default path and yours are the same path.
+processors too, so the default path and yours are the same.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NO_VALUE_HEAD = "this model has no value head: make it with Engine(..., critic=T
 class OutputHead:
     """The output projection of this rank, tying resolved.
 
-    `weight` [rows, H] holds vocabulary entries from `logit_config.vocab_start` on; `how` says the rest of how
-    logits are made of it, and who holds its other rows. `value_head` is there if the model was built with one.
+    `weight` [rows, H] holds vocabulary entries from `logit_config.vocab_start` on. `logit_config` says how logits are
+    computed and which ranks hold the other rows. `value_head` is set if the model was built with one.
     """
 
     weight: Tensor
@@ -40,16 +40,16 @@ class OutputHead:
     tp: Axis = SINGLE_RANK
     value_head: ValueHead | None = None
     counted: tuple[Tensor, int] | None = None
-    """Targets [T] and how many of them are not -100, where the host knows: the microbatch's own."""
+    """The microbatch's targets [T] and how many of them are not -100."""
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """This rank's hidden states [T / tp, H] -> all [T, H], each rank to project them to its own rows."""
+        """This rank's hidden states [T / tp, H] -> all [T, H], for a projection to this rank's rows."""
         return gather_from_sequence(hidden, self.tp.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[T / tp, H] -> [T, vocab], in hidden's dtype, alike on every rank.
+        """[T / tp, H] -> [T, vocab], in hidden's dtype, the same on every rank.
 
-        Holds them all: prefer `logprobs` where that is what you need.
+        Holds all logits: prefer `logprobs` if that is what you need.
         """
         logits = self.logit_config.shape(F.linear(self.gather(hidden), self.weight, self.logit_config.bias))
         size = self.logit_config.vocab_size or self.logit_config.vocab_start + len(self.weight)
@@ -70,11 +70,11 @@ class OutputHead:
         lse: bool = False,
         hit: bool = False,
     ) -> TokenStats:
-        """fp32 log-prob of `targets` [T] and, on request, entropy and more, without holding logits.
+        """Returns the fp32 log-prob of `targets` [T] and, on request, entropy and more, without holding logits.
 
-        Positions whose target is -100 are not projected: their value and gradient are 0. How many others there are is
-        known of the microbatch's own targets. Of targets made from them, `target_count` says it, as in
-        `postlude.linear_logprobs`; without it the host waits for the device to count them.
+        Positions whose target is -100 are not projected: their value and gradient are 0. The number of others is known
+        for the microbatch's own targets. For other targets pass `target_count`, as in `postlude.linear_logprobs`;
+        without it the host waits for the device to count them.
         """
         return linear_logprobs(
             self.gather(hidden),
@@ -102,9 +102,9 @@ class OutputHead:
         lse: bool = False,
         hit: bool = False,
     ) -> LinearObjective:
-        """A loss that treats each token by itself, in one sweep: cheaper than `logprobs` and a loss of its own.
+        """Returns a loss that treats each token by itself, in one sweep: cheaper than `logprobs` and a separate loss.
 
-        `token_objective(logprob, entropy, columns)` returns a loss a token; the result's `loss` is their sum. See
+        `token_objective(logprob, entropy, columns)` returns a loss per token; the result's `loss` is their sum. See
         `postlude.linear_objective`, and `logprobs` for `target_count`.
         """
         return linear_objective(
@@ -130,7 +130,7 @@ class OutputHead:
         target_count: int | None = None,
         temperature: float | Tensor = 1.0,
     ) -> tuple[TokenStats, Tensor]:
-        """As `logprobs`, and the log-probs of `ids` [T, k] at every position beside them, fp32 [T, k]."""
+        """Returns `logprobs`, and the log-probs of `ids` [T, k] at every position, fp32 [T, k]."""
         return linear_logprobs_at(
             self.gather(hidden),
             self.weight,
@@ -142,7 +142,7 @@ class OutputHead:
         )
 
     def values(self, hidden: Tensor) -> Tensor:
-        """The value head's number at every position: [T / tp, H] -> [T] fp32, alike on every rank."""
+        """Returns the value head's output: [T / tp, H] -> [T] fp32, the same on every rank."""
         if self.value_head is None:
             raise ValueError(NO_VALUE_HEAD)
         return gather_alike(self.value_head(hidden), self.tp.group)
@@ -153,10 +153,10 @@ class OutputHead:
         return given
 
     def topk(self, hidden: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
-        anything = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
+        """Returns the k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
+        any_targets = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
         with torch.no_grad():
-            stats = self.logprobs(hidden, anything, target_count=len(anything), topk=k, temperature=temperature)
+            stats = self.logprobs(hidden, any_targets, target_count=len(any_targets), topk=k, temperature=temperature)
         assert stats.topk_logprobs is not None
         assert stats.topk_ids is not None
         return stats.topk_logprobs, stats.topk_ids
@@ -167,9 +167,9 @@ class OutputInputs:
     """What an output processor receives, once a microbatch, on the last stage.
 
     `hidden` [T / tp, H] is after the final norm: this rank's shard of the microbatch's T tokens. The head's methods
-    take it as it is and answer for all T, alike on every tensor-parallel rank; `gather` does so for values of your own.
-    `reports` are side values of this stage's blocks for the log, such as router balance. `ahead` gives the same of each
-    multi-token-prediction depth, where the model has any.
+    take it as it is and return results for all T, the same on every tensor-parallel rank; `gather` does so for your own
+    values. `reports` are values of this stage's blocks for the log, such as router balance. `ahead` runs the MTP
+    depths, if the model has any.
     """
 
     hidden: Tensor
@@ -181,7 +181,7 @@ class OutputInputs:
     ahead: MTPDepths | None = None
 
     def depths(self, *, stop_trunk: bool = False, stop_head: bool = False) -> Iterator[OutputInputs]:
-        """What each multi-token-prediction depth gives, run when it is asked for; see `MTPDepths`."""
+        """Yields the inputs of each MTP depth, computed on request; see `MTPDepths`."""
         if self.ahead is None:
             raise ValueError(
                 f"pattern {self.config.pattern} has no multi-token-prediction depths; write them after a '/', as in "
@@ -190,28 +190,27 @@ class OutputInputs:
         return self.ahead(self, stop_trunk=stop_trunk, stop_head=stop_head)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Values made from `hidden` token by token [T / tp, ...] -> those of all T tokens, alike on every rank."""
+        """Values computed from `hidden` per token [T / tp, ...] -> those of all T tokens, the same on every rank."""
         return gather_alike(values, self.head.tp.group)
 
 
 class MTPDepths(Protocol):
-    """What the multi-token-prediction depths of a model make of one microbatch, when they are asked."""
+    """Runs the MTP depths of a model on one microbatch."""
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
-        """The output of each depth in turn, given as the trunk's `inputs` are: its positions predict further ahead.
+        """Yields the trunk's `inputs` with each depth's hidden states, whose positions predict further ahead.
 
-        With `stop_trunk` no gradient reaches what was there before the depths: the trunk and the embedding. With
-        `stop_head` none reaches the head.
+        With `stop_trunk` no gradient reaches the trunk and the embedding. With `stop_head` none reaches the head.
         """
         ...
 
 
 @dataclass(frozen=True)
 class MTPOptions:
-    """How a processor asks for depths. One that says so beforehand, in an attribute `asks`, has them made by a plan.
+    """How a processor uses MTP depths. One with an attribute `mtp_options` gets them from the schedule plan.
 
-    Their steps are then steps of the schedule plan, which hides their exchanges, before the processor is called. Those
-    that it does not announce are made when it asks, and all of each at once.
+    The depths' steps are then steps of the plan, which overlaps their exchanges, before the processor is called.
+    Without the attribute, depths run when the processor asks for them, each without overlap.
     """
 
     stop_trunk: bool = False
@@ -220,20 +219,20 @@ class MTPOptions:
 class OutputProcessor(Protocol):
     """Turns hidden states and the head into whatever the caller wants.
 
-    It may have an attribute `asks`: see `MTPOptions`.
+    It may have an attribute `mtp_options`.
     """
 
     def __call__(self, inputs: OutputInputs, context: Any) -> Any:
-        """What this returns is what the model returns."""
+        """Its result is the model's result."""
         ...
 
 
 def logits_processor(inputs: OutputInputs, context: Any) -> Tensor:
-    """The default: logits [T, vocab]."""
+    """The default processor. Returns logits [T, vocab]."""
     return inputs.head.logits(inputs.hidden)
 
 
 def token_loss_processor(inputs: OutputInputs, context: Any) -> Tensor:
-    """Negative log-prob of `context` (targets [T]; None for the microbatch's own), fp32 [T], 0 without a target."""
+    """Returns the negative log-prob of `context` (targets [T]; None: the microbatch's), fp32 [T], 0 if ignored."""
     targets = inputs.microbatch.targets if context is None else context
     return -inputs.head.logprobs(inputs.hidden, targets).logprob

@@ -4,8 +4,8 @@
     [...]           one logical layer of blocks    |     a pipeline cut
     (...)           plain grouping                 /     starts a multi-token-prediction (MTP) depth
 
-A block outside brackets is a layer of its own, and spaces mean nothing. Layers are counted logically (`layers.17`) and
-blocks physically, both over the whole model and before any cut, so that names do not depend on where it is cut.
+A block outside brackets is its own layer, and spaces are ignored. Layers are counted logically (`layers.17`) and blocks
+physically, both over the whole model and before any cut, so that names do not depend on cuts.
 """
 
 import math
@@ -37,7 +37,7 @@ _LONGEST_PERIOD: Final = 64  # printing looks for repetitions of up to this many
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be read or staged: `text`, and the 1-based `column` if the fault lies at one character."""
+    """A pattern that cannot be parsed or staged: `text`, and the 1-based `column` of the faulty character if any."""
 
     def __init__(self, text: str, problem: str, mend: str, column: int | None = None) -> None:
         super().__init__(text, problem, mend, column)  # all of them, so that the error survives pickling
@@ -76,7 +76,7 @@ class Pattern:
         for part in (self.segments, self.mtp):
             if not (isinstance(part, tuple) and all(_is_tuple_of_text(layers) for layers in part)):
                 raise TypeError(f'Pattern needs tuples of tuples of layers such as (("*-", "*-"),), not {part!r}.')
-        # The grammar is stated once, in the parser: what is not equal to its own text, read back, is no pattern.
+        # The parser has the only grammar: a pattern must equal its own text, parsed.
         text = str(self)
         if _Parser(text, self.symbols).parse() != (self.segments, self.mtp):
             problem = "its layers are not plain block symbols"
@@ -84,7 +84,7 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str, *, symbols: Mapping[str, str] = SYMBOLS) -> "Pattern":
-        """Read a pattern, or raise PatternError with a caret. `symbols` maps each block symbol to its block's name."""
+        """Parses a pattern; raises PatternError with a caret. `symbols` maps each block symbol to its block's name."""
         if not isinstance(text, str):
             raise TypeError(f'Pattern.parse needs text such as "[*-]{{32}}", not {type(text).__name__}.')
         segments, mtp = _Parser(text, symbols).parse()
@@ -111,11 +111,11 @@ class Pattern:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The symbols it is made of, those of MTP included, each once."""
+        """The distinct symbols, MTP included."""
         return tuple(dict.fromkeys(chain(self.blocks, *chain.from_iterable(self.mtp))))
 
     def layer(self, index: int) -> Layer:
-        """The logical layer `index`, counted over the whole model."""
+        """Returns the logical layer `index`, counted over the whole model."""
         layers = self.layers
         if not 0 <= index < len(layers):
             raise IndexError(f'pattern "{self}" has layers 0 to {len(layers) - 1}, not {index}.')
@@ -123,7 +123,7 @@ class Pattern:
         return Layer(index, blocks, sum(map(len, layers[:index])), block_names(blocks, self.symbols))
 
     def depth_layers(self, depth: int) -> tuple[Layer, ...]:
-        """The logical layers of one MTP depth, counted from 0 within it; blocks go on from the trunk's."""
+        """Returns the logical layers of one MTP depth, counted from 0; blocks are counted on from the trunk's."""
         before = len(self.blocks) + sum(len(layer) for layers in self.mtp[:depth] for layer in layers)
         found = []
         for index, blocks in enumerate(self.mtp[depth]):
@@ -139,10 +139,10 @@ class Pattern:
         embedding_cost: float = 0.0,
         head_cost: float = 0.0,
     ) -> tuple[range, ...]:
-        """The logical layers of each of `count` (pp·vpp) pipeline stages, in order.
+        """Returns the logical layers of each of `count` (pp·vpp) pipeline stages, in order.
 
-        A cut pattern gives each stage as many consecutive segments. One without cuts is balanced: the costliest stage
-        is as cheap as can be, then the rest as even as can be, where `cost` is of one block symbol (1 by default).
+        A cut pattern gives each stage the same number of consecutive segments. One without cuts is balanced: the most
+        expensive stage is minimised, then the others are evened. `cost` is of one block symbol (1 by default).
         """
         if count < 1:
             raise ValueError(f"A pipeline has 1 stage or more, not {count}. Use pp·vpp.")
@@ -170,7 +170,7 @@ class Pattern:
 
 
 def block_names(blocks: str, symbols: Mapping[str, str] = SYMBOLS) -> tuple[str, ...]:
-    """A distinct name for each block of one layer: "MM-" has mamba, mamba_2 and mlp."""
+    """Returns a distinct name for each block of a layer: "MM-" has mamba, mamba_2 and mlp."""
     seen: Counter[str] = Counter()
     names = []
     for block in blocks:
@@ -181,7 +181,7 @@ def block_names(blocks: str, symbols: Mapping[str, str] = SYMBOLS) -> tuple[str,
 
 
 class _Mark(NamedTuple):
-    """How far the parser had come: layers of the section, and blocks of the whole pattern."""
+    """A parser position: layers of the section, and blocks of the whole pattern."""
 
     layers: int
     blocks: int
@@ -194,7 +194,7 @@ class _Group(NamedTuple):
 
 
 class _Parser:
-    """One pass over the text. Open groups are a list, not calls, so that no nesting exhausts Python's stack."""
+    """Parses in one pass. Open groups are a list, not calls, so that nesting cannot exhaust Python's stack."""
 
     def __init__(self, text: str, symbols: Mapping[str, str]) -> None:
         _check_symbols(symbols)
@@ -205,7 +205,7 @@ class _Parser:
         self.layers: list[tuple[int, ...]] = []  # of this segment or MTP part; a block is its position in the text
         self.blocks = 0
         self.groups: list[_Group] = []
-        self.unit: _Mark | None = None  # where what a {n} would repeat begins
+        self.unit: _Mark | None = None  # start of what a following {n} repeats
 
     def parse(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
         for token in _TOKEN.finditer(self.text):
@@ -265,7 +265,7 @@ class _Parser:
         self.unit = mark
 
     def _join(self, start: int) -> None:
-        """Make the blocks read since `start` one layer."""
+        """Joins the blocks since `start` into one layer."""
         layer = tuple(chain.from_iterable(self.layers[start:]))
         self.layers[start:] = [layer]
         for at in layer[:-1]:
@@ -285,13 +285,13 @@ class _Parser:
         if not (digits.isascii() and digits.isdigit()):
             problem = f"the repeat {number.strip()!r} is not a whole number of at least 1"
             raise self._error(number_at, problem, "Write a repeat as {n}.")
-        count = int(digits[:9])  # nine digits are past the limit already, and int() refuses thousands
+        count = int(digits[:9])  # nine digits exceed the limit already, and int() refuses thousands
         self._grow((self.blocks - self.unit.blocks) * (count - 1), number_at)
         self.layers += self.layers[self.unit.layers :] * (count - 1)
         self.unit = None
 
     def _end_section(self, end: str, at: int) -> None:
-        """End the segment or MTP part before `end`: a '|', a '/' or, when empty, the end of the text."""
+        """Ends the segment or MTP part before `end`: a '|', a '/' or, if empty, the end of the text."""
         if self.groups:
             opener, opened_at, _ = self.groups[-1]
             problem = f"'{end}' stands inside the '{opener}' of column {opened_at + 1}"
@@ -346,7 +346,7 @@ def _split_after_terminals(blocks: str) -> list[str]:
 
 
 def _spell(layers: Sequence[str]) -> str:
-    """The shortest text found for some layers: brackets where needed, repetitions as {n}."""
+    """Returns a short text for some layers: brackets where needed, repetitions as {n}."""
     return _compress([layer if len(layer) == 1 else f"[{_compress(layer)}]" for layer in layers])
 
 
@@ -361,7 +361,7 @@ def _compress(items: Sequence[str]) -> str:
 
 
 def _repetition(items: Sequence[str], start: int) -> tuple[int, int]:
-    """The period and times of the repetition at `start` that saves most characters; (1, 1) if none is worth it."""
+    """Returns the period and times of the repetition at `start` that saves most characters; (1, 1) if none does."""
     best, most_saved = (1, 1), -1
     for period in range(1, min(_LONGEST_PERIOD, (len(items) - start) // 2) + 1):
         unit = items[start : start + period]
@@ -381,7 +381,7 @@ def _exact(what: str, cost: float) -> Fraction:
 
 
 def _balance(fractions: Sequence[Fraction], count: int) -> tuple[range, ...]:
-    """Cut layers into `count` stages: least maximum, then least sum of squares, then the early stages longer."""
+    """Cuts layers into `count` stages: least maximum, then least sum of squares, then longer early stages."""
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     costs = [int(fraction * scale) for fraction in fractions]  # exact, so that equal stages compare equal
     total = list(accumulate(costs, initial=0))
@@ -406,7 +406,7 @@ def _balance(fractions: Sequence[Fraction], count: int) -> tuple[range, ...]:
 
 
 def _least_maximum(costs: Sequence[int], count: int) -> int:
-    """The least limit under which `count` stages hold all layers, by bisection."""
+    """Returns the least limit under which `count` stages hold all layers, by bisection."""
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2

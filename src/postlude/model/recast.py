@@ -1,7 +1,7 @@
-"""Another pattern for the same model: what its config then is, and which of its tensors stay.
+"""Recasting a model to another pattern: its new config, and which of its tensors stay.
 
-Blocks are counted physically, so how they are grouped into layers changes names alone: `*-*-` and `[*-][*-]` hold the
-same tensors. A block of another symbol is a new one at the same place. What is outside the layers stays.
+Blocks are counted physically, so how they are grouped into layers only changes names: `*-*-` and `[*-][*-]` hold the
+same tensors. A block with another symbol is a new one at the same position. What is outside the layers stays.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ TRUNK = "the trunk"
 
 @dataclass(frozen=True)
 class RecastPlan:
-    """Where the tensors of a model were under another pattern, all by our names."""
+    """How the tensors of a model map to those under another pattern, all by our names."""
 
     before: ModelConfig
     after: ModelConfig
     kept: Mapping[str, str]
-    """What stays: its name now, and its name before."""
+    """Tensors that stay: new name -> old name."""
     fresh: tuple[str, ...]
-    """Tensors that were not there before."""
+    """New tensors."""
     dropped: tuple[str, ...]
-    """Tensors that were there before, and have no place now."""
+    """Old tensors without a place in the new pattern."""
     fresh_parts: tuple[str, ...]
-    """The blocks and multi-token-prediction depths that are made of the fresh ones."""
+    """The blocks and MTP depths of the new tensors."""
     dropped_parts: tuple[str, ...]
-    """The blocks and depths that were made of the dropped ones."""
+    """The blocks and MTP depths of the dropped tensors."""
 
 
 def recast(config: ModelConfig, pattern: str | Pattern, blocks: Mapping[str, BlockConfig] | None = None) -> ModelConfig:
-    """The config with another pattern, which no family has. `blocks` are configs of the symbols it has none for."""
+    """Returns the config with another pattern and no family. `blocks` has configs for symbols that it lacks."""
     given = dict(blocks or {})
     if isinstance(pattern, str):
         pattern = Pattern.parse(pattern, symbols=config.pattern.symbols)
@@ -55,10 +55,10 @@ def recast(config: ModelConfig, pattern: str | Pattern, blocks: Mapping[str, Blo
 
 
 def plan_recast(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS) -> RecastPlan:
-    """What becomes of every tensor of a model that gets another config of the same sizes.
+    """Returns what happens to every tensor of a model that gets another config of the same sizes.
 
-    A block stays if there was one of its symbol at its place; of another symbol, too, where both go by one name and
-    have the same tensors (`*` and `S`). `blocks` is the table of blocks, with your own added.
+    A block stays if the old block at its position has the same symbol, or another symbol with the same name and tensors
+    (`*` and `S`). `blocks` is the table of blocks, including your own.
     """
     old, new = _shapes(before, blocks), _shapes(after, blocks)
     parts = _matched(before, old, after, new)
@@ -90,7 +90,7 @@ def plan_recast(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, ty
 
 
 def _matched(before: ModelConfig, old: Shapes, after: ModelConfig, new: Shapes) -> dict[str, str | None]:
-    """The blocks and depths of a config, by name: what each was called before, or None."""
+    """Returns the old name of each block and depth by its new name; None for a new one."""
     found: dict[str, str | None] = {}
     earlier = _sections(before)
     for section, now in _sections(after).items():
@@ -117,7 +117,7 @@ def _matched(before: ModelConfig, old: Shapes, after: ModelConfig, new: Shapes) 
 
 
 def _sections(config: ModelConfig) -> dict[str, list[tuple[str, str]]]:
-    """The symbol and the name of every block, in order: those of the trunk, and of each depth by its name."""
+    """Returns (symbol, name) of every block in order, for the trunk and for each MTP depth."""
 
     def named(within: str, layers: Iterable[Layer]) -> list[tuple[str, str]]:
         return [
@@ -140,7 +140,7 @@ def _parts(config: ModelConfig) -> list[str]:
 
 
 def _part_of(name: str, parts: Mapping[str, str | None]) -> str | None:
-    """The block or, outside of one, the depth that a tensor is of."""
+    """Returns the block, or else the depth, that a tensor belongs to."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in parts:

@@ -1,4 +1,4 @@
-"""Routing that is given: which experts the tokens of a batch are sent to, and what must hold of it."""
+"""Checks of given routing: the experts to which a batch's tokens are sent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from postlude.data.microbatch import ROUTING
 
 Routers = Mapping[str, tuple[int, int]]
-"""`ModelConfig.routers`: by block, how many experts a token is sent to, and of how many."""
+"""`ModelConfig.routers`: (top_k, experts) by block."""
 
 
 def check_routing(routing: Tensor, routers: Routers) -> None:
-    """Refuse a dtype or shape [T, ...] that says nothing to these routers."""
+    """Raises ValueError for a dtype or shape [T, ...] that does not fit these routers."""
     if not routers:
         raise ValueError(
-            f'the batch has a column "{ROUTING}", which says where experts are chosen, but this model chooses none. '
+            f'the batch has a column "{ROUTING}", which gives the experts of each token, but this model has no router. '
             "Leave it out, or give it another name."
         )
     wanted = (len(routers), max(top_k for top_k, _ in routers.values()))
@@ -32,7 +32,7 @@ def check_routing(routing: Tensor, routers: Routers) -> None:
 
 
 def check_experts(routing: Tensor, routers: Routers) -> None:
-    """Refuse numbers, [T, routers, top_k] on the host, that no expert has."""
+    """Raises ValueError for expert numbers, [T, routers, top_k] on the host, that do not exist."""
     check_routing(routing, routers)
     for place, (name, (_, experts)) in enumerate(routers.items()):
         given = routing[:, place]

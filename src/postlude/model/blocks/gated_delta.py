@@ -1,4 +1,4 @@
-"""Gated delta net (`G`): short convolutions, a state that decays and is corrected key by key, and a gated norm."""
+"""Gated delta net (`G`): short convolutions, the gated delta rule and a gated norm."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from postlude.world.mesh import Mesh
 class GatedDeltaConfig(BlockConfig):
     """Sizes and options of one gated delta net.
 
-    Each of `value_heads` has a state [key_dim, value_dim]; the queries and keys of each of `key_heads` serve as many
-    adjacent ones. A token forgets by e^(−A · softplus(projection + bias)) before it writes. `chunk` is how many tokens
-    the scan takes as one product: it changes speed alone.
+    Each of `value_heads` has a state [key_dim, value_dim]; queries and keys of each of `key_heads` serve adjacent ones.
+    The state decays by e^(−A · softplus(projection + bias)) before a token writes. `chunk` is the scan's chunk size and
+    only changes speed.
     """
 
     key_heads: int
@@ -60,7 +60,7 @@ class GatedDeltaConfig(BlockConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """As in Qwen3-Next: key heads of 128 over the width, and two value heads of that size to each."""
+        """As in Qwen3-Next: key heads of 128, and two value heads of that size for each."""
         heads, size = default_heads(hidden_size, 128)
         return cls(key_heads=heads, value_heads=2 * heads, key_dim=size, value_dim=size, **cls.shared_fields(others))
 
@@ -76,23 +76,23 @@ class GatedDeltaConfig(BlockConfig):
 
     @property
     def values(self) -> int:
-        """Features of all value heads: of values, of the gate, and of what the heads give."""
+        """Features of all value heads: of values, the gate and the outputs."""
         return self.value_heads * self.value_dim
 
     def flops(self, hidden_size: int) -> float:
-        """Projections, convolutions, and the scan's products inside chunks and with states."""
+        """Projections, convolutions, and the scan's products within chunks and with states."""
         projections = 2 * hidden_size * (2 * self.keys + 3 * self.values + 2 * self.value_heads)
         convolutions = 2 * self.conv_kernel * (2 * self.keys + self.values)
         inside = 4 * self.chunk * self.value_heads * (self.key_dim + self.value_dim)
         return projections + convolutions + inside + 6 * self.value_heads * self.key_dim * self.value_dim
 
     def cp_traffic(self, cp: int) -> float:
-        """Every sequence is exchanged for heads, and back."""
+        """Sequences are exchanged for heads, and back."""
         return (cp - 1) / cp * (2 * self.keys + 2 * self.values + 2 * self.value_heads)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """The norm's input and output; queries, keys and values as projected, together, and convolved; then the heads
-        before and after their norm, the gate before and after its activation, and their product.
+        """The norm's input and output; queries, keys and values projected, joined and convolved; the heads before and
+        after their norm, the gate before and after its activation, and their product.
         """
         return 3 * hidden_size + 3 * (2 * self.keys + self.values) + 6 * self.values
 
@@ -101,7 +101,7 @@ class GatedDeltaConfig(BlockConfig):
         return 2 * hidden_size + 2 * self.keys + 3 * self.values + 2 * self.value_heads
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each tensor- and context-parallel rank has key heads of its own, and the value heads that go with them."""
+        """Each tensor- and context-parallel rank has its own key heads with their value heads."""
         ranks = layout.tp * layout.cp
         if self.key_heads % ranks:
             best = max(each for each in range(1, min(ranks, self.key_heads) + 1) if self.key_heads % each == 0)
@@ -112,7 +112,7 @@ class GatedDeltaConfig(BlockConfig):
 
 
 class GatedDelta(Recurrent):
-    """Each tensor-parallel rank has heads of its own; under context parallelism each has whole sequences of some."""
+    """Each tensor-parallel rank has its own heads. Under context parallelism each rank has whole sequences of some."""
 
     Config = GatedDeltaConfig
     decays = (0.01, 16.0)
@@ -131,7 +131,7 @@ class GatedDelta(Recurrent):
         self.k_conv = DepthwiseConvWeights(config.keys, config.conv_kernel, tp=tp)
         self.v_conv = DepthwiseConvWeights(config.values, config.conv_kernel, tp=tp)
         self.vectors = PerHeadVectors(("A_log", "dt_bias"), config.value_heads, tp=tp)
-        self.head_norm = RMSNorm(config.value_dim, model.norm_eps, tp=tp)  # of each value head by itself
+        self.head_norm = RMSNorm(config.value_dim, model.norm_eps, tp=tp)  # of each value head separately
         self.out_proj = RowLinear(config.values, size, tp=tp)
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
@@ -140,7 +140,7 @@ class GatedDelta(Recurrent):
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         layers = (self.z_proj, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj)
         gate, *of_keys = apply_linears(hidden, *layers)
-        # All that belongs to a key head together: where there are context-parallel ranks that is one exchange.
+        # Everything of a key head in one tensor: one exchange under context parallelism.
         together = head_exchange.to_heads(torch.cat([each.unflatten(-1, (self.key_heads, -1)) for each in of_keys], -1))
         heads = self.recur((together,), self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
         heads = (self.head_norm(heads) * F.silu(gate.view(heads.shape).float())).to(hidden.dtype)
@@ -153,7 +153,7 @@ class GatedDelta(Recurrent):
         return self.config.key_heads // self.mesh.tp.size
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-        """The norm of heads starts from one, since it has no offset; the rest as usual."""
+        """Initialises the head norm to one, since it has no offset; the rest as usual."""
         match name.split("."):
             case ["head_norm", "weight"]:
                 parameter.fill_(1.0)
@@ -163,7 +163,7 @@ class GatedDelta(Recurrent):
     def _recurrence(
         self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
     ) -> DeltaRule:
-        """Of the heads that this rank works on."""
+        """Returns the recurrence of this rank's heads."""
         kernels = [local(each.weight) for each in (self.q_conv, self.k_conv, self.v_conv)]
         by_key_head = torch.cat([each.unflatten(0, (self.key_heads, -1)) for each in kernels], 1)
         return DeltaRule(
@@ -177,11 +177,11 @@ class GatedDelta(Recurrent):
 
 @dataclass(frozen=True)
 class DeltaRule:
-    """Convolution and scan of some heads, of whole sequences or one token at a time.
+    """Convolution and scan of some heads, over whole sequences or token by token.
 
-    Its one input is all that belongs to each key head, [T, key_heads, 2 · key_dim + group · (value_dim + 2)]: query,
-    key, its values, and a `b` and an `a` for each. Its states are the last inputs of the convolution
-    [sequences, K - 1, channels] and those of the scan, fp32 [sequences, value_heads, key_dim, value_dim].
+    Its input is everything of each key head, [T, key_heads, 2 · key_dim + group · (value_dim + 2)]: query, key, its
+    values, and `b` and `a` for each. Its states are the last inputs of the convolution [sequences, K - 1, channels] and
+    those of the scan, fp32 [sequences, value_heads, key_dim, value_dim].
     """
 
     config: GatedDeltaConfig
@@ -219,14 +219,14 @@ class DeltaRule:
         )
 
     def _split(self, together: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What is convolved [T, channels]; log decay and beta [T, value_heads], fp32."""
+        """Returns the convolution's input [T, channels]; log decay and beta [T, value_heads], fp32."""
         group = self.config.group
         channels, b, a = together.split((together.shape[-1] - 2 * group, group, group), -1)
         log_decay = self.decay * F.softplus(a.flatten(1).float() + self.dt_bias)
         return channels.flatten(1), (log_decay, b.flatten(1).float().sigmoid())
 
     def _heads(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key [T, key_heads, key_dim], value [T, value_heads, value_dim]."""
+        """Returns query and key [T, key_heads, key_dim], value [T, value_heads, value_dim]."""
         config = self.config
         sizes = (config.key_dim, config.key_dim, config.group * config.value_dim)
         query, key, value = channels.unflatten(1, (-1, sum(sizes))).split(sizes, -1)

@@ -1,4 +1,4 @@
-"""Latent attention (MLA, `+`): keys and values of all heads are made of one small vector a token, which is all kept."""
+"""Latent attention (MLA, `+`): keys and values of all heads come from one small cached vector per token."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ from postlude.world.mesh import Mesh
 class LatentAttentionConfig(BlockConfig):
     """Sizes and options of one latent attention block.
 
-    A token's `latent_size` features make the keys and values of every head: `nope_dim` features of a key, to which
-    `rope_dim` are joined that carry the position and that all heads share, and `value_dim` of a value. Queries are made
-    of a latent of their own, `query_latent_size` wide, or of the token itself. Both latents are normalised, with
-    `latent_norm_eps`. `interleaved` weights have the two features of a rotary pair side by side. `bias` is that of the
-    projections to the latents and of the output's. `scale` multiplies the scores and defaults to
-    (nope_dim + rope_dim)^-½.
+    A token's `latent_size` features give the keys and values of every head: `nope_dim` features of a key, joined by
+    `rope_dim` rotary features that all heads share, and `value_dim` of a value. Queries come from their own latent of
+    `query_latent_size`, or from the token itself. Both latents are normalised with `latent_norm_eps`. `interleaved`
+    weights have the two features of a rotary pair next to each other. `bias` is that of the latent and output
+    projections. `scale` multiplies the scores and defaults to (nope_dim + rope_dim)^-½.
     """
 
     heads: int
@@ -59,9 +58,9 @@ class LatentAttentionConfig(BlockConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """Heads as the model's attention has them, else of 128 over its width; a latent as wide as four of them.
+        """Heads of the model's attention, else of 128; a latent of four head sizes.
 
-        To each head come half as many features that carry the position, as in DeepSeek-V3.
+        Rotary features are half a head size, as in DeepSeek-V3.
         """
         found = next((other for other in others if isinstance(other, AttentionConfig)), None)
         heads, size = default_heads(hidden_size, 128) if found is None else (found.heads, found.head_dim)
@@ -83,7 +82,7 @@ class LatentAttentionConfig(BlockConfig):
 
     @property
     def scores(self) -> Scores:
-        """How queries rate keys."""
+        """The scoring of keys."""
         return Scores(scale=self.query_dim**-0.5 if self.scale is None else self.scale)
 
     def flops(self, hidden_size: int) -> float:
@@ -98,11 +97,11 @@ class LatentAttentionConfig(BlockConfig):
         return projections + self.attention_flops(NOMINAL_LENGTH)
 
     def attention_flops(self, length: float) -> float:
-        """Scores, and what they make of the values, over half of a sequence."""
+        """Scores and weighted values over half of a sequence."""
         return length * self.heads * (self.query_dim + self.value_dim)
 
     def tp_traffic(self, hidden_size: int) -> float:
-        """Latents, where queries have one, are gathered in place of the token; the output is spread."""
+        """Latents, gathered instead of the token where queries have one; the output is scattered."""
         gathered = hidden_size if self.query_latent_size is None else self.query_latent_size
         return gathered + self.latent_size + self.rope_dim + hidden_size
 
@@ -121,7 +120,7 @@ class LatentAttentionConfig(BlockConfig):
         return 2 * hidden_size + latents + self.heads * (self.query_dim + self.nope_dim + 2 * self.value_dim)
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each tensor-parallel rank has heads of its own."""
+        """Each tensor-parallel rank has its own heads."""
         if self.heads % layout.tp:
             others = nearest_degrees(layout.tp, (tp for tp in range(1, self.heads + 1) if self.heads % tp == 0))
             raise ValueError(
@@ -130,12 +129,11 @@ class LatentAttentionConfig(BlockConfig):
 
 
 class LatentAttention(Block):
-    """Softmax attention whose keys and values are made of a latent. Each tensor-parallel rank has heads of its own.
+    """Softmax attention whose keys and values come from a latent. Each tensor-parallel rank has its own heads.
 
-    Latents are small, so every rank makes those of its own tokens and gathers the others'; under context parallelism
-    they travel in place of keys and values. A running sequence keeps its latents alone: its next query
-    attention_flops to them as they are, with the projection to keys applied to the query, and that to values to
-    what comes out.
+    Latents are small, so every rank computes those of its own tokens and gathers the others'; under context parallelism
+    they are exchanged instead of keys and values. A running sequence caches only its latents: its next query attends to
+    them directly, with the key projection applied to the query and the value projection to the result.
     """
 
     Config: ClassVar[type[LatentAttentionConfig]] = LatentAttentionConfig
@@ -170,14 +168,14 @@ class LatentAttention(Block):
         latent = torch.cat((latent, key_turned[:, 0]), dim=-1)  # [T, latent + rope]
         if context.decode_state is not None:
             heads = context.decode_state.attend_latents(
-                self.name, (query_part, query_turned, latent), (latent[:, None],), self._go_on, self._begin
+                self.name, (query_part, query_turned, latent), (latent[:, None],), self._decode, self._prefill
             )
         elif context.microbatch.context is not None:
             cut = context.microbatch.context
             seen = gather_from_sequence(latent, cut.axis.group)[cut.key_rows]
             heads = self._attend((query_part, query_turned, seen), cut.queries, cut.keys)
         else:
-            heads = self._begin((query_part, query_turned, latent), context.packing)
+            heads = self._prefill((query_part, query_turned, latent), context.packing)
         output: Tensor = self.o_proj(heads.flatten(-2))
         return output
 
@@ -198,12 +196,12 @@ class LatentAttention(Block):
             query = self.q_b_proj(query_latent)
         return query.unflatten(-1, (-1, config.query_dim)), gathered
 
-    def _begin(self, inputs: Inputs, packing: Packing) -> Tensor:
-        """Whole sequences: query parts [T, heads, ...] and latents [T, latent + rope] -> [T, heads, value]."""
+    def _prefill(self, inputs: Inputs, packing: Packing) -> Tensor:
+        """Attends to whole sequences: query parts [T, heads, ...], latents [T, latent + rope] -> [T, heads, value]."""
         return self._attend(inputs, packing, packing)
 
     def _attend(self, inputs: Inputs, queries: Packing, keys: Packing) -> Tensor:
-        """Make keys and values of the latents of all keys, and attend to them."""
+        """Expands latents to keys and values, and attends to them."""
         config = self.config
         query_part, query_turned, latent = inputs
         latent, key_turned = latent.split((config.latent_size, config.rope_dim), dim=-1)
@@ -213,8 +211,8 @@ class LatentAttention(Block):
         key = torch.cat((key_part, key_turned[:, None].expand(-1, key_part.shape[1], -1)), dim=-1)
         return attend(query, key, value, queries, keys, config.scores)
 
-    def _go_on(self, inputs: Inputs, stores: Stores, attend_stores: AttendCache) -> Tensor:
-        """One token of each sequence: its query asks the latents themselves, as if all heads shared one key head."""
+    def _decode(self, inputs: Inputs, stores: Stores, attend_stores: AttendCache) -> Tensor:
+        """One token of each sequence: its query attends to the latents, as one key head that all heads share."""
         config = self.config
         query_part, query_turned, _ = inputs
         weight = local(self.kv_b_proj.weight).unflatten(0, (-1, config.nope_dim + config.value_dim))

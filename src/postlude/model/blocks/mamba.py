@@ -1,4 +1,4 @@
-"""Mamba-2 (`M`): a short convolution, a state-space scan with decays of its own choosing, and a gated norm."""
+"""Mamba-2 (`M`): a short convolution, a state-space scan and a gated norm."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ from postlude.world.mesh import SINGLE_RANK, Axis, Mesh
 class MambaConfig(BlockConfig):
     """Sizes and options of one Mamba-2 block.
 
-    Each of `heads` has a state [head_dim, state_size]; the B and C of each of `groups` serve as many adjacent heads.
-    Time steps are softplus(projection + bias), held within `time_step_limit`. The norm before the output projection
-    takes each of `norm_groups` by itself, and is gated by silu(z) before it or, with `norm_before_gate`, after. `chunk`
-    is how many tokens the scan takes as one product: it changes speed alone. Fresh biases are such that time steps
-    start between the two of `time_step_start`.
+    Each of `heads` has a state [head_dim, state_size]; B and C of each of `groups` serve adjacent heads. Time steps are
+    softplus(projection + bias), clamped to `time_step_limit`. The norm before the output projection normalises each of
+    `norm_groups` separately, after the gate silu(z) or, with `norm_before_gate`, before it. `chunk` is the scan's chunk
+    size and only changes speed. New biases give time steps within `time_step_start`.
     """
 
     heads: int
@@ -81,7 +80,7 @@ class MambaConfig(BlockConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """As in Nemotron-H: heads of 64 over twice the width, states of 128, and eight groups where those divide."""
+        """As in Nemotron-H: heads of 64 over twice the width, states of 128, and eight groups if they divide."""
         heads, size = default_heads(2 * hidden_size, 64)
         groups = 8 if heads % 8 == 0 else 1
         common = cls.shared_fields(others)
@@ -98,7 +97,7 @@ class MambaConfig(BlockConfig):
         return self.groups * self.state_size
 
     def flops(self, hidden_size: int) -> float:
-        """Projections, convolution, and the scan's products inside chunks and with states."""
+        """Projections, convolution, and the scan's products within chunks and with states."""
         projections = 2 * hidden_size * (3 * self.inner + 2 * self.shared + self.heads)
         convolution = 2 * self.conv_kernel * (self.inner + 2 * self.shared)
         return (
@@ -106,7 +105,7 @@ class MambaConfig(BlockConfig):
         )
 
     def cp_traffic(self, cp: int) -> float:
-        """Every sequence is exchanged for heads, and back."""
+        """Sequences are exchanged for heads, and back."""
         return (cp - 1) / cp * (2 * self.inner + 2 * self.shared + self.heads)
 
     def saved_activations(self, hidden_size: int) -> float:
@@ -118,7 +117,7 @@ class MambaConfig(BlockConfig):
         return 2 * hidden_size + 3 * self.inner + 2 * self.shared + self.heads
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each tensor- and context-parallel rank has heads of its own, and whole groups or an even part of one."""
+        """Each tensor- and context-parallel rank has its own heads, and whole groups or an even part of one."""
         if not self._divided_by(layout.tp, layout.cp):
             fitting = [
                 f"tp={tp}, cp={cp}"
@@ -141,7 +140,7 @@ class MambaConfig(BlockConfig):
 
 
 class Mamba(Recurrent):
-    """Each tensor-parallel rank has heads of its own; under context parallelism each has whole sequences of some."""
+    """Each tensor-parallel rank has its own heads. Under context parallelism each rank has whole sequences of some."""
 
     Config = MambaConfig
     decays = (1.0, 16.0)
@@ -170,7 +169,7 @@ class Mamba(Recurrent):
         x, dt, gate, *shared = apply_linears(hidden, self.x_proj, self.dt_proj, self.z_proj, self.b_proj, self.c_proj)
         x = x.unflatten(-1, (-1, config.head_dim))  # [T, heads, p]
         shared = [self._own_groups(each.T).permute(2, 0, 1) for each in shared]
-        # Two exchanges where there are context-parallel ranks: what heads have of their own, and what they share.
+        # Two exchanges under context parallelism: per head, and per group.
         x, dt = head_exchange.to_heads(torch.cat((x, dt[..., None]), -1)).split((config.head_dim, 1), -1)
         b, c = head_exchange.to_heads(_for_each(head_exchange, torch.cat(shared, -1), 1)).chunk(
             2, -1
@@ -181,7 +180,7 @@ class Mamba(Recurrent):
         return output
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-        """What passes by the state, and the gated norm, start from one; the rest as usual."""
+        """Initialises D and the gated norm to one; the rest as usual."""
         match name.split("."):
             case ["vectors", "D"] | ["gated_norm", "weight"]:
                 parameter.fill_(1.0)
@@ -191,7 +190,7 @@ class Mamba(Recurrent):
     def _recurrence(
         self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
     ) -> StateSpace:
-        """Of the heads that this rank works on."""
+        """Returns the recurrence of this rank's heads."""
         kernels = (self.x_conv, self.b_conv, self.c_conv)
         biases = [kernel.bias for kernel in kernels if kernel.bias is not None]
         return StateSpace(
@@ -205,15 +204,15 @@ class Mamba(Recurrent):
         )
 
     def _channels(self, parameters: Sequence[Tensor], head_exchange: HeadExchange) -> Tensor:
-        """One parameter each of x's, B's and C's channels -> those of this rank's heads, [channels, ...]."""
+        """Parameters of x's, B's and C's channels -> those of this rank's heads, [channels, ...]."""
         x, *shared = (local(parameter) for parameter in parameters)
         parts = x.unflatten(0, (-1, self.config.head_dim)), *map(self._own_groups, shared)
         return torch.cat([head_exchange.local_heads(_for_each(head_exchange, part, 0)).flatten(0, 1) for part in parts])
 
     def _own_groups(self, features: Tensor) -> Tensor:
-        """Of this rank's features [shared / tp, ...], or parts of them, the groups of its heads: [groups, n, ...].
+        """This rank's features [shared / tp, ...] -> the groups of its heads, [groups, n, ...].
 
-        With more ranks than groups a rank holds part of one; the parts are then gathered and shared.
+        With more ranks than groups a rank holds part of one; the parts are then gathered.
         """
         tp, groups, size = self.mesh.tp, self.config.groups, self.config.state_size
         first, count = 0, groups // tp.size
@@ -225,14 +224,14 @@ class Mamba(Recurrent):
 
 
 def _for_each(head_exchange: HeadExchange, groups: Tensor, dimension: int) -> Tensor:
-    """Groups that fewer than all context-parallel ranks could have, once for each that has heads of them."""
+    """Repeats groups so that every context-parallel rank gets those of its heads."""
     ranks, count = head_exchange.axis.size, groups.shape[dimension]
     return groups if count % ranks == 0 else groups.repeat_interleave(ranks // count, dimension)
 
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Convolution and scan of some heads, of whole sequences or one token at a time.
+    """Convolution and scan of some heads, over whole sequences or token by token.
 
     Its inputs are the channels [T, heads · p + 2 · groups · n] of x, B and C, and the projected time steps [T, heads].
     Its states are the last inputs of the convolution [sequences, K - 1, channels] and those of the scan, fp32
@@ -281,7 +280,7 @@ class StateSpace:
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm of each of `groups` parts of the features, gated by silu before it or after it. Computed in fp32."""
+    """RMSNorm of each of `groups` parts of the features, with a silu gate before or after it, in fp32."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
 
@@ -301,10 +300,10 @@ class GatedRMSNorm(nn.Module):
         return (normed * opened if self.before_gate else normed).to(features.dtype)
 
     def _squares(self, grouped: Tensor) -> Tensor:
-        """The sum of squares of each group here [T, groups, 1], of all of it where ranks share one."""
+        """Returns the sum of squares of each group, [T, groups, 1], over ranks where they share one."""
         squares: Tensor = grouped.square().sum(-1, keepdim=True)
         if self.groups % self.tp.size == 0:
             return squares
         own = self.tp.rank * self.groups // self.tp.size
-        of_all = F.pad(squares, (0, 0, own, self.groups - own - 1))  # [T, groups, 1], zero but for its own
+        of_all = F.pad(squares, (0, 0, own, self.groups - own - 1))  # [T, groups, 1], zero except for its own group
         return sum_over_group(of_all, self.tp.group).narrow(1, own, 1)

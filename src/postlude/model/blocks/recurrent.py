@@ -1,4 +1,4 @@
-"""What blocks share whose heads keep a state that decays (`M`, `G`): a short convolution, then a scan."""
+"""Recurrent: the base of blocks whose heads keep a decaying state (`M`, `G`): a short convolution, then a scan."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Recurrence(Protocol):
     """Convolution and scan of some heads, of whole sequences or one token at a time."""
 
     def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
-        """Of whole sequences: [T, heads, width]."""
+        """Returns the outputs of whole sequences, [T, heads, width]."""
         ...
 
     def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
-        """The same, and the states after each sequence."""
+        """Returns the outputs and the states after each sequence."""
         ...
 
     def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
@@ -34,33 +34,33 @@ class Recurrence(Protocol):
 
 
 class Recurrent(Block):
-    """A block writes `mix`, which gives `recur` what its heads need and projects what they say.
+    """A block defines `mix`, which projects the inputs of `recur` and its outputs.
 
-    Its decays are made of `vectors`, A_log and dt_bias among them, which stay in fp32.
+    Its decays come from `vectors`, among them A_log and dt_bias, which stay in fp32.
     """
 
     supports_decoding = True
     cuda_graphable = True
     vectors: PerHeadVectors
     decays: tuple[float, float]
-    """Between which A is drawn."""
+    """Initial range of A."""
     time_steps: tuple[float, float] = (1e-3, 1e-1)
-    """Between which the softplus of dt_bias is drawn, by its logarithm."""
+    """Initial range of softplus(dt_bias), uniform in its logarithm."""
 
     def steps(self) -> tuple[Step, ...]:
-        """The vectors are gathered by themselves, so that all else can be run again."""
+        """The vectors are gathered in their own step, so that everything else can be recomputed."""
         return (compute("vectors", self.read_vectors, again=False), compute("work", self.run))
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
-        """What decays are made of stays in fp32."""
+        """The vectors, in fp32."""
         return (SeparateUnit(self.vectors, fp32=True),)
 
     def read_vectors(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
-        """The vectors of this rank's heads."""
+        """Reads the vectors of this rank's heads."""
         return {"vectors": self.vectors(hidden.detach())}
 
     def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
-        """Everything else."""
+        """Runs everything else."""
         hidden, normed = self.norm.with_residual(hidden)
         return self.join(hidden, self.mix(normed, vectors, context))
 
@@ -71,13 +71,13 @@ class Recurrent(Block):
     def recur(
         self, inputs: Inputs, recurrence: Recurrence, head_exchange: HeadExchange, context: ForwardContext
     ) -> Tensor:
-        """Whole sequences from their beginning, or on from what is kept of running ones: [T, heads, width]."""
+        """Runs whole sequences, or continues running ones from their states: [T, heads, width]."""
         if context.decode_state is None:
             return head_exchange.to_sequences(recurrence.outputs(inputs, head_exchange.packing))
         return context.decode_state.recur(self.name, inputs, recurrence.step, recurrence.scan)
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-        """Decays from slow to fast, time steps from short to long, kernels as convolutions have them."""
+        """Initialises decays and time steps over their ranges, and kernels as torch's convolutions."""
 
         def uniform(low: float, high: float) -> Tensor:
             return torch.empty_like(parameter, dtype=torch.float32).uniform_(low, high, generator=generator)
