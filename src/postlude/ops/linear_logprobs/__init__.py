@@ -1,9 +1,10 @@
-"""Start here: `linear_logprobs`, the fused LM head. The contract is in `api.py`
-and `logits.py`, the mathematics in `statistics.py`.
+"""Start here: `linear_logprobs`, the fused LM head. `api.py` and `logits.py` have the contract, `statistics.py` the
+mathematics.
 
-`plan.py` decides what part of the logits exists at a time, `sweep.py` walks over it, and the two epilogues
-(`torch_epilogue.py`, `triton_epilogue.py`) select the tokens and turn a slab of products into statistics or gradients.
-`fused.py` and `coded.py` do product and epilogue in one on Hopper.
+`plan.py` decides which part of the logits exists at a time, `sweep.py` walks over it, and an epilogue selects the
+tokens and turns a slab of products into statistics or gradients: `torch_epilogue.py`, or
+`kernels/linear_logprobs_rows.py`. On Hopper, `kernels/linear_logprobs_fused.py` and `linear_logprobs_quantized.py`
+compute product and epilogue in one kernel.
 """
 
 from postlude.ops.linear_logprobs.api import TokenStats, linear_logprobs

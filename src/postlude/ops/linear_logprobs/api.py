@@ -18,9 +18,9 @@ from postlude.ops.linear_logprobs.sweep import GradientsNeeded, Head, sweep_grad
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Per-token results in the shape of `targets`; fp32, or float64 if the inputs are. Ignored positions hold 0.
+    """Results per token in the shape of `targets`; fp32, or float64 if the inputs are. Ignored positions hold 0.
 
-    What was not asked for is None. Gradients flow through `logprob`, `entropy` and `lse`.
+    What was not requested is None. Gradients flow through `logprob`, `entropy` and `lse`.
     """
 
     logprob: Tensor
@@ -32,8 +32,8 @@ class TokenStats:
 
     @staticmethod
     def of(results: Iterable[Tensor | None], shape: torch.Size) -> TokenStats:
-        """Results [positions, ...] in the order above, in the `shape` of the targets."""
-        if len(shape) != 1:  # a view is one more step for autograd
+        """Builds it from results [positions, ...] in the order above, in the `shape` of the targets."""
+        if len(shape) != 1:  # a view would be one more autograd step
             results = [None if row is None else row.view(*shape, *row.shape[1:]) for row in results]
         return TokenStats(*results)  # type: ignore[arg-type]
 
@@ -50,7 +50,7 @@ def linear_logprobs(
     logit_config: LogitConfig = DEFAULT_LOGITS,
     **changes: Unpack[LogitOptions],
 ) -> TokenStats:
-    """Log-prob of each target under softmax(logits), and on request entropy, lse, top-k and argmax hit.
+    """Returns the log-prob of each target under softmax(logits), and on request entropy, lse, top-k and argmax hit.
 
     Args:
         hidden: [..., H].
@@ -60,12 +60,11 @@ def linear_logprobs(
         topk: also the k likeliest ids and their log-probs, without gradient.
         lse: also log Σ e^logit, with its gradient (z-loss).
         hit: also whether the target is a likeliest id.
-        how: how logits are made. Its fields are keywords of the call, too, and those given go before: bias,
+        logit_config: how logits are computed. Its fields are also keywords of the call, which take precedence: bias,
             temperature, logit_scale, softcap, ignore_index, target_count, vocab_start, vocab_size, group, backend and
             memory_budget, as `LogitConfig` explains them.
 
-    It is differentiable once; a second derivative is refused. Forward keeps references and a few numbers a token for
-    backward.
+    It is differentiable once; a second derivative is refused. Forward keeps references and a few numbers per token.
     """
     logit_config = logit_config.replace(**changes)
     problem = resolve(hidden, weight, targets, logit_config)
@@ -80,7 +79,7 @@ def linear_logprobs(
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedStats:
-    """Which results a call wants besides the log-probs."""
+    """The results a call requests besides the log-probs."""
 
     entropy: bool
     lse: bool
@@ -103,7 +102,7 @@ def flat_hidden(hidden: Tensor) -> Tensor:
 def at_positions(
     results: Results, problem: Problem, asked: RequestedStats, top: TopK | None = None
 ) -> tuple[Tensor | None, ...]:
-    """What `TokenStats` holds, [positions, ...] each, made of what the projected tokens gave."""
+    """Returns the fields of `TokenStats`, [positions, ...] each, from the results of the projected tokens."""
     rows = (
         results.logprob,
         results.entropy if asked.entropy else None,
@@ -116,13 +115,13 @@ def at_positions(
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Raise where a backward is itself recorded: its result would be taken for a constant, without a word."""
+    """Raises where a backward is itself recorded: its result would silently be a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name} has no second derivative; differentiate it without create_graph=True.")
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Forward keeps references to its inputs and [n] numbers; backward projects again."""
+    """Forward keeps references to its inputs and [n] numbers. Backward projects again."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Which epilogues a call uses."""
+"""The choice of epilogue and fused kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Backend", "can_fuse", "select_epilogue"]
 
 
 def select_epilogue(backend: Backend, device: torch.device, dtype: torch.dtype) -> Epilogue:
-    """The epilogues for tensors on `device` whose logits are computed in `dtype`."""
+    """Returns the epilogue for tensors on `device` whose logits are computed in `dtype`."""
     if not use_kernel("linear_logprobs", backend, device, dtype):
         return torch_epilogue
     from postlude.ops.kernels import linear_logprobs_rows  # needs triton

@@ -11,21 +11,21 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What GEMM operands are held in. Half precision stays where the hardware sums its products in fp32 on request."""
+    """Returns the dtype of GEMM operands. Half precision stays where the hardware can sum its products in fp32."""
     if dtype in HALF and not (device.type == "cuda" and torch.version.cuda):
         return torch.float32
     return dtype
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which autocast casts nothing."""
+    """Returns a context without autocast."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """out = left @ right: [a, b] @ [b, c] -> [a, c] in out's own dtype."""
+    """Computes out = left @ right: [a, b] @ [b, c] -> [a, c], in out's dtype."""
     if left.dtype == out.dtype:
         return torch.mm(left, right, out=out)
     if left.dtype in HALF and out.dtype == torch.float32:
@@ -34,7 +34,7 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 def add_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """out += left @ right, added inside the GEMM so that the product is never stored by itself."""
+    """Computes out += left @ right inside the GEMM, so that the product is never stored."""
     if left.dtype == out.dtype:
         return out.addmm_(left, right)
     return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)

@@ -1,4 +1,4 @@
-"""LogitConfig: how a linear head makes them. The one value behind every function of a head, with fields as keywords."""
+"""LogitConfig: how a linear head computes logits. Every function of the head takes one, with fields as keywords."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from postlude.ops.linear_logprobs.backends import Backend
 
 
 class LogitOptions(TypedDict, total=False):
-    """The fields of `LogitConfig`, as type checkers know the keywords of a call. What they mean stands there."""
+    """The fields of `LogitConfig` as keywords of a call, for type checkers."""
 
     bias: Tensor | None
     temperature: float | Tensor
@@ -31,37 +31,34 @@ class LogitOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogitConfig:
-    """How logits are made of hidden states [..., H] and weight [V, H], this rank's rows of the output embedding.
+    """How logits are computed from hidden states [..., H] and weight [V, H], this rank's rows of the output embedding.
 
         logits = softcap(logit_scale · (hidden @ weightᵀ + bias)) / temperature,   softcap(x) = c · tanh(x / c)
 
-    in this order, which is that of transformers' models: scale, then softcap, then temperature.
+    in this order, as in transformers: scale, then softcap, then temperature.
 
     Args:
         bias: [V] or None.
-        temperature: a number, or a tensor with one entry a token. It receives no gradient.
+        temperature: a number, or a tensor with one entry per token. It receives no gradient.
         logit_scale: multiplies before the softcap.
         softcap: bound of the logits before the temperature, or None.
-        ignore_index: marks positions without a target. They are not projected at all: every result is 0 there, and so
-            is `hidden`'s gradient.
-        target_count: how many targets are not `ignore_index`, where the host knows: then it never waits for the
-            device. It is a promise, as is that every target is inside the vocabulary and every temperature above 0.
-            Without it the host waits once and refuses what is not so; a broken promise makes every result and
-            gradient of the call NaN.
+        ignore_index: marks positions without a target. They are not projected: results and `hidden`'s gradient are 0.
+        target_count: how many targets are not `ignore_index`, if the host knows. It then never waits for the device.
+            The caller promises this number, and that every target is in the vocabulary and every temperature above 0:
+            otherwise all results and gradients are NaN. Without it the host waits once and raises ValueError instead.
         vocab_start: vocabulary id of weight's first row.
-        vocab_size: ids from this one on are padding: they are not projected, and their weight's gradient is 0.
+        vocab_size: ids from this one on are padding: they are not projected, and their weight gradient is 0.
             By default every row of weight is real. Needed with `group`.
         group: the ranks that hold the other rows. All pass the same hidden and targets and receive the same results,
-            for one collective a call forward and none backward. `hidden`'s gradient is then **this rank's part**:
-            hand hidden in through `copy_to_group` if it is replicated, or through `gather_from_sequence` if it is
-            sharded over tokens (`postlude.ops.collectives`), and its gradient is complete. The loss must be computed
-            alike on every rank.
-        backend: "torch" runs anywhere, "triton" needs CUDA; "auto" takes triton where it can.
-        memory_budget: bytes for the logits slab and the summed gradient, results and returned gradients not counted;
-            by default enough for full speed. The smallest slab is one column, however small the budget.
+            with one collective per call forward and none backward. `hidden`'s gradient is then **this rank's part**:
+            pass hidden through `copy_to_group` if it is replicated, or `gather_from_sequence` if it is sharded over
+            tokens (`postlude.ops.collectives`), to complete it. Every rank must compute the same loss.
+        backend: "torch" runs anywhere, "triton" needs CUDA; "auto" takes triton where it can run.
+        memory_budget: bytes for the logits slab and the summed gradient, without results and returned gradients; by
+            default enough for full speed. The smallest slab is one column, however small the budget.
 
-    Mixed dtypes are projected in what they promote to (autocast's dtype where that is on), always summed in fp32 or
-    better; every gradient has its own tensor's dtype.
+    Mixed dtypes are projected in the dtype they promote to (autocast's if enabled), always summed in fp32 or better;
+    every gradient has its tensor's dtype.
     """
 
     bias: Tensor | None = None
@@ -89,21 +86,21 @@ class LogitConfig:
             )
 
     def shape(self, products: Tensor) -> Tensor:
-        """hidden @ weightᵀ + bias -> logits, but for the temperature."""
+        """hidden @ weightᵀ + bias -> logits before the temperature."""
         if self.logit_scale != 1.0:
             products = products * self.logit_scale
         return products if self.softcap is None else self.softcap * torch.tanh(products / self.softcap)
 
     def replace(self, **changes: Unpack[LogitOptions]) -> LogitConfig:
-        """The same, but for what is named."""
+        """Returns a copy with the given changes."""
         if not changes:
             return self
         if not changes.keys() <= self.__dict__.keys():
-            return dataclasses.replace(self, **changes)  # which says what it does not know
-        made = object.__new__(LogitConfig)  # a sixth of replace's time, before every call of a head
-        made.__dict__.update(self.__dict__, **changes)
-        made.__post_init__()
-        return made
+            return dataclasses.replace(self, **changes)  # raises for an unknown name
+        changed = object.__new__(LogitConfig)  # a sixth of dataclasses.replace's time, before every call of a head
+        changed.__dict__.update(self.__dict__, **changes)
+        changed.__post_init__()
+        return changed
 
 
 DEFAULT_LOGITS = LogitConfig()

@@ -1,12 +1,12 @@
-"""The slab planner: how much of the [tokens, vocabulary] logits exists at one time, and in which direction it moves.
+"""The slab planner: how much of the [tokens, vocabulary] logits exists at a time, and along which axis it moves.
 
 Pure arithmetic on sizes, no tensors. A slab is a set of columns (all tokens) or a set of rows (the whole vocabulary):
 
 - over the **vocabulary**, `weight`'s gradient is complete slab by slab and `hidden`'s is summed over the slabs;
 - over the **tokens**, `hidden`'s gradient is complete slab by slab and `weight`'s is summed over the slabs.
 
-A gradient that is summed needs an accumulator in the compute dtype, which every slab reads and writes: that is the
-cost a plan minimises. A gradient nobody wants needs no accumulator, so a frozen operand decides the direction.
+A summed gradient needs an accumulator in the compute dtype, which every slab reads and writes: a plan minimises that
+cost. A gradient that is not needed has no accumulator, so a frozen operand decides the axis.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ Along = Literal["vocabulary", "token"]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-# A GEMM kernel works in tiles; slabs of whole tiles waste none of the last one.
+# GEMM kernels work in tiles; slabs of whole tiles waste nothing.
 COLUMN_TILE, ROW_TILE = 256, 128
 
-# What one more slab costs besides its accumulator, as memory traffic: launches and the GEMMs' ramp up and down.
+# The cost of one more slab besides its accumulator, as memory traffic: launches and the GEMMs' ramp up and down.
 SLAB_OVERHEAD = 64 * MIB
 
-# One sweep with coded logits: its slab's share of the gradients of weight and hidden, in half precision. With more,
-# fewer slabs rewrite and round the weight's sum; this much stays by the peak memory of the leanest peer.
+# One sweep with 16-bit logits: the slab's size relative to the gradients of weight and hidden in half precision. More
+# would mean fewer slabs that rewrite and round the weight's sum; this stays near the leanest peer's peak memory.
 CODED_OF_WEIGHT, CODED_OF_HIDDEN = 0.2, 1.4
 HALF_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Default sizes of a logits slab in bytes: so much for each token, at least `least` and at most `most` in all.
+    """Default sizes of a logits slab in bytes: per token, at least `least` and at most `most` in all.
 
-    In one sweep (`linear_objective`) a slab must hold the whole vocabulary of its tokens, and if there is more than
-    one, each rewrites the weight's accumulator. So it pays to be generous: slab and accumulator share `sweep_most`,
-    of which the slab has at least `sweep_least`. Where logits are held in codes a slab has at least `coded_rows`, up to
-    `coded_rows_most`, and the weight's accumulator is in the compute dtype up to `coded_sum_most`.
+    In one sweep (`linear_objective`) a slab holds the whole vocabulary of its tokens, and each of several slabs
+    rewrites the weight's accumulator. So large slabs pay: slab and accumulator share `sweep_most`, of which the slab
+    has at least `sweep_least`. With 16-bit logits a slab has at least `coded_rows`, up to `coded_rows_most`, and the
+    weight's accumulator is in the compute dtype up to `coded_sum_most`.
     """
 
-    partial: int  # a token, where only partial statistics are kept
-    forward: int  # a token
-    backward: int  # a token
+    partial: int  # per token, where only partial statistics are kept
+    forward: int  # per token
+    backward: int  # per token
     least: int
     most: int
     sweep_least: int
@@ -53,8 +53,8 @@ class Scratch:
     coded_sum_most: int = 256 * MIB
 
 
-# GPU: 16 KiB a token is 4096 fp32 logits: GEMMs wide enough for full speed in no more memory than the leanest peer's.
-# CPU: a fraction of that, since memory there is a laptop's.
+# GPU: 16 KiB per token is 4096 fp32 logits: GEMMs wide enough for full speed, in no more memory than the leanest peer.
+# CPU: a fraction of that, for a laptop's memory.
 SCRATCH = {
     "cuda": Scratch(
         partial=2 * KIB,
@@ -81,7 +81,7 @@ SCRATCH = {
 class Shape:
     """One call's sizes: `rows` projected tokens, `columns` real vocabulary entries, `hidden` features.
 
-    `logit_bytes` counts everything a backend holds for each logit of a slab; `accumulator_bytes` is the size of one
+    `logit_bytes` counts everything that a backend holds per logit of a slab. `accumulator_bytes` is the size of one
     element of a summed gradient.
     """
 
@@ -110,39 +110,39 @@ class Plan:
     size: int
 
     def slabs(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
-        """(rows, columns) of every slab in order."""
+        """Yields (rows, columns) of every slab in order."""
         if self.axis == "vocabulary":
             yield from ((slice(0, shape.rows), part) for part in runs(shape.columns, self.size))
         else:
             yield from ((part, slice(0, shape.columns)) for part in runs(shape.rows, self.size))
 
     def largest(self, shape: Shape) -> tuple[int, int]:
-        """Rows and columns of the largest slab."""
+        """Returns rows and columns of the largest slab."""
         if self.axis == "vocabulary":
             return shape.rows, min(self.size, shape.columns)
         return min(self.size, shape.rows), shape.columns
 
     def count(self, shape: Shape) -> int:
-        """Number of slabs."""
+        """Returns the number of slabs."""
         return -(-(shape.columns if self.axis == "vocabulary" else shape.rows) // self.size)
 
 
 def runs(total: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of at most `size` that cover `total`."""
+    """Yields consecutive slices of at most `size` that cover `total`."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
 
 def plan_statistics(shape: Shape, memory_budget: int | None = None) -> Plan:
-    """Forward: over the vocabulary, since a running maximum and sum cost nothing to carry from slab to slab."""
+    """Plans the forward over the vocabulary: a running maximum and sum cost nothing between slabs."""
     room = shape.slab_bytes(shape.scratch.forward) if memory_budget is None else memory_budget
     return _plan("vocabulary", shape, room)
 
 
 def plan_tiles(shape: Shape, columns: int, row_bytes: int, memory_budget: int | None = None) -> Plan:
-    """Forward where the kernel keeps the logits: over the vocabulary, in tiles of `columns`.
+    """Plans the forward of the fused kernel over the vocabulary, in tiles of `columns`.
 
-    A tile leaves `row_bytes` for each row until they are joined; that is what a launch is limited by.
+    A tile leaves `row_bytes` per row until they are joined, which limits a launch.
     """
     room = shape.slab_bytes(shape.scratch.partial) if memory_budget is None else memory_budget
     tiles = max(1, room // max(1, shape.rows * row_bytes))
@@ -157,9 +157,9 @@ def plan_gradients(
     weight_cast: bool = False,
     memory_budget: int | None = None,
 ) -> Plan:
-    """Backward: in the direction that moves the fewest bytes. `memory_budget` covers the slab and what it needs.
+    """Plans the backward along the axis that moves the fewest bytes. `memory_budget` covers slab and accumulator.
 
-    `weight_cast` says that the GEMMs need the weight in another dtype: over tokens, a whole copy of it.
+    With `weight_cast` the GEMMs need the weight in another dtype: over tokens, a whole copy of it.
     """
     row = shape.hidden * shape.accumulator_bytes
     needs: dict[Along, int] = {
@@ -177,7 +177,7 @@ def plan_gradients(
 def plan_sweep(
     shape: Shape, *, weight_gradient: bool, weight_cast: bool = False, memory_budget: int | None = None
 ) -> Plan:
-    """Forward and backward at once (`linear_objective`): over tokens, since a token's softmax needs its whole row."""
+    """Plans forward and backward in one sweep (`linear_objective`) over tokens: a softmax needs its whole row."""
     budget = shape.scratch.sweep_most if memory_budget is None else memory_budget
     row = shape.hidden * shape.accumulator_bytes
     cast = weight_cast * shape.columns * row
@@ -190,13 +190,14 @@ def plan_sweep(
 
 
 def plan_coded_sweep(shape: Shape, *, weight_gradient: bool, memory_budget: int | None = None) -> tuple[Plan, bool]:
-    """`plan_sweep` in half precision with logits held in codes, and whether the weight's gradient is summed in the
-    compute dtype. That takes twice the memory of the gradient itself; where it is large, the sum is the gradient.
+    """Plans one sweep with 16-bit logits. Also returns whether the weight's gradient is summed in the compute dtype.
+
+    That takes twice the memory of the gradient itself; where it is large, the gradient itself is the sum.
     """
     summed = weight_gradient * shape.columns * shape.hidden * shape.accumulator_bytes
     room, most = memory_budget, shape.scratch.coded_sum_most
     if room is None:
-        # A fifth of the weight's gradient is a slab large enough for its GEMMs, and small beside it.
+        # A fifth of the weight's gradient is large enough for the GEMMs, and small beside it.
         gradients = CODED_OF_WEIGHT * shape.columns + CODED_OF_HIDDEN * shape.rows
         rows = int(shape.scratch.coded_rows * shape.columns * shape.logit_bytes) + 1
         room = max(int(gradients * shape.hidden * HALF_BYTES), min(rows, shape.scratch.coded_rows_most))
@@ -211,7 +212,7 @@ def plan_coded_sweep(shape: Shape, *, weight_gradient: bool, memory_budget: int 
 
 
 def _plan(axis: Along, shape: Shape, room: int) -> Plan:
-    """The fewest slabs of at most `room` bytes (one row or column where even that is too much)."""
+    """Returns the fewest slabs of at most `room` bytes, or of one row or column where that is more."""
     length, width, tile = (
         (shape.columns, shape.rows, COLUMN_TILE) if axis == "vocabulary" else (shape.rows, shape.columns, ROW_TILE)
     )

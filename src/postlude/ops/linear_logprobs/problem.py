@@ -1,4 +1,4 @@
-"""One call, checked and resolved: everything the sweeps need besides the tensors that receive gradients."""
+"""Problem: one call, checked and resolved, without the tensors that receive gradients."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Problem:
-    """`rows` and `kept` cover the n tokens that have a target; `positions` counts all tokens."""
+    """One resolved call. `rows` and `kept` cover the n tokens with a target; `positions` counts all tokens."""
 
     rows: TokenRows
     kept: Tensor | None  # [n] their positions; None if every position has a target
     positions: int
     vocab_start: int
-    columns: int  # of this shard, padding left out
+    columns: int  # of this shard, without padding
     operand: torch.dtype  # of the GEMMs' inputs
     compute: torch.dtype  # of logits, statistics and sums
     epilogue: Epilogue
-    fused: bool  # whether kernels() can take these operands
+    fused: bool  # whether the fused kernels can take these operands
     group: dist.ProcessGroup | None
     memory_budget: int | None
-    broken: Tensor | None = None  # 0-dim bool, whether the number of targets is not what was promised; None if counted
+    broken: Tensor | None = None  # 0-dim bool: target_count was wrong; None if counted
 
     def take(self, tensor: Tensor) -> Tensor:
-        """[positions, ...] -> [n, ...]: the projected tokens alone. No copy if that is all of them."""
+        """[positions, ...] -> [n, ...]: the projected tokens. No copy if that is all of them."""
         return tensor if self.kept is None else tensor.index_select(0, self.kept)
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -51,11 +51,11 @@ class Problem:
             return tensor
         everywhere = tensor.new_zeros(self.positions, *tensor.shape[1:])
         if self.broken is not None and not tensor.shape[0] and tensor.is_floating_point():
-            everywhere.masked_fill_(self.broken, torch.nan)  # where no row is left to show it
+            everywhere.masked_fill_(self.broken, torch.nan)  # no row is left to show it
         return everywhere.index_copy_(0, self.kept, tensor)
 
     def shape(self, hidden: int, *, fused: bool = False, coded: bool = False) -> Shape:
-        """The sizes the planner needs: `hidden` features, slabs of logits or, if `fused`, of their gradients alone."""
+        """Returns the sizes for the planner. A slab holds logits or, if `fused`, only their gradients."""
         size = self.compute.itemsize
         logit_bytes: float = self.operand.itemsize if fused else self.epilogue.LOGIT_COPIES * size
         if coded:
@@ -86,7 +86,7 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
     allowed = (0, vocab_size) if group is not None else (vocab_start, vocab_start + columns)
 
     if targets.dim() != 1 or targets.dtype != torch.int64 or not targets.is_contiguous():
-        targets = targets.reshape(-1).long().contiguous()  # kernels count in whole steps
+        targets = targets.reshape(-1).long().contiguous()
     positions = targets.numel()
     if target_count is not None and not 0 <= target_count <= positions:
         raise ValueError(f"target_count is {target_count}, but there are {positions} targets, ignored ones included.")
@@ -168,7 +168,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor 
 
 
 def _projection_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype the plain projection would run in: autocast's where it is on, else what the operands promote to."""
+    """Returns the dtype of the plain projection: autocast's if enabled, else what the operands promote to."""
     dtype = hidden.dtype if hidden.dtype == weight.dtype else torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         return torch.get_autocast_dtype(hidden.device.type)
@@ -179,7 +179,7 @@ def _projection_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 @functools.cache
 def _warn_of_promotion(hidden: torch.dtype, weight: torch.dtype, dtype: torch.dtype, device: str) -> None:
-    """Say once that a GPU computes in fp32 what half precision would have its fastest kernels for."""
+    """Warns once that a GPU computes logits in fp32, without the fast half-precision kernels."""
     if device == "cuda" and dtype == torch.float32 and (hidden in HALF or weight in HALF):
         log.warning(
             "linear_logprobs: hidden is %s and weight is %s, so logits are computed in fp32, several times slower. "
@@ -203,7 +203,7 @@ def _flat_temperature(temperature: float | Tensor, targets: Tensor) -> float | T
 
 
 def _outside(targets: Tensor, ignore_index: int, allowed: tuple[int, int]) -> ValueError:
-    """The complaint about targets that are neither ignored nor in the vocabulary."""
+    """Returns the error for targets that are neither ignored nor in the vocabulary."""
     low, high = allowed
     where = ((targets != ignore_index) & ((targets < low) | (targets >= high))).nonzero()[:, 0].tolist()
     return ValueError(

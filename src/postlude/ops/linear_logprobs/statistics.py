@@ -1,7 +1,7 @@
-"""What is kept of a row of logits, how parts of a row are joined, and what the results and gradients are made of.
+"""The statistics of a row of logits: how they are kept, joined, and turned into results and gradients.
 
 A row ℓ of logits is carried as four numbers, its `State`: the maximum m, Σ e^(ℓ-m), Σ e^(ℓ-m)·(ℓ-m) and the target's ℓ.
-Taken relative to the maximum, none of them overflows and no digits cancel, however large the logits. Then
+Relative to the maximum, none of them overflows and no digits cancel, however large the logits. Then
 
     lse = m + log Σ        logprob = (ℓ_target - m) - log Σ        entropy = log Σ - (Σ·(ℓ-m)) / Σ
 
@@ -9,7 +9,7 @@ and with log p = (ℓ - m) - log Σ, upstream gradients g of logprob, e of entro
 
     d_ℓ = g·[target] - p·(g + e·(entropy + log p) - z).
 
-Backward keeps m and log Σ apart for the same reason: where logits are in the thousands, their sum has lost its digits.
+Backward keeps m and log Σ separately for the same reason: where logits are in the thousands, their sum loses digits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits are held at or above this, so that -inf (a bias used as a mask) and sums that hold nothing yet stay numbers.
+# Logits are at least this, so that -inf (a bias used as a mask) and empty sums stay finite.
 LOWEST = -1e30
 
 MAXIMUM, SUM, MOMENT, TARGET = range(4)
@@ -29,7 +29,7 @@ MAXIMUM, SUM, MOMENT, TARGET = range(4)
 
 @dataclass(frozen=True)
 class TokenRows:
-    """What each projected token brings along, and what all share.
+    """The target and logit factor of each projected token.
 
     logit = product · factor, or factor · tanh(product · inner) under a softcap. `targets` counts from this shard's
     first column and may point outside the shard.
@@ -44,27 +44,27 @@ class TokenRows:
 
     @property
     def slope(self) -> Tensor:
-        """d(logit)/d(product) [n], the softcap's own part apart."""
+        """d(logit)/d(product) [n], without the softcap's slope."""
         return self.factor if self.inner is None else self.factor * self.inner
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The tokens to project, in order, at the front of tensors with room for all; what lies behind means nothing.
+    """The tokens to project, in order, at the front of tensors with room for all; the rest is undefined.
 
-    Where more tokens were promised than there are, positions there are still positions, so that they may be looked up.
+    Where more tokens were promised than exist, the extra positions are still valid to look up.
     """
 
     counts: Tensor  # [3] int64: tokens to project, ignored tokens, tokens to project at no temperature above 0
     positions: Tensor  # int64
     targets: Tensor  # int64, as in `TokenRows`
     factor: Tensor
-    broken: Tensor | None = None  # 0-dim bool, whether a promise was not kept; None without a promise
+    broken: Tensor | None = None  # 0-dim bool: the promised count was wrong; None without a promise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Some tokens and some columns of the vocabulary: the operands of a part of hidden @ weightᵀ."""
+    """The operands of a part of hidden @ weightᵀ: some tokens and some vocabulary columns."""
 
     hidden: Tensor  # [rows, H]
     weight: Tensor  # [columns, H]
@@ -74,7 +74,7 @@ class Operands:
 
 @dataclass(frozen=True, kw_only=True)
 class Slab(Operands):
-    """Operands with their products, and all that turns these into logits."""
+    """Operands with their products, and what turns these into logits."""
 
     products: Tensor  # [rows, columns]
     rows: TokenRows
@@ -82,7 +82,7 @@ class Slab(Operands):
 
 
 class Epilogue(Protocol):
-    """What a backend does with the tokens, with a slab and with a row: the only part in which backends differ."""
+    """What a backend does with tokens, slabs and rows: the only part in which backends differ."""
 
     LOGIT_COPIES: int
     """How many times a slab is held, itself included."""
@@ -99,35 +99,36 @@ class Epilogue(Protocol):
         dtype: torch.dtype,
         promised: int | None,
     ) -> Selection:
-        """The tokens whose target lies in `allowed` and is not `ignore_index`; their factor is scale / temperature.
+        """Selects tokens whose target is in `allowed` and not `ignore_index`; their factor is scale / temperature.
 
-        If so many were `promised`, all others ignored and no temperature cold, and it is not so, every factor is NaN.
+        If their number is not as `promised`, another target is invalid, or a temperature is not above 0, every factor
+        is NaN.
         """
         ...
 
     def accumulate(self, slab: Slab, state: Tensor, *, entropy: bool) -> None:
-        """Join the slab's logits to its rows' `state` [4, rows]. Leaves the products as they were."""
+        """Joins the slab's logits to its rows' `state` [4, rows]. Does not change the products."""
 
     def results(self, state: Tensor) -> Results:
-        """Read a finished state [4, n]. Entropy means something only if the moment was accumulated."""
+        """Returns the results of a finished state [4, n]. Entropy is valid only if the moment was accumulated."""
         ...
 
     def coefficients(
         self, rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
     ) -> Tensor:
-        """[5, n]: m, log Σ, a, b, c with d_product = a·[target] - p·(b + c·log p), given the rows' results.
+        """Returns [5, n]: m, log Σ, a, b, c with d_product = a·[target] - p·(b + c·log p), from the rows' results.
 
-        The gradients of row i arrive at place kept[i], at i if that is None. `rows.slope` is already in a, b and c; the
-        softcap's slope is not.
+        The upstream gradients of row i are at index kept[i], or i if it is None. a, b and c include `rows.slope`, but
+        not the softcap's slope.
         """
         ...
 
     def differentiate(self, slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient [rows, columns] of the products, in `dtype`. May overwrite the products with it."""
+        """Returns the gradient [rows, columns] of the products, in `dtype`. May overwrite the products."""
         ...
 
     def scale(self, tensor: Tensor, factor: Tensor) -> Tensor:
-        """tensor *= factor, a 0-dim tensor, in place."""
+        """Multiplies the tensor by a 0-dim tensor in place."""
         ...
 
 
@@ -194,14 +195,14 @@ class FusedKernels(Protocol):
 
 
 def empty_state(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The state [4, n] of rows of which no logit has been seen."""
+    """Returns the state [4, n] of rows without any logit."""
     state = torch.full((4, rows), LOWEST, dtype=dtype, device=device)
     state[SUM : MOMENT + 1] = 0
     return state
 
 
 def transform(slab: Slab) -> tuple[Tensor, Tensor | None]:
-    """The slab's logits [rows, columns], and the softcap's slope if there is a softcap. Leaves the products alone."""
+    """Returns the slab's logits [rows, columns], and the softcap's slope if any. Does not change the products."""
     rows = slab.rows
     shifted = slab.products if slab.bias is None else slab.products + slab.bias
     if rows.inner is None:
@@ -214,7 +215,7 @@ def transform(slab: Slab) -> tuple[Tensor, Tensor | None]:
 
 
 def join(states: Tensor) -> Tensor:
-    """States of disjoint parts of the same rows, [parts, 4, n] -> the state [4, n] of the whole."""
+    """Joins states of disjoint parts of the same rows, [parts, 4, n] -> [4, n]."""
     maximum = states[:, MAXIMUM].amax(0)
     gap = states[:, MAXIMUM] - maximum
     decay = gap.exp()
@@ -224,31 +225,31 @@ def join(states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TopK:
-    """The k largest logits of a row so far, [n, k] each, best first; -1 marks a place nothing has taken yet."""
+    """The k largest logits of each row so far, [n, k], best first; id -1 marks an empty entry."""
 
     logits: Tensor
     ids: Tensor
 
     @staticmethod
     def empty(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> TopK:
-        """Nothing seen yet."""
+        """Returns empty entries."""
         ids = torch.full((rows, k), -1, dtype=torch.int64, device=device)
         return TopK(torch.full((rows, k), -torch.inf, dtype=dtype, device=device), ids)
 
     def joined(self, logits: Tensor, ids: Tensor) -> TopK:
-        """The best k of these and others, [n, any] each."""
+        """Returns the best k of these and others, [n, any] each."""
         k = self.logits.shape[1]
         best, place = torch.cat((self.logits, logits), 1).topk(k, dim=1)
         return TopK(best, torch.cat((self.ids, ids), 1).gather(1, place))
 
     def joined_slab(self, logits: Tensor, first: int) -> TopK:
-        """The best k of these and a slab [n, columns] whose column 0 is vocabulary entry `first`."""
+        """Returns the best k of these and a slab [n, columns] whose column 0 is vocabulary entry `first`."""
         best, place = logits.topk(min(self.logits.shape[1], logits.shape[1]), dim=1)
         return self.joined(best, place + first)
 
 
 def join_ranks(state: Tensor, top: TopK | None, group: dist.ProcessGroup) -> tuple[Tensor, TopK | None]:
-    """Join what every rank of `group` found in its shard of the vocabulary: one collective, whatever was asked for."""
+    """Joins the results of every rank of `group` for its part of the vocabulary, with one collective."""
     # Ids travel as the bits of the state's own dtype: int32 in fp32, int64 in float64.
     bits = torch.int32 if state.dtype == torch.float32 else torch.int64
     mine = state
@@ -270,7 +271,7 @@ def join_ranks(state: Tensor, top: TopK | None, group: dist.ProcessGroup) -> tup
 
 @dataclass(frozen=True)
 class Results:
-    """The row statistics made of a finished state, [n] each."""
+    """The row statistics of a finished state, [n] each."""
 
     state: Tensor  # [4, n]
     logprob: Tensor
@@ -290,7 +291,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Upstream:
-    """Gradients arriving at the results, one a token each; None is zero."""
+    """Gradients of the results, one per token each; None is zero."""
 
     logprob: Tensor | None
     entropy: Tensor | None

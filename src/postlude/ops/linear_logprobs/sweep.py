@@ -29,13 +29,13 @@ from postlude.ops.linear_logprobs.statistics import (
     transform,
 )
 
-# Rows of all but the narrowest slabs start at multiples of this many elements: GEMM tiles and vector loads want it.
+# Rows of slabs start at multiples of this many elements, for GEMM tiles and vector loads; the narrowest do not.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Head:
-    """The tensors of one call. `hidden` [n, H] holds the projected tokens alone; `weight` [V, H], `bias` [V]."""
+    """The tensors of one call. `hidden` [n, H] holds only the projected tokens; `weight` [V, H], `bias` [V]."""
 
     hidden: Tensor
     weight: Tensor
@@ -44,7 +44,7 @@ class Head:
 
 @dataclass(frozen=True)
 class GradientsNeeded:
-    """Which of the head's tensors want a gradient."""
+    """Which of the head's tensors need a gradient."""
 
     hidden: bool
     weight: bool
@@ -64,7 +64,7 @@ class Projection:
         self.buffer = torch.empty(rows * _aligned(columns), dtype=problem.compute, device=self.hidden.device)
 
     def slab(self, rows: slice, columns: slice) -> Slab:
-        """Project `rows` on `columns`."""
+        """Projects `rows` on `columns`."""
         hidden, weight = self.hidden[rows], self._weight(columns)
         bias = None if self.head.bias is None else self.head.bias[columns].to(self.problem.compute).contiguous()
         stride = _aligned(weight.shape[0])
@@ -81,13 +81,13 @@ class Projection:
         )
 
     def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
-        """Project `rows` on all `columns`, and keep that. What it comes to, by the rows' `state` [4, rows]."""
+        """Projects `rows` on all `columns` and keeps the slab. Returns the results; updates `state` [4, rows]."""
         self.current = self.slab(rows, columns)
         self.problem.epilogue.accumulate(self.current, state, entropy=entropy)
         return self.problem.epilogue.results(state)
 
     def differentiate(self, results: Results, upstream: Upstream) -> tuple[Operands, Tensor]:
-        """The gradient [rows, columns] of the products kept by `score`, of what arrives at its results."""
+        """Returns the gradient [rows, columns] of the products kept by `score`, from that of its results."""
         slab, self.current = self.current, None
         assert slab is not None, "nothing was scored"
         epilogue = self.problem.epilogue
@@ -95,19 +95,19 @@ class Projection:
         return slab, epilogue.differentiate(slab, coefficients, self.problem.operand)
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Operands, Tensor]:
-        """Project again, and turn `Epilogue.coefficients` [5, n] into the products' gradient [rows, columns]."""
+        """Projects again and returns the products' gradient [rows, columns] from `Epilogue.coefficients` [5, n]."""
         slab = self.slab(rows, columns)
         return slab, self.problem.epilogue.differentiate(slab, coefficients[:, rows], self.problem.operand)
 
     def _weight(self, columns: slice) -> Tensor:
-        """Rows of the weight in the GEMMs' dtype; a cast is kept while the columns stay the same."""
+        """Returns rows of the weight in the GEMMs' dtype. A cast is kept while the columns stay the same."""
         if self.entries is None or self.entries[0] != columns:
             self.entries = columns, self.head.weight[columns].to(self.problem.operand)
         return self.entries[1]
 
 
 class FusedProjection:
-    """As `Projection`, of gradients alone: the products never leave the kernel that makes them."""
+    """Like `Projection`, for gradients only: the products never leave the kernel."""
 
     def __init__(self, head: Head, problem: Problem, plan: Plan, shape: Shape) -> None:
         self.head = head
@@ -117,7 +117,7 @@ class FusedProjection:
         self.bias = _fused_bias(head)
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Operands, Tensor]:
-        """The gradient [rows, columns] of the products, from `Epilogue.coefficients` [5, n]."""
+        """Returns the gradient [rows, columns] of the products from `Epilogue.coefficients` [5, n]."""
         hidden, weight = self.head.hidden[rows], self.head.weight
         out = self.buffer[: hidden.shape[0], : columns.stop - columns.start]
         kernels().differentiate(hidden, weight, self.bias, self.problem.rows[rows], columns, coefficients[:, rows], out)
@@ -137,7 +137,7 @@ class QuantizedProjection:
         self.current: tuple[Operands, Tensor, Tensor] | None = None
 
     def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
-        """As there; the state begins here, and entropy costs nothing."""
+        """See `Projection.score`. The state starts here, and entropy costs nothing."""
         hidden, weight = self.head.hidden[rows], self.head.weight
         codes = self.codes[: hidden.shape[0], : columns.stop]
         partial, results = quantized_kernels().encode(
@@ -148,7 +148,7 @@ class QuantizedProjection:
         return results
 
     def differentiate(self, results: Results, upstream: Upstream) -> tuple[Operands, Tensor]:
-        """As there."""
+        """See `Projection.differentiate`."""
         assert self.current is not None, "nothing was scored"
         (operands, codes, partial), self.current = self.current, None
         picked, masked = self.rows[operands.row_range], self.bias is not None
@@ -176,26 +176,26 @@ class TokenSweep:
         wanted: GradientsNeeded,
         budget: int | None,
     ) -> TokenSweep:
-        """With logits held in sixteen bits each."""
+        """Builds a sweep with logits in 16 bits."""
         plan, exact = plan_coded_sweep(shape, weight_gradient=wanted.weight, memory_budget=budget)
         state = torch.empty(4, shape.rows, dtype=torch.float32, device=head.hidden.device)  # begun slab by slab
         return TokenSweep(shape, plan, exact, state, QuantizedProjection(head, rows, operand, plan, shape))
 
 
 class GradientSum:
-    """The gradient of `parameter`, written region by region as matrix products.
+    """The gradient of `parameter`, filled region by region with matrix products.
 
-    If each region is written `once` it goes straight into the gradient's own dtype, else it is summed in `dtype`.
+    If each region is written `once` it is in the gradient's dtype, else it is summed in `dtype`.
     """
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype, epilogue: Epilogue, *, once: bool) -> None:
         self.dtype = parameter.dtype
         self.epilogue = epilogue
-        self.written = 0  # rows of `total` that hold something, from the first on
+        self.written = 0  # rows of `total` that are filled, from the first on
         self.total = torch.empty(parameter.shape, dtype=self.dtype if once else dtype, device=parameter.device)
 
     def add(self, region: slice, left: Tensor, right: Tensor) -> None:
-        """Add left @ right to the rows of `region`: the next region if each is written once, else always the same."""
+        """Adds left @ right to the rows of `region`: the next region if each is written once, else always the same."""
         if region.stop > self.written:
             gemm.product(left, right, self.total[region])
             self.written = region.stop
@@ -203,7 +203,7 @@ class GradientSum:
             gemm.add_product(left, right, self.total[region])
 
     def finish(self, scale: Tensor | None = None) -> Tensor:
-        """The gradient, times a 0-dim `scale`; once. Rows that nothing was added to, padding or all, are zero."""
+        """Returns the gradient times a 0-dim `scale`; call it once. Rows without any product are zero."""
         if self.written < self.total.shape[0]:
             self.total[self.written :].zero_()
         if scale is None:
@@ -219,7 +219,7 @@ class Gradients:
     def __init__(
         self, head: Head, problem: Problem, wanted: GradientsNeeded, plan: Plan, shape: Shape, *, exact: bool = True
     ) -> None:
-        """If not `exact`, the weight's gradient is summed in the weight's own dtype."""
+        """Unless `exact`, the weight's gradient is summed in the weight's dtype."""
         single = plan.count(shape) <= 1
         over_tokens = plan.axis == "token"
         compute, epilogue = problem.compute, problem.epilogue
@@ -234,7 +234,7 @@ class Gradients:
             self.bias_dtype = head.bias.dtype
 
     def add(self, operands: Operands, gradient: Tensor) -> None:
-        """Add what the gradient [rows, columns] of such a product gives."""
+        """Adds the contribution of a product's gradient [rows, columns]."""
         if self.hidden is not None:
             self.hidden.add(operands.row_range, gradient, operands.weight)
         if self.weight is not None:
@@ -243,7 +243,7 @@ class Gradients:
             self.bias[operands.column_range] += gradient.sum(0, dtype=self.bias.dtype)
 
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of hidden [n, H], weight and bias, each in its tensor's dtype; None where none was wanted."""
+        """Returns the gradients of hidden [n, H], weight and bias in their dtypes; None where not needed."""
         return (
             None if self.hidden is None else self.hidden.finish(scale),
             None if self.weight is None else self.weight.finish(scale),
@@ -262,7 +262,7 @@ def _fused_statistics(head: Head, rows: TokenRows, shape: Shape, memory_budget: 
 
 
 def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) -> tuple[Tensor, TopK | None]:
-    """State [4, n] of this shard's logits, and their top k if that is any."""
+    """Returns the state [4, n] of this shard's logits, and their top k if requested."""
     shape, device = problem.shape(head.hidden.shape[1]), head.hidden.device
     if problem.fused and not topk and shape.rows and shape.columns:
         return _fused_statistics(head, problem.rows, shape, problem.memory_budget), None
@@ -282,7 +282,7 @@ def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) 
 
 
 def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: GradientsNeeded) -> Gradients:
-    """Project again and turn `Epilogue.coefficients` [5, n] into gradients; that of hidden is this shard's part."""
+    """Projects again and returns gradients from `Epilogue.coefficients` [5, n]; hidden's is this shard's part."""
     shape = problem.shape(head.hidden.shape[1], fused=problem.fused)
     plan = plan_gradients(
         shape,

@@ -1,4 +1,4 @@
-"""The epilogues in plain PyTorch: any device, any floating dtype."""
+"""The epilogue in plain PyTorch: any device, any floating dtype."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def scale(tensor: Tensor, factor: Tensor) -> Tensor:
 
 
 def _target_columns(slab: Slab) -> tuple[Tensor, Tensor]:
-    """Whether the slab holds each row's target, and in which column (any, where it does not), [rows, 1] each."""
+    """Returns whether the slab holds each row's target, and its column (clamped), [rows, 1] each."""
     columns = slab.products.shape[1]
     column = (slab.rows.targets - slab.column_range.start)[:, None]
     return (column >= 0) & (column < columns), column.clamp(0, columns - 1)
