@@ -94,7 +94,7 @@ def put_off(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
         plan.flush_wgrads(told[1].append)
     assert told[0] == told[1]
     assert told[0][-1] is model
-    assert all(not plan.later for plan in plans)
+    assert all(not plan.wgrad_queue for plan in plans)
     return results
 
 

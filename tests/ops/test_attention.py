@@ -131,7 +131,7 @@ def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> 
         (
             (1, 3),
             (2, 2),
-            "sequence 1 has 3 queries, but only 2 keys. A query stands at a key of its own: "
+            "sequence 1 has 3 queries, but only 2 keys. Every query has its own key: "
             "give at least 3 keys, or at most 2 queries.",
         ),
     ],

@@ -99,7 +99,7 @@ def test_what_is_put_off_is_what_blocks_say(symbol: str) -> None:
     interleave(plan.backward_steps(plan.forward().sum(), weights=False))
     held = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-        for _, made in plan.later or ()
+        for _, made in plan.wgrad_queue or ()
         for each in (made.args[1:] if isinstance(made, partial) else [c.cell_contents for c in made.__closure__ or ()])
         if isinstance(each, torch.Tensor)
     }

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: one protocol, a per-sequence reference and two fused CUDA implementations."""
+"""Causal attention over packed sequences: `attend` chooses between Triton, cuDNN, flash attention and a reference."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from postlude.ops.kernels.capabilities import use_kernel
 from postlude.ops.packing import Packing, to_device
 
-FLASH_WIDTH = 256  # the widest head that flash attention takes
-FLASH_STEP = 8  # and it takes multiples of this alone
-LONG = 8192  # tokens of a sequence from which cuDNN is faster than the Triton kernels, by measurement on an H200
+FLASH_WIDTH = 256  # the widest head of flash attention
+FLASH_STEP = 8  # head sizes are multiples of this
+LONG = 8192  # sequence length from which cuDNN is faster than the Triton kernels, measured on an H200
 LONG_STEP = 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """How a query rates the keys it sees: scale · query·key, bounded to softcap · tanh(score / softcap) if asked.
+    """How keys are scored: scale · query·key, bounded to softcap · tanh(score / softcap) with a softcap.
 
-    It sees those before it and its own, `window` of them in all; None means every one. `sinks` [heads] are scores of a
-    key that every query sees and whose value is zero: they join the softmax's denominator alone.
+    A query sees the keys up to its own, the last `window` of them; None means all. `sinks` [heads] are scores of an
+    extra key with value zero, which joins only the softmax's denominator.
     """
 
     scale: float
@@ -37,21 +37,21 @@ class Scores:
 
 
 class PackedAttention(Protocol):
-    """Causal softmax attention that never looks across a sequence border."""
+    """Causal softmax attention within each packed sequence."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
     ) -> Tensor:
         """Query [Tq, heads, width], key [Tk, kv_heads, width], value [Tk, kv_heads, v] -> [Tq, heads, v].
 
-        Query heads share key heads in equal groups. The queries of a sequence stand at the last positions of its keys:
-        on whole sequences `queries` and `keys` are one packing, on a part of each the keys are all those up to its end.
+        Query heads share key heads in equal groups. The queries of a sequence are at the last positions of its keys:
+        for whole sequences `queries` and `keys` are one packing; for a part of each, keys are all those up to its end.
         """
         ...
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores) -> Tensor:
-    """The fastest implementation that computes exactly this on the tensors' device and dtype."""
+    """Attends with the fastest implementation for the tensors' device, dtype and scores."""
     implementation: PackedAttention = reference_attention
     if query.is_cuda:
         if prefers_triton(query, (query.shape[-1], value.shape[-1]), scores):
@@ -73,40 +73,40 @@ def prefers_triton(query: Tensor, widths: tuple[int, int], scores: Scores) -> bo
 
 
 def flash_supports(query: Tensor, scores: Scores) -> bool:
-    """Whether flash attention has a kernel for this device and dtype, and a word for these scores."""
+    """Whether flash attention has a kernel for this device, dtype and scores."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scores.softcap is None
 
 
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
 ) -> Tensor:
-    """The reference: each sequence by itself, those alike in length side by side, on any device and dtype."""
+    """The reference on any device and dtype: sequences of equal length in one batch."""
     _check_lengths(queries, keys)
     if queries.count == 0:
-        return _nothing(query, key, value, scores)
+        return _empty_output(query, key, value, scores)
     outputs, rows = [], []
-    for (asking, asked), starts in _by_lengths(queries, keys).items():
+    for (tq, tk), starts in _by_lengths(queries, keys).items():
         own_rows, key_rows = (
             to_device(torch.tensor(first), query.device)[:, None] + torch.arange(length, device=query.device)
-            for first, length in zip(zip(*starts, strict=True), (asking, asked), strict=True)
+            for first, length in zip(zip(*starts, strict=True), (tq, tk), strict=True)
         )
         # [sequences, heads, length, width]
         q, k, v = (
             tensor[chosen].transpose(1, 2) for tensor, chosen in ((query, own_rows), (key, key_rows), (value, key_rows))
         )
-        plain = asking == asked and (scores.window is None or scores.window >= asked)
+        plain = tq == tk and (scores.window is None or scores.window >= tk)
         if scores.softcap is None and scores.sinks is None:
             heads = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=None if plain else _visible(asking, asked, scores.window, query.device),
+                attn_mask=None if plain else _visible(tq, tk, scores.window, query.device),
                 is_causal=plain,
                 scale=scores.scale,
                 enable_gqa=True,
             )
         else:
-            heads = _written_out(q, k, v, _visible(asking, asked, scores.window, query.device), scores)
+            heads = _explicit_attention(q, k, v, _visible(tq, tk, scores.window, query.device), scores)
         outputs.append(heads.transpose(1, 2).flatten(0, 1))
         rows.append(own_rows.flatten())
     return torch.cat(outputs)[torch.cat(rows).argsort()]
@@ -115,12 +115,12 @@ def reference_attention(
 def triton_packed_attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
 ) -> Tensor:
-    """Triton kernels over all sequences at once, for any scores. CUDA, bf16 or fp16, and Triton's interpreter."""
+    """Attends to all sequences at once with the Triton kernels, for any scores. CUDA, bf16 or fp16."""
     _check_lengths(queries, keys)
     if queries.count == 0:
-        return _nothing(query, key, value, scores)
+        return _empty_output(query, key, value, scores)
     if queries is keys and queries.max_length >= LONG and prefers_cudnn(query, value, queries, scores):
-        return _long_apart(query, key, value, queries, scores)
+        return _split_long(query, key, value, queries, scores)
     from postlude.ops.kernels.attention import triton_attention  # needs triton
 
     return triton_attention(
@@ -133,16 +133,16 @@ def triton_packed_attention(
 
 
 def prefers_cudnn(query: Tensor, value: Tensor, packing: Packing, scores: Scores) -> bool:
-    """Whether cuDNN has a kernel, backward included, for a sequence with these scores."""
+    """Whether cuDNN has a kernel, forward and backward, for a sequence with these scores."""
     plain = scores.softcap is None and scores.sinks is None
     widths = query.shape[-1] == value.shape[-1] <= 128 and query.shape[-1] % FLASH_STEP == 0
     return query.is_cuda and plain and widths and (scores.window is None or scores.window >= packing.max_length)
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """One whole sequence, [T, heads, width], by cuDNN, which is the fastest where it is long."""
+    """Attends within one sequence, [T, heads, width], with cuDNN, which is the fastest for long ones."""
     tokens = len(query)
-    # cuDNN makes a plan for every length, in a tenth of a second: lengths are rounded up. Nobody sees what is added.
+    # cuDNN takes 0.1 s to plan each length, so lengths are rounded up. No query sees the padding.
     more = (0, 0, 0, 0, 0, -tokens % LONG_STEP)
     query, key, value = (F.pad(each, more).transpose(0, 1)[None] for each in (query, key, value))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -150,10 +150,10 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     return heads[0].transpose(0, 1)[:tokens]
 
 
-def _long_apart(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
-    """Each long sequence by itself, and what lies between two of them together."""
+def _split_long(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
+    """Attends to each long sequence with cuDNN, and to runs of shorter ones with the Triton kernels."""
     if "runs" not in packing.tables:
-        # Short ones are alike, and a long one is like no other.
+        # Short neighbours form a group; each long one is its own.
         runs = [list(run) for _, run in groupby(packing.lengths, key=lambda length: length < LONG or object())]
         packing.tables["runs"] = [Packing.from_lengths(run, packing.cu_seqlens.device) for run in runs]
     runs = packing.tables["runs"]
@@ -170,32 +170,32 @@ def _long_apart(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sco
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
 ) -> Tensor:
-    """Flash attention over all sequences at once. CUDA, bf16 or fp16."""
+    """Attends to all sequences at once with torch's flash attention. CUDA, bf16 or fp16."""
     if scores.softcap is not None:
         raise ValueError(f"varlen_attention has no softcap (got {scores.softcap}); use reference_attention.")
     _check_lengths(queries, keys)
     if queries.count == 0:
-        return _nothing(query, key, value, scores)
+        return _empty_output(query, key, value, scores)
     width = max(query.shape[-1], value.shape[-1])
     width += -width % FLASH_STEP
-    # Zeros add nothing to a score, and what they make of the values is cut off again.
-    query, key, padded = (_widened(each, width) for each in (query, key, value))
-    left = -1 if scores.window is None else scores.window - 1  # flash counts the keys before the query's own
-    asked = queries, keys, scores.scale, (left, 0)  # counted from the ends: the last query stands at the last key
+    # Zeros add nothing to a score, and the padded values are cut off again.
+    query, key, padded = (_pad_heads(each, width) for each in (query, key, value))
+    left = -1 if scores.window is None else scores.window - 1  # flash counts keys before the query's own
+    arguments = queries, keys, scores.scale, (left, 0)  # aligned at the ends
     if scores.sinks is None:
-        output = _flash(query, key, padded, *asked)[0]
+        output = _flash(query, key, padded, *arguments)[0]
     else:
-        output = _FlashWithSinks.apply(query, key, padded, scores.sinks, *asked)
+        output = _FlashWithSinks.apply(query, key, padded, scores.sinks, *arguments)
     return output[..., : value.shape[-1]]
 
 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scale: float, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """[Tq, heads, width] and lse [heads, Tq], with a gradient of the former.
+    """Returns the output [Tq, heads, width], with gradient, and the lse [heads, Tq].
 
-    By the operator's private name, as its backward below: what torch 2.11 makes public of it takes no grouped heads,
-    so that keys would be repeated, and has no way to give its backward another output than the forward's own.
+    It calls a private operator, as does the backward below. The public `varlen_attn` of torch 2.11 takes no grouped
+    heads, so keys would have to be repeated, and its backward takes only its own output, which sinks change.
     """
     lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
     causal = {"window_size_left": window[0], "window_size_right": window[1]}
@@ -217,9 +217,9 @@ def _flash_backward(
     scale: float,
     window: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What query, key and value get of a `gradient`, by an output and an lse [heads, Tq] that need not be `_flash`'s.
+    """Returns the gradients of query, key and value for a given output and lse [heads, Tq].
 
-    `borders` are the packings' cu_seqlens and `longest` their longest sequences, of queries and of keys.
+    `borders` are cu_seqlens and `longest` the longest sequences, of queries and of keys.
     """
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         gradient,
@@ -241,12 +241,12 @@ def _flash_backward(
     return found
 
 
-def _widened(tensor: Tensor, width: int) -> Tensor:
+def _pad_heads(tensor: Tensor, width: int) -> Tensor:
     return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
 
 
 def _check_lengths(queries: Packing, keys: Packing) -> None:
-    """Refuse queries that do not stand at the last positions of their keys."""
+    """Raises ValueError for queries that are not at the last positions of their keys."""
     if queries is keys:
         return
     if queries.count != keys.count:
@@ -254,22 +254,22 @@ def _check_lengths(queries: Packing, keys: Packing) -> None:
             f"there are queries of {queries.count} sequences, but keys of {keys.count}. "
             "Pack the queries and the keys of the same sequences."
         )
-    for index, (asking, asked) in enumerate(zip(queries.lengths, keys.lengths, strict=True)):
-        if asking > asked:
+    for index, (tq, tk) in enumerate(zip(queries.lengths, keys.lengths, strict=True)):
+        if tq > tk:
             raise ValueError(
-                f"sequence {index} has {asking} queries, but only {asked} keys. A query stands at a key of its own: "
-                f"give at least {asking} keys, or at most {asked} queries."
+                f"sequence {index} has {tq} queries, but only {tk} keys. Every query has its own key: "
+                f"give at least {tq} keys, or at most {tk} queries."
             )
 
 
-def _nothing(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    """[0, heads, v] that hangs on all of them, so that what made them gets a gradient of zero rather than none."""
+def _empty_output(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """Returns [0, heads, v] that depends on all inputs, so that they get zero gradients rather than none."""
     nothing = query.sum(-1, keepdim=True).expand(-1, -1, value.shape[-1]) + key.sum() + value.sum()
     return nothing if scores.sinks is None else nothing + 0 * scores.sinks.sum()
 
 
 def softmax(rated: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension, in fp32 or wider, with a sink [..., 1] in the denominator where there is one."""
+    """Softmax over the last dimension, in fp32 or wider, with a sink [..., 1] in the denominator if given."""
     dtype = torch.promote_types(rated.dtype, torch.float32)
     if sinks is None:
         return rated.softmax(dim=-1, dtype=dtype)
@@ -277,9 +277,9 @@ def softmax(rated: Tensor, sinks: Tensor | None) -> Tensor:
     return joined.softmax(dim=-1)[..., :-1]
 
 
-def _written_out(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
-    """[n, heads, asking, width] and keys and values [n, kv_heads, asked, ...], step by step, for any scores."""
-    grouped = query.unflatten(1, (key.shape[1], -1))  # [n, kv_heads, group, asking, width]
+def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
+    """Attention written out for any scores: query [n, heads, tq, width], keys and values [n, kv_heads, tk, ...]."""
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [n, kv_heads, group, tq, width]
     rated = grouped @ key[:, :, None].transpose(-1, -2) * scores.scale
     if scores.softcap is not None:
         rated = scores.softcap * torch.tanh(rated / scores.softcap)
@@ -289,10 +289,10 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sco
 
 
 class _FlashWithSinks(Function):
-    """Flash attention as if each query saw one more key, rated `sinks` and of value zero.
+    """Flash attention with one more key per query, with score `sinks` and value zero.
 
-    That key scales the output by sigmoid(lse - sink) and joins the lse. Given those, flash attention's own backward is
-    the right one: it needs no more of the softmax than its output and its lse.
+    That key scales the output by sigmoid(lse - sink) and joins the lse. With those two, flash attention's backward is
+    correct: it uses the softmax only through its output and lse.
     """
 
     @staticmethod
@@ -324,22 +324,22 @@ class _FlashWithSinks(Function):
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [T, heads, v] and lse [heads, T] of flash attention, with `sinks` [heads, 1 or T] in the denominator."""
+    """Adds `sinks` [heads, 1 or T] to the denominator of output [T, heads, v] and lse [heads, T]."""
     sinks = sinks.float()
     kept = (lse - sinks).sigmoid().T[..., None]
     return (output * kept).to(output.dtype), torch.logaddexp(lse, sinks)
 
 
 def _by_lengths(queries: Packing, keys: Packing) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """By number of queries and of keys: where the queries and the keys of those sequences start."""
+    """Returns, by (queries, keys) lengths, where the queries and the keys of those sequences start."""
     starts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for (query, query_stop), (key, key_stop) in zip(queries.slices(), keys.slices(), strict=True):
         starts.setdefault((query_stop - query, key_stop - key), []).append((query, key))
     return starts
 
 
-def _visible(asking: int, asked: int, window: int | None, device: torch.device) -> Tensor:
-    """[asking, asked], True where the query (row) may see the key (column); the last of each stand together."""
-    own = torch.arange(asked - asking, asked, device=device)
-    distance = own[:, None] - torch.arange(asked, device=device)[None, :]
+def _visible(tq: int, tk: int, window: int | None, device: torch.device) -> Tensor:
+    """Returns [tq, tk], True where the query (row) sees the key (column); both are aligned at the end."""
+    own = torch.arange(tk - tq, tk, device=device)
+    distance = own[:, None] - torch.arange(tk, device=device)[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over packed sequences, as recurrent blocks have it before their scan."""
+"""Causal depthwise convolution over packed sequences, which recurrent blocks apply before their scan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd import Function
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.packing import Packing
 
-WIDEST = 8  # taps for which the Triton kernels are written out
+WIDEST = 8  # taps of the Triton kernels at most
 
 
 def convolve(
@@ -24,11 +24,10 @@ def convolve(
     silu: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Each channel of `inputs` [T, channels] by its own `kernel` [channels, K]: [T, channels].
+    """Convolves each channel of `inputs` [T, channels] with its own `kernel` [channels, K]: [T, channels].
 
-    A token sees itself, by the kernel's last tap, and the K - 1 tokens before it in its own sequence; before the first
-    there are zeros. With `silu` that activation follows. Sums are fp32, or float64 where the inputs are. `backend`:
-    "torch" anywhere, "triton" on CUDA; "auto" takes Triton where it can.
+    A token sees itself, through the kernel's last tap, and the K - 1 tokens before it in its own sequence, zeros before
+    the first. With `silu` that activation follows. Sums are fp32, or float64 where the inputs are.
     """
     _check(inputs.shape[-1], kernel)
     refused = None
@@ -46,9 +45,9 @@ def convolve(
 
 
 def last_inputs(inputs: Tensor, packing: Packing, width: int) -> Tensor:
-    """The last `width` (K - 1) tokens of each sequence of `inputs` [T, channels], for `convolve_step` to go on from.
+    """Returns the last `width` (K - 1) tokens of each sequence of `inputs` [T, channels], for `convolve_step`.
 
-    [sequences, width, channels], the oldest first; zeros stand before the first token of a shorter sequence.
+    [sequences, width, channels], the oldest first, with zeros before the first token of a shorter sequence.
     """
     back = torch.arange(-width, 0, device=inputs.device)
     starts, stops = packing.cu_seqlens[:-1, None], packing.cu_seqlens[1:, None]
@@ -61,9 +60,9 @@ def last_inputs(inputs: Tensor, packing: Packing, width: int) -> Tensor:
 def convolve_step(
     inputs: Tensor, state: Tensor, kernel: Tensor, bias: Tensor | None, *, silu: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """One more token of each of n sequences, `inputs` [n, channels], whose last K - 1 are `state` [n, K - 1, channels].
+    """Convolves one more token of each of n sequences, `inputs` [n, channels], after `state` [n, K - 1, channels].
 
-    Returns what `convolve` gives for that token, [n, channels], and the state after it.
+    Returns the result of `convolve` for that token, [n, channels], and the new state.
     """
     _check(inputs.shape[-1], kernel)
     window = torch.cat((state, inputs[:, None]), 1)  # [n, K, channels]
@@ -82,14 +81,14 @@ def _check(channels: int, kernel: Tensor) -> None:
 
 
 def _spread(packing: Packing, gap: int) -> Tensor:
-    """[T] int64: where each token lies when `gap` empty rows stand before, between and after the sequences."""
+    """Returns [T] int64: each token's row if `gap` empty rows are before, between and after the sequences."""
     return torch.arange(packing.total, device=packing.cu_seqlens.device) + gap * (packing.sequence_index() + 1)
 
 
 class _Convolution(Function):
-    """Tokens are spread so that K - 1 zeros part the sequences: then every tap is one slice, and needs no mask.
+    """Separates sequences by K - 1 zeros, so that every tap is one slice without a mask.
 
-    Only the inputs are kept; spreading them and summing the taps again costs less than keeping the sums.
+    The backward keeps only the inputs: computing the sums again costs less than keeping them.
     """
 
     @staticmethod
@@ -126,7 +125,7 @@ class _Convolution(Function):
 
 
 class _TritonConvolution(Function):
-    """The same in two kernels. The module that has them needs triton, and everything else does not."""
+    """The same with the Triton kernels."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
@@ -153,7 +152,7 @@ def _lay_out(tokens: Tensor, places: Tensor, sequences: int, gap: int) -> Tensor
 
 
 def _sums(laid: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-    """Row r is the sum of rows r to r + K - 1 of `laid` [R, channels], each by its tap: [R - K + 1, channels], wide."""
+    """Returns for each row r the sum of rows r to r + K - 1 of `laid` [R, channels] times their taps, in fp32."""
     taps = kernel.T.to(_wide(laid))
     rows = laid.shape[0] - len(taps) + 1
     sums = laid[:rows] * taps[0]

@@ -1,7 +1,7 @@
-"""flash-linear-attention's kernels for both scans: an extra, `pip install 'postlude[fla]'`, that nothing needs.
+"""flash-linear-attention's kernels for both scans: an optional extra, `pip install 'postlude[fla]'`.
 
-Postlude's own kernels are as fast, so "auto" keeps to them. Only where those of the gated delta rule were not checked,
-and "auto" would leave it to plain torch, does it take these, if they are installed and known to be right.
+"auto" prefers Postlude's own kernels. Where those of the gated delta rule were not measured, it takes these instead of
+plain torch, if they are installed and known to be right.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from postlude.ops.kernels.capabilities import HOPPER, numbers_of, version_of, wh
 from postlude.ops.packing import Packing
 
 CHECKED = "0.6"  # the releases whose results were compared with ours
-# Triton from the one to before the other compiles the gradients' kernel wrongly for Hopper (its issue 640): fla raises.
+# Triton releases, from the first to before the second, that miscompile fla's backward for Hopper (its issue 640).
 WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
 WIDEST = 256  # key dimension
 
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def installed() -> bool:
-    """Whether there is such a package."""
+    """Whether the package is installed."""
     return importlib.util.find_spec("fla") is not None
 
 
 def refusal(*tensors: Tensor, width: int, gradient: bool) -> str | None:
-    """Why fla cannot scan these with keys of `width`, or None; `gradient` says whether a backward is to follow."""
+    """Returns why fla cannot scan these with keys of `width`, or None. `gradient`: a backward will follow."""
     if not installed():
         return "flash-linear-attention is not installed (pip install 'postlude[fla]')"
     device, dtypes = tensors[0].device, {each.dtype for each in tensors}
@@ -56,19 +56,19 @@ def _refusal(fla: str, triton: str, capability: tuple[int, int], gradient: bool)
 
 
 def steps_in(name: str, own: str, *tensors: Tensor, width: int) -> bool:
-    """Whether "auto" takes fla for `name`, whose `own` kernels it does not take for the reason given. Said once.
+    """Whether "auto" takes fla for `name`. `own` is why it does not take our kernels. Logs the choice once.
 
-    Where one pass has no gradient and another has, both shall give the same: so a backward is always asked for.
+    It always requires the backward, so that passes with and without gradient give the same results.
     """
     if not tensors[0].is_cuda or not installed():
         return False
     why = refusal(*tensors, width=width, gradient=True)
-    _say_once(name, own, why)
+    _log_once(name, own, why)
     return why is None
 
 
 @functools.cache
-def _say_once(name: str, own: str, why: str | None) -> None:
+def _log_once(name: str, own: str, why: str | None) -> None:
     if why is None:
         log.info("%s uses flash-linear-attention %s: of its own kernels, %s", name, version_of("fla"), own)
     else:
@@ -76,7 +76,7 @@ def _say_once(name: str, own: str, why: str | None) -> None:
 
 
 def check(*tensors: Tensor, width: int) -> None:
-    """Raise what `refusal` says of tensors for which fla was asked for by name."""
+    """Raises RuntimeError if fla was requested and cannot run."""
     gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     if why := refusal(*tensors, width=width, gradient=gradient):
         raise RuntimeError(f'backend="fla" cannot run: {why}. Use backend="auto", which takes what can run.')
@@ -85,7 +85,7 @@ def check(*tensors: Tensor, width: int) -> None:
 def ssd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, packing: Packing, last_states: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """See `postlude.ops.ssd.ssd`. To fla it is linear attention with decay, each head with a B and a C of its own."""
+    """See `postlude.ops.ssd.ssd`. In fla it is linear attention with decay, with B and C repeated for each head."""
     kernels = importlib.import_module("fla.ops.simple_gla")
     share = x.shape[1] // B.shape[1]
     output, states = kernels.chunk_simple_gla(
@@ -130,5 +130,5 @@ def gated_delta(
 
 @functools.lru_cache(maxsize=8)
 def _on_the_host(lengths: tuple[int, ...]) -> Tensor:
-    """The boundaries that fla would otherwise wait for; the same tensor each time, by which it knows what it has."""
+    """Returns the host copy of cu_seqlens, which fla would otherwise wait for; it caches by tensor identity."""
     return Packing.from_lengths(lengths).cu_seqlens

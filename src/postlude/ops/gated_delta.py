@@ -1,10 +1,10 @@
-"""The gated delta rule over packed sequences: a state that decays, and forgets what a key held before it learns anew.
+"""The gated delta rule over packed sequences: a decaying state in which a key's old value is replaced by a new one.
 
     S_t = e^{g_t} S_{t-1} + k_t ⊗ β_t (v_t − (e^{g_t} S_{t-1})ᵀ k_t)        o_t = S_tᵀ q_t
 
-Token by token that is `gated_delta_step`. `gated_delta` does it in chunks: within one, what the tokens write (δ) solves
-a unit triangular system, so all chunks of all sequences are matrix products side by side, and only the state goes from
-chunk to chunk. The backward makes everything again from the inputs, which are all that is kept.
+`gated_delta_step` does this token by token. `gated_delta` works in chunks: within one, what the tokens write (δ) solves
+a unit triangular system, so all chunks of all sequences are batched matrix products, and only the state passes from
+chunk to chunk. The backward computes everything again from the inputs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def gated_delta(
     last_states: bool = False,
     backend: ScanBackend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Every token's output [T, heads, dv] in value's dtype, and each sequence's last state [n, heads, dk, dv] if asked.
+    """Returns the outputs [T, heads, dv] in value's dtype and, with `last_states`, the states [n, heads, dk, dv].
 
     `query` and `key` [T, key_heads, dk], `value` [T, heads, dv], `log_decay` (g, at most 0) and `beta` [T, heads];
-    head h goes with key head h // (heads / key_heads). A query is scaled by dk^-½ or `scale`; `normalise` first makes
-    queries and keys of length one. The state starts from zero at every sequence's beginning.
+    head h uses key head h // (heads / key_heads). Queries are scaled by dk^-½ or `scale`; with `normalise`, queries and
+    keys are first normalised to length one. The state of every sequence starts from zero.
 
-    Computed in fp32, or float64 where an input is; the states are in that. Without rounding, `chunk` changes nothing.
+    It computes in fp32, or float64 where an input is; so are the states. `chunk` changes only speed and rounding.
 
     `backend`: "torch" anywhere; "triton" on CUDA, whose matrix products take operands of value's dtype and add up in
     fp32: in bf16 that rounds what tokens write, and the states where they are read, once each. "auto" takes Triton for
@@ -60,7 +60,7 @@ def gated_delta(
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: a chunk holds at least 1 token.")
     if packing.count == 0:
-        nothing = query.sum() + key.sum() + log_decay.sum() + beta.sum()  # so that all get a gradient of zero
+        nothing = query.sum() + key.sum() + log_decay.sum() + beta.sum()  # so that all get zero gradients
         empty = value.new_zeros(
             0, value.shape[1], key.shape[2], value.shape[2], dtype=_wide(query, key, value, log_decay, beta)
         )
@@ -108,9 +108,9 @@ def gated_delta_step(
     scale: float | None = None,
     normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each of n sequences, after the `states` [n, heads, dk, dv] they have reached.
+    """Processes the next token of each of n sequences from their `states` [n, heads, dk, dv].
 
-    Everything else as `gated_delta` takes it, with T = n. Returns the outputs [n, heads, dv] and the new states.
+    Other arguments are those of `gated_delta` with T = n. Returns the outputs [n, heads, dv] and the new states.
     """
     _check(query, key, value, log_decay, beta)
     wide = _wide(query, key, value, log_decay, beta)
@@ -140,7 +140,7 @@ def gated_delta_forward(
     last_states: bool,
     triton: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What the operator does. Without `last_states` the second result is empty."""
+    """The operator's forward. Without `last_states` the second result is empty."""
     if triton:
         from postlude.ops.kernels.gated_delta import GatedDeltaCall  # needs triton
 
@@ -153,7 +153,7 @@ def gated_delta_forward(
     return chunks.leave(scan.outputs()).to(value.dtype), states
 
 
-# One operator to whoever looks from outside: recompute keeps its result, and none of what that is made of.
+# One operator, so that selective recompute keeps its result and nothing inside.
 _operator = torch.library.custom_op("postlude::gated_delta", gated_delta_forward, mutates_args=())
 
 
@@ -192,11 +192,11 @@ _operator.register_autograd(_backward, setup_context=_setup)
 
 
 class Chunks:
-    """Packed sequences cut into chunks of one size, in the order of a scan.
+    """Packed sequences cut into chunks of one size, in scan order.
 
-    First the first chunk of every sequence, the longest sequence's first; then the second of those that have one, and
-    so on. So those that go on are always the first ones of the round before. A sequence's last chunk is filled up. No
-    chunk is longer than the longest sequence.
+    First come the first chunks of all sequences, the longest sequence first; then the second chunks of those that have
+    one, and so on. So the sequences of a round are the first ones of the round before. A sequence's last chunk is
+    padded. No chunk is longer than the longest sequence.
     """
 
     def __init__(self, lengths: Sequence[int], size: int, cu_seqlens: Tensor) -> None:
@@ -223,7 +223,7 @@ class Chunks:
         self._slots = first * size + position % size  # [T]
 
     def enter(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, heads, ...] -> [chunks, heads, size, ...] in `dtype`, zero where a chunk is filled up."""
+        """[T, heads, ...] -> [chunks, heads, size, ...] in `dtype`, zero in padding."""
         room = tokens.new_zeros(self.count * self.size, *tokens.shape[1:]).index_copy_(0, self._slots, tokens)
         return _parted(room, self.size).transpose(1, 2).to(dtype).contiguous()
 
@@ -233,7 +233,7 @@ class Chunks:
 
 
 class _Scan:
-    """The chunks' work, step by step: [chunks · heads, size, ...] is called [B, C, ...] here. No autograd inside.
+    """The computation of the chunks. [chunks · heads, size, ...] is written [B, C, ...]. No autograd inside.
 
     G is the sum of log decays from the chunk's start to a token, itself included, and D_ij = e^{G_i − G_j} for j ≤ i.
     What the tokens write, δ, solves (1 + A) δ = β (v − e^G k S) with A_ij = β_i D_ij k_i·k_j for j < i, where S is the
@@ -266,7 +266,7 @@ class _Scan:
         self.since = total.exp().to(wide)[..., None]  # e^G, [B, C, 1]
         self.until = (total[:, -1:] - total).exp().to(wide)[..., None]  # e^{G_C − G}, [B, C, 1]
         self.across = self.since[:, -1:]  # e^{G_C}, [B, 1, 1]
-        # Two numbers for G: neighbours' differ by little even where both are large.
+        # Two numbers for G, since neighbours differ by little even where both are large.
         high = total.to(wide)
         low = (total - high).to(wide)
         self.between = ((high[:, :, None] - high[:, None]) + (low[:, :, None] - low[:, None])).exp_().tril_()  # D
@@ -280,7 +280,7 @@ class _Scan:
         self.states = self._run()  # S, [B, dk, dv]
 
     def _run(self) -> Tensor:
-        """The state at each chunk's start. Turns u into δ."""
+        """Returns the state at each chunk's start. Turns u into δ."""
         states = self.value.new_zeros(len(self.value), self.key.shape[-1], self.value.shape[-1])
         rounds = self._rounds()
         for here, there in zip(rounds, [*rounds[1:], None], strict=True):
@@ -305,7 +305,7 @@ class _Scan:
         return states * across + leaving.mT @ written
 
     def gradients(self, output: Tensor, last_states: Tensor | None) -> tuple[Tensor, ...]:
-        """From those of the outputs [T, heads, dv] and of the last states: of query, key, value, log decay, beta."""
+        """Returns the gradients of query, key, value, log decay and beta from those of outputs and last states."""
         key, query, since, beta = self.key, self.query, self.since, self.beta
         output = self.chunks.enter(output, self.value.dtype).flatten(0, 1)
         written = self.seen.mT @ output  # of δ, [B, C, dv]
@@ -342,11 +342,11 @@ class _Scan:
         return tuple(self.chunks.leave(each) for each in found)
 
     def _run_back(self, output: Tensor, written: Tensor, last_states: Tensor | None) -> Tensor:
-        """The gradient of the state that each chunk leaves, [B, dk, dv]; of `written` the part that outputs gave."""
+        """Returns the gradient of each chunk's final state, [B, dk, dv]. `written` is δ's gradient from outputs."""
         ahead = torch.zeros_like(self.states)
         if last_states is not None:
             _parted(ahead, self.heads).index_copy_(0, self.chunks.last, last_states.to(ahead.dtype))
-        # Of the state at a chunk's start, as far as it does not come from behind the chunk.
+        # The gradient of the state at a chunk's start that does not come from later chunks.
         direct = (self.since * self.query).mT @ output
         direct.baddbmm_(self.reading.mT, written, alpha=-1)
         rounds = self._rounds()
@@ -358,9 +358,9 @@ class _Scan:
         return ahead
 
     def _decay_gradient(self, pairs: Tensor, since: Tensor, until: Tensor, across: Tensor) -> Tensor:
-        """Of g, [B, C], from d/d(G_i − G_j) [B, C, C], d/dG_i [B, C], d/d(G_C − G_i) [B, C] and d/dG_C [B].
+        """Returns g's gradient [B, C] from d/d(G_i − G_j) [B, C, C], d/dG_i [B, C], d/d(G_C − G_i) [B, C], d/dG_C [B].
 
-        Each is summed over just those whose decay a token's g is part of, so that nothing large cancels.
+        Each sum covers only the decays that a token's g is part of, so that nothing large cancels.
         """
         gradient = since.flip(-1).cumsum(-1).flip(-1) + across[:, None]
         over = pairs.cumsum(-1).tril_(-1).sum(-2)  # over i > l and j ≤ l
@@ -368,7 +368,7 @@ class _Scan:
         return gradient
 
     def _pairs(self, left: Tensor) -> Tensor:
-        """D_ij left_i·k_j, [B, C, C], of `left` [chunks, key heads, C, dk]."""
+        """Returns D_ij left_i·k_j, [B, C, C], for `left` [chunks, key heads, C, dk]."""
         products = left.flatten(0, 1) @ self.unit_key.flatten(0, 1).mT
         between = _parted(self.between, self.group)
         return (products[:, None] * between).flatten(0, 1)
@@ -378,11 +378,11 @@ class _Scan:
         return tensor.repeat_interleave(self.group, dim=1).flatten(0, 1)
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """The gradient of what was spread: [B, ...] -> [chunks · key heads, ...]."""
+        """The backward of `_spread`: [B, ...] -> [chunks · key heads, ...]."""
         return _parted(tensor, self.group).sum(1) if self.group > 1 else tensor
 
     def _rounds(self) -> list[slice]:
-        """The chunks and heads of each round, among B."""
+        """Returns the slice of B of each round."""
         return [slice(each.start * self.heads, each.stop * self.heads) for each in self.chunks.rounds]
 
 
@@ -392,14 +392,14 @@ def _parted(tensor: Tensor, inner: int) -> Tensor:
 
 
 def _inverse_of_one_plus(lower: Tensor) -> Tensor:
-    """(1 + A)⁻¹ of strictly lower triangles [B, C, C]."""
+    """Returns (1 + A)⁻¹ of strictly lower triangles [B, C, C]."""
     one = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     inverse: Tensor = torch.linalg.solve_triangular(lower, one, upper=False, unitriangular=True)
     return inverse
 
 
 def _unit(vectors: Tensor, normalise: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Vectors of length one, and one over the length each had; as they are if they are not to be normalised."""
+    """Returns vectors of length one and 1 / their lengths; unchanged without `normalise`."""
     if not normalise:
         return vectors, None
     over = torch.rsqrt(vectors.square().sum(-1, keepdim=True) + NORM_EPS)
@@ -407,14 +407,14 @@ def _unit(vectors: Tensor, normalise: bool = True) -> tuple[Tensor, Tensor | Non
 
 
 def _through_unit(gradient: Tensor, unit: Tensor, over: Tensor | None) -> Tensor:
-    """The gradient of the vectors that `_unit` was given."""
+    """The backward of `_unit`."""
     if over is None:
         return gradient
     return over * (gradient - unit * (unit * gradient).sum(-1, keepdim=True))
 
 
 def _refused(query: Tensor, key: Tensor, value: Tensor, chunk: int) -> str | None:
-    """Why the Triton kernels cannot do this, if so."""
+    """Returns why the Triton kernels cannot do this; None if they can."""
     if not query.dtype == key.dtype == value.dtype:
         dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
         return f"its kernels want query, key and value of one dtype, and these are {dtypes}"

@@ -1,8 +1,8 @@
 """`linear_objective`: a token-separable loss and all its gradients in one sweep over the logits.
 
-A recomputing head projects twice (8·N·H·V operations with both gradients). If the loss of a token depends on nothing
-but that token's log-prob, entropy and columns, a slab of tokens can be projected, scored and differentiated before its
-logits are gone: 6·N·H·V, a floor 25 % lower.
+A head that recomputes projects twice (8·N·H·V operations with both gradients). If a token's loss depends only on its
+log-prob, entropy and columns, a slab of tokens can be projected, scored and differentiated while its logits exist:
+6·N·H·V, 25 % less.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TokenObjective = Callable[[Tensor, Tensor | None, Any], Tensor]
 
 @dataclass(frozen=True)
 class LinearObjective:
-    """What `linear_objective` returns. Only `loss` carries a gradient."""
+    """The result of `linear_objective`. Only `loss` has a gradient."""
 
     loss: Tensor  # 0-dim: the sum of the token losses
     token_loss: Tensor  # in the shape of targets, 0 where ignored
@@ -57,17 +57,17 @@ def linear_objective(
     logit_config: LogitConfig = DEFAULT_LOGITS,
     **changes: Unpack[LogitOptions],
 ) -> LinearObjective:
-    """The sum over tokens of `token_objective(logprob, entropy, columns)`, with gradients to hidden, weight and bias.
+    """Returns the sum over tokens of `token_objective(logprob, entropy, columns)`, with gradient.
 
     `token_objective` is ordinary torch code: it receives fp32 log-probs [n], entropies [n] (None unless `entropy`) and
     `columns` for some of the tokens, and returns their losses [n]. It is called once a slab, never with an ignored
-    token, and must treat each token by itself: no mean, no reference to other tokens. Whatever normalises the loss
-    belongs in `columns`, or multiplies the result.
+    token, and must treat each token by itself: no mean, no reference to other tokens. A normalisation belongs in
+    `columns`, or multiplies the result.
 
-    `columns` is what the objective needs beside the log-probs: a tensor, or a mapping, sequence or dataclass of them,
-    each in the shape of `targets` (more dimensions may follow). Other values, 0-dim tensors among them, are handed on
-    as they are. Gradients reach hidden, weight and bias alone, nothing in `columns` and nothing the objective closes
-    over. They are made forward and wait for backward, which only scales them and cannot itself be differentiated. In
+    `columns` is what the objective needs besides log-probs: a tensor, or a mapping, sequence or dataclass of tensors,
+    each in the shape of `targets` (more dimensions may follow). Other values, 0-dim tensors among them, are passed
+    unchanged. Gradients reach hidden, weight and bias only, not `columns` nor what the objective closes over. They are
+    computed in the forward; backward only scales them and cannot be differentiated. In
     half precision on Hopper the weight's is summed over slabs in place, in its own dtype, where its fp32 form would be
     larger than 256 MiB, or than half of a `memory_budget`.
 
@@ -98,7 +98,7 @@ def linear_objective(
 
 
 class _OneSweep(torch.autograd.Function):
-    """Gradients are made forward, for an upstream gradient of 1, and scaled backward."""
+    """Computes gradients in the forward, for an upstream gradient of 1, and scales them in the backward."""
 
     @staticmethod
     def forward(
@@ -127,7 +127,7 @@ class _OneSweep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_objective")
-        gradients, ctx.gradients = ctx.gradients, None  # as large as the weight, and the graph may outlive this
+        gradients, ctx.gradients = ctx.gradients, None  # frees them: they are as large as the weight
         if gradients is None:
             raise RuntimeError("linear_objective's gradients were used up by an earlier backward; run it again first.")
         hidden, weight, bias = gradients.finish(scale)
@@ -135,7 +135,7 @@ class _OneSweep(torch.autograd.Function):
 
 
 def _planned(head: Head, problem: Problem, wanted: GradientsNeeded) -> TokenSweep:
-    """A sweep of which nothing is done."""
+    """Returns a sweep that has not started."""
     shape, budget = problem.shape(head.hidden.shape[1], coded=problem.coded), problem.memory_budget
     if problem.coded:
         return TokenSweep.coded(head, problem.rows, shape, problem.operand, wanted, budget)
@@ -154,10 +154,8 @@ def _walk(
     columns: Any,
     entropy: bool,
 ) -> Tensor:
-    """The losses [n] of the projected tokens. Their statistics go to the sweep's state, the gradients of the losses'
-    sum to `gradients`.
-    """
-    # A slab's kernels take about a millisecond, in which the host has to launch the next one's: little is done by it.
+    """Returns the losses [n] of the projected tokens. Fills the sweep's state and `gradients`."""
+    # A slab's kernels take about a millisecond, in which the host must launch the next slab's.
     projection, losses = sweep.projection, []
     for rows, vocabulary in sweep.plan.slabs(sweep.shape):
         results = projection.score(rows, vocabulary, sweep.state[:, rows], entropy=entropy)
@@ -172,7 +170,7 @@ def _walk(
 def _differentiate(
     objective: TokenObjective, results: Results, columns: Any, *, entropy: bool
 ) -> tuple[Tensor, Upstream]:
-    """The losses [n] of a slab, and their sum's gradients with respect to log-prob and entropy."""
+    """Returns the losses [n] of a slab, and the gradients of their sum by log-prob and entropy."""
     with torch.enable_grad():
         logprob = results.logprob.detach().requires_grad_()
         entropies = results.entropy.detach().requires_grad_() if entropy else None
@@ -180,7 +178,7 @@ def _differentiate(
     if not losses.requires_grad:
         return losses, Upstream(None, None)
     leaves = [logprob] if entropies is None else [logprob, entropies]
-    with torch.autograd.set_multithreading_enabled(False):  # handing this little to another thread takes longer
+    with torch.autograd.set_multithreading_enabled(False):  # another thread would take longer
         arriving = _one(losses.dtype, losses.device).expand(losses.shape)
         gradients = torch.autograd.grad(losses, leaves, arriving, allow_unused=True)
     return losses.detach(), Upstream(*gradients) if entropy else Upstream(gradients[0], None)
@@ -214,7 +212,7 @@ def _flat(tensor: Tensor, targets: Tensor) -> Tensor:
 
 
 def _map_tensors(columns: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `function` to every tensor with dimensions in a mapping, sequence or dataclass of them."""
+    """Applies `function` to every tensor with dimensions in a mapping, sequence or dataclass."""
     if isinstance(columns, Tensor):
         return function(columns) if columns.dim() else columns.detach()
     if dataclasses.is_dataclass(columns) and not isinstance(columns, type):

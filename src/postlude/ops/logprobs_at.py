@@ -1,7 +1,7 @@
-"""`linear_logprobs_at`: a linear head's log-probs of k given ids a token, for one sweep and k rows a token.
+"""`linear_logprobs_at`: a linear head's log-probs of k given ids per token.
 
-The normaliser takes the sweep over the vocabulary that `linear_logprobs` makes anyway. The logits of the ids are k dot
-products a token with rows of the weight that are looked up, a few tokens at a time.
+The normaliser comes from the sweep of `linear_logprobs`. The logits of the ids are k dot products per token with weight
+rows that are looked up, a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def linear_logprobs_at(
     logit_config: LogitConfig = DEFAULT_LOGITS,
     **changes: Unpack[LogitOptions],
 ) -> tuple[TokenStats, Tensor]:
-    """What `linear_logprobs` gives for `targets` [N], and the log-probs of `ids` [N, k], fp32, with their gradient.
+    """Returns `linear_logprobs` for `targets` [N], and the log-probs of `ids` [N, k], fp32, with gradient.
 
     Positions whose target is ignored hold 0 and give no gradient, whatever their ids. Of `hidden` [N, H] only one
     dimension of tokens is taken. With `group`, one collective more; `hidden`'s gradient is this rank's part, as there.
@@ -133,6 +133,6 @@ class _SelectedLogits(torch.autograd.Function):
 
 
 def _parts(ids: Tensor, weight: Tensor) -> list[slice]:
-    """Runs of tokens whose looked-up rows fit in the memory allowed."""
+    """Returns slices of tokens whose looked-up rows fit in the memory limit."""
     step = max(1, LOOKUP_ELEMENTS // max(1, ids.shape[1] * weight.shape[1]))
     return [slice(start, start + step) for start in range(0, ids.shape[0], step)]

@@ -21,7 +21,7 @@ Table = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
-    """Frequencies `theta^(-2i/d)` and the rule that stretches them beyond the trained length.
+    """Frequencies `theta^(-2i/d)` and how they are scaled beyond the trained length.
 
     `linear` divides every frequency by `factor`. `llama3` divides the slow ones, keeps the fast ones and blends
     between. `yarn` blends by the number of turns within `original_length`, and scales the rotated vectors by
@@ -46,7 +46,7 @@ class RotaryConfig:
             raise ValueError(f"rotary scaling {self.scaling!r} needs original_length, the length before stretching.")
 
     def frequencies(self, width: int, device: torch.device | None = None) -> Tensor:
-        """Angle per position of each pair, fp32 [width / 2]."""
+        """Returns the angle per position of each pair, fp32 [width / 2]."""
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
         plain = 1.0 / (self.theta**exponents)
         match self.scaling:
@@ -83,9 +83,9 @@ class RotaryConfig:
 
 
 def rotary_table(config: RotaryConfig, positions: Tensor, width: int) -> Table:
-    """Cosine and sine for `positions` [T], fp32 [T, 1, width], ready to broadcast over heads.
+    """Returns cosine and sine for `positions` [T], fp32 [T, 1, width], to broadcast over heads.
 
-    Both halves are of the same angles, but in the second the sine has the other sign: it is of the pair's other member.
+    Both halves have the same angles; in the second, the pair's other member, the sine has the opposite sign.
     """
     angles = positions.to(torch.float32)[:, None] * config.frequencies(width, positions.device)
     angles = torch.cat((angles, -angles), dim=-1)[:, None, :]
@@ -93,9 +93,9 @@ def rotary_table(config: RotaryConfig, positions: Tensor, width: int) -> Table:
 
 
 def rotate(vectors: Tensor, table: Table) -> Tensor:
-    """Turn `vectors` [T, heads, width] by their positions; pair i is (i, i + width / 2).
+    """Rotates `vectors` [T, heads, width] by their positions; pair i is (i, i + width / 2).
 
-    Where the table is narrower, as many of the first features are turned, and the rest are left as they are.
+    Where the table is narrower, only that many first features are rotated.
     """
     turned = table[0].shape[-1]
     if turned < vectors.shape[-1]:
@@ -105,13 +105,13 @@ def rotate(vectors: Tensor, table: Table) -> Tensor:
 
 
 def deinterleave_pairs(vectors: Tensor) -> Tensor:
-    """`vectors` [..., width] whose pair i is (2i, 2i + 1) -> the same with pairs as `rotate` has them."""
+    """Reorders `vectors` [..., width] from pairs (2i, 2i + 1) to the pairs of `rotate`."""
     return torch.cat((vectors[..., 0::2], vectors[..., 1::2]), dim=-1)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
-    """RMSNorms of every query head and of every key head by itself: weights [width] each, as `rms_norm` takes them."""
+    """RMSNorms of each query head and each key head: weights [width], as `rms_norm` takes them."""
 
     query: Tensor
     key: Tensor
@@ -122,25 +122,25 @@ class HeadNorms:
 def rotate_heads(
     query: Tensor, key: Tensor, table: Table, norms: HeadNorms | None = None, *, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Queries [T, heads, width] and keys [T, kv_heads, width], normalised if asked and turned as `rotate` does.
+    """Normalises queries [T, heads, width] and keys [T, kv_heads, width] if `norms` are given, and rotates them.
 
-    Triton's kernel rounds once, where torch rounds after the norm, each factor of the table and each product.
+    The kernel rounds once; torch rounds after the norm, each factor of the table and each product.
     """
     if not _use_kernel(query, key, table, norms, backend):
         if norms is not None:
             query = rms_norm(query, norms.query, norms.eps, norms.offset)
             key = rms_norm(key, norms.key, norms.eps, norms.offset)
         return rotate(query, table), rotate(key, table)
-    given = (query, key) if norms is None else (query, key, norms.query, norms.key)
-    how = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
+    inputs = (query, key) if norms is None else (query, key, norms.query, norms.key)
+    options = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
     turned: tuple[Tensor, Tensor]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in given):
-        turned = (_Rotate if norms is None else _NormRotate).apply(*given, *table, *how)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
+        turned = (_Rotate if norms is None else _NormRotate).apply(*inputs, *table, *options)
     else:
         from postlude.ops.kernels import rotary as kernels  # needs triton
 
         weights = None if norms is None else (norms.query, norms.key)
-        turned = kernels.forward(query, key, table, weights, *how)
+        turned = kernels.forward(query, key, table, weights, *options)
     return turned
 
 

@@ -1,4 +1,4 @@
-"""Mamba-2's state-space scan over packed sequences, by chunks: products of matrices inside, a short scan between.
+"""Mamba-2's state-space scan over packed sequences, in chunks: matrix products within, a short scan between.
 
 For each head, with its state S [p, n] zero before the first token of a sequence:
 
@@ -20,10 +20,10 @@ from postlude.ops import fla
 from postlude.ops.kernels.capabilities import ScanBackend, use_kernel
 from postlude.ops.packing import Packing
 
-WORKSPACE = 1 << 26  # decays between tokens held at once; heads for which there is no room wait their turn
-BLOCK = 16  # chunks whose states one product carries along
+WORKSPACE = 1 << 26  # decays between tokens held at once; more heads are processed in turn
+BLOCK = 16  # chunks whose states one product carries
 
-# What the Triton kernels' tiles take of a multiprocessor's shared memory, in bytes, for p and n up to these.
+# Bytes of shared memory that the Triton kernels' tiles need, for p and n up to these.
 SHARED = {(64, 128): 110_000, (64, 256): 176_000, (128, 128): 176_000}
 
 
@@ -40,12 +40,12 @@ def ssd(
     last_states: bool = False,
     backend: ScanBackend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The outputs [T, heads, p] and, where asked for, the states after the last token of each sequence, else None.
+    """Returns the outputs [T, heads, p] and, with `last_states`, the states after each sequence, else None.
 
     `x` [T, heads, p]; `dt` [T, heads], positive; `A` [heads], negative; `B` and `C` [T, groups, n], each for as many
-    adjacent heads; `D` [heads]. States are [sequences, heads, p, n]. Computed in fp32, or float64 where `x` is; outputs
-    have x's dtype. Chunks of `chunk` tokens lie wherever they fall: what is of another sequence is masked. Of all that
-    is computed the backward keeps nothing but the inputs.
+    adjacent heads; `D` [heads]. States are [sequences, heads, p, n]. It computes in fp32, or float64 where `x` is;
+    outputs have x's dtype. Chunks of `chunk` tokens ignore sequence borders; other sequences are masked. The backward
+    keeps only the inputs.
 
     `backend`: "torch" anywhere; "triton" on CUDA, whose matrix products take operands of x's dtype, and which has no
     last states; "auto" takes Triton for half-precision tensors on CUDA where it can. "fla" is flash-linear-attention's
@@ -79,9 +79,9 @@ def ssd(
 def ssd_step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One more token of each of T sequences, shaped as in `ssd`, from their `states` [T, heads, p, n].
+    """Scans one more token of each of T sequences, shaped as in `ssd`, from their `states` [T, heads, p, n].
 
-    Returns what `ssd` gives for that token, and the states after it.
+    Returns the output of `ssd` for that token, and the new states.
     """
     wide, share = _wide(x), x.shape[1] // B.shape[1]
     B, C = (each.to(wide).repeat_interleave(share, 1)[:, :, None] for each in (B, C))  # [T, heads, 1, n]
@@ -123,7 +123,7 @@ def _refused(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> tuple[str | 
 
 
 def _turns(heads: int, groups: int, at_once: int) -> Iterator[tuple[slice, slice]]:
-    """Heads that are worked on together, with their groups: whole groups, or part of one."""
+    """Yields heads that are processed together, with their groups: whole groups, or part of one."""
     share = heads // groups
     step = max(1, min(at_once, heads))
     if step >= share:
@@ -138,18 +138,18 @@ def _turns(heads: int, groups: int, at_once: int) -> Iterator[tuple[slice, slice
 
 @dataclass(frozen=True)
 class _Chunks:
-    """`count` chunks of `length` tokens, the last one filled up, and who sees whom in them."""
+    """`count` chunks of `length` tokens, the last one padded, and which tokens see each other."""
 
     count: int
     length: int
     visible: Tensor
-    """[count, length, length] bool: whether the token of the row sees that of the column, of the same chunk."""
+    """[count, length, length] bool: whether the row's token sees the column's, in the same chunk."""
     stays: Tensor
-    """[count, length] bool: whether the token's sequence is that of the chunk's last token."""
+    """[count, length] bool: whether the token is in the sequence of the chunk's last token."""
     continues: Tensor
     """[count, length] bool: whether the token's sequence began before the chunk."""
     ends: Tensor
-    """[sequences] int64: where each sequence's last token is."""
+    """[sequences] int64: the last token of each sequence."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int, length: int) -> _Chunks:
@@ -175,7 +175,7 @@ class _Chunks:
 
 
 class _Scan(Function):
-    """The scan, computed again in the backward, which costs less than the memory of all its decays and states."""
+    """The scan. The backward computes it again, which costs less than the memory of its decays and states."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -201,26 +201,26 @@ class _Scan(Function):
 def _scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor, chunk: int, last_states: bool
 ) -> tuple[Tensor, Tensor]:
-    """`ssd` without D, wide: [T, heads, p] and [sequences, heads, p, n], or something empty in place of the latter."""
+    """Returns `ssd` without D in fp32 or wider: [T, heads, p] and [sequences, heads, p, n], or an empty tensor."""
     chunks = _Chunks.of(cu_seqlens, x.shape[0], chunk)
     wide, (tokens, heads, width), groups = _wide(x), x.shape, B.shape[1]
     split = (groups, heads // groups)
-    # Sums of logarithms are float64, since what is left of their differences must be exact where they are large.
+    # Sums of logarithms are float64, so that differences of large sums stay exact.
     passed = chunks.cut(dt.double() * A.double()).cumsum(1).permute(0, 2, 1).unflatten(1, split)  # [N, g, r, l]
     pushed = chunks.cut(x.to(wide) * dt.to(wide)[..., None]).permute(0, 2, 1, 3).unflatten(1, split)  # [N, g, r, l, p]
     B, C = (chunks.cut(each.to(wide)).transpose(1, 2) for each in (B, C))  # [N, g, l, n]
 
-    # Inside a chunk each token sees those before it, as in attention, but for their decay in place of a softmax.
+    # Within a chunk each token sees those before it, as in attention, with decays instead of a softmax.
     decay = _exp(passed[..., :, None] - passed[..., None, :], chunks.visible[:, None, None], wide)  # [N, g, r, l, l]
     inside = ((C @ B.transpose(-1, -2))[:, :, None] * decay) @ pushed
 
-    # Between chunks there are states: what each adds is carried along, and its tokens see what came before it.
-    left = _exp(passed[..., -1:] - passed, chunks.stays[:, None, None], wide)  # of a token, at the chunk's end
+    # Between chunks there are states: each chunk adds to them, and its tokens read the state before it.
+    left = _exp(passed[..., -1:] - passed, chunks.stays[:, None, None], wide)  # from a token to the chunk's end
     added = (pushed * left[..., None]).transpose(-1, -2).flatten(2, 3) @ B  # [N, g, r·p, n]
-    closed = ~chunks.continues[:, -1]  # where a sequence begins, nothing from before gets through
+    closed = ~chunks.continues[:, -1]  # no state passes the start of a sequence
     through = passed[..., -1].flatten(1).masked_fill(closed[:, None], float("-inf")).to(wide)  # [N, heads]
     carried = _carry(added.reshape(chunks.count, heads, width * B.shape[-1]), through).reshape(added.shape)
-    since = _exp(passed, chunks.continues[:, None, None], wide)  # of the state before the chunk, at each token
+    since = _exp(passed, chunks.continues[:, None, None], wide)  # from the chunk's start to each token
     before = (carried @ C.transpose(-1, -2)).unflatten(2, (-1, width)) * since[..., None, :]  # [N, g, r, p, l]
 
     y = (
@@ -236,7 +236,7 @@ def _scan(
     return y, (own.reshape(old.shape) + old).flatten(1, 2)
 
 
-# One operator, so that selective recompute keeps what it gives and not each of the products inside.
+# One operator, so that selective recompute keeps its result and not each product inside.
 _operator = torch.library.custom_op(
     "postlude::ssd",
     _scan,
@@ -247,7 +247,7 @@ _operator = torch.library.custom_op(
 
 
 class _TritonScan(Function):
-    """All of it, D included. Here, too, the backward makes the states again."""
+    """The Triton kernels, D included. The backward computes the states again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -283,10 +283,10 @@ _triton_operator = torch.library.custom_op(
 
 
 def _carry(added: Tensor, through: Tensor) -> Tensor:
-    """What is there before each chunk of what those before it added, [N, heads, size].
+    """Returns the state before each chunk, [N, heads, size].
 
-    `added` [N, heads, size] by each chunk; `through` [N, heads]: the logarithm of what each lets through. By blocks:
-    first what a block as a whole adds, then what is there before each block, then before each chunk of it.
+    `added` [N, heads, size] is what each chunk adds; `through` [N, heads] the log decay across it. It works in blocks
+    of chunks: first what each block adds, then the state before each block, then before each chunk.
     """
     count = len(added)
     if count <= 1:
@@ -295,8 +295,8 @@ def _carry(added: Tensor, through: Tensor) -> Tensor:
     missing = blocks * BLOCK - count
     added = F.pad(added, (0, 0, 0, 0, 0, missing)).unflatten(0, (blocks, BLOCK)).transpose(1, 2)  # [M, heads, b, size]
     through = F.pad(through, (0, 0, 0, missing)).unflatten(0, (blocks, BLOCK)).transpose(1, 2)  # [M, heads, b]
-    # Row k: what is left after chunk k of all before the block (column 0) and of what each chunk added (columns 1 on).
-    # The logarithms between are summed, not subtracted, since they may be -inf.
+    # Row k: what is left after chunk k of the state before the block (column 0) and of each chunk's addition (from
+    # column 1 on). Logarithms are summed, not subtracted, since they may be -inf.
     square = torch.ones(BLOCK, BLOCK + 1, dtype=torch.bool, device=through.device)
     sums = torch.where(square.tril(), through[..., None], 0.0).cumsum(-2)  # [M, heads, b, b + 1]
     left = sums.masked_fill(~square.tril(1), float("-inf")).exp()
@@ -307,7 +307,7 @@ def _carry(added: Tensor, through: Tensor) -> Tensor:
 
 
 def _exp(logarithm: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp where `kept`, else 0. What is not kept may be far above 0."""
+    """Returns exp where `kept`, else 0. Other logarithms may be large."""
     return logarithm.masked_fill(~kept, float("-inf")).to(dtype).exp()
 
 
