@@ -148,10 +148,10 @@ def test_fresh_depths_like_the_family_s_are_written_by_its_names(name: str, tmp_
     source = Recast(tmp_path / "plain", family.with_mtp(plain.config, 1).pattern)
     assert read_recast_plan(source).fresh_parts[0] == "mtp.0"
     model = load_model(source, seed=5)
-    assert family.depths is not None
+    assert family.mtp is not None
     assert model.config.family == family.model_type
     exported = export_hf(model, tmp_path / "exported")
-    assert json.loads((exported / "config.json").read_text())[family.depths.count] == 1
+    assert json.loads((exported / "config.json").read_text())[family.mtp.config_key] == 1
     again = load_model(exported, mtp=True)
     assert again.config == model.config
     assert all(torch.equal(each, again.state_dict()[name]) for name, each in model.state_dict().items())

@@ -61,8 +61,8 @@ def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_
     expected_gradients = as_stored(learned, family, wanted)
     for tensor in wanted.values():
         gradient = torch.full(tensor.shape, torch.nan)
-        for parameter_name, place in tensor.parts:
-            place.write(gradient, own[parameter_name].grad[place.ours])
+        for parameter_name, mapping in tensor.parts:
+            mapping.write(gradient, own[parameter_name].grad[mapping.region])
         tolerance = CANCELLING.get(tensor.name.rpartition(".")[2], TOLERANCE)
         assert_equal(gradient, expected_gradients[tensor.name], f"gradient of {tensor.name}", tolerance)
     assert set(wanted) == set(expected_gradients)

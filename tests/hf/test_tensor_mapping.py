@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.hf.family import EXPERT, Family, Inside, copy_from_hf, copy_to_hf, map_to_hf, places, rows
+from postlude.hf.family import (
+    EXPERT,
+    Family,
+    TensorMapping,
+    copy_from_hf,
+    copy_to_hf,
+    map_to_hf,
+    row_range,
+    tensor_mappings,
+)
 from postlude.model import ModelConfig, Pattern
 from postlude.model.blocks import MLPConfig
 
@@ -27,17 +36,19 @@ SHAPES = {
 }
 NAMES = {
     # by head: two of the query, then the key, twice
-    "x.query.weight": Inside("fused.weight", (10, 5), split=(2, 5, 5), index=(slice(None), slice(0, 3))),
-    "x.key.weight": Inside("fused.weight", (10, 5), split=(2, 5, 5), index=(slice(None), slice(3, 5))),
-    "x.conv.weight": Inside("conv1d.weight", (10, 1, 3), split=(10, 3)),
+    "x.query.weight": TensorMapping("fused.weight", (10, 5), view=(2, 5, 5), index=(slice(None), slice(0, 3))),
+    "x.key.weight": TensorMapping("fused.weight", (10, 5), view=(2, 5, 5), index=(slice(None), slice(3, 5))),
+    "x.conv.weight": TensorMapping("conv1d.weight", (10, 1, 3), view=(10, 3)),
     # transposed, gate and up in turn
-    "x.gate.weight": Inside(
-        "experts.both", (2, 5, 8), index=(slice(None), slice(None), slice(0, 8, 2)), order=(0, 2, 1)
+    "x.gate.weight": TensorMapping(
+        "experts.both", (2, 5, 8), index=(slice(None), slice(None), slice(0, 8, 2)), permute=(0, 2, 1)
     ),
-    "x.up.weight": Inside("experts.both", (2, 5, 8), index=(slice(None), slice(None), slice(1, 8, 2)), order=(0, 2, 1)),
+    "x.up.weight": TensorMapping(
+        "experts.both", (2, 5, 8), index=(slice(None), slice(None), slice(1, 8, 2)), permute=(0, 2, 1)
+    ),
     "x.one": f"experts.{EXPERT}.one",
     "x.bias": "bias",
-    "x.apart.weight": rows("wide", 1, 4, (5, 2)),
+    "x.apart.weight": row_range("wide", 1, 4, (5, 2)),
 }
 FAMILY = Family("without_processes", lambda hf: CONFIG, lambda config: NAMES)
 
@@ -54,8 +65,8 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for theirs in map_to_hf(FAMILY, CONFIG, SHAPES.items()).values():
         found[theirs.name] = torch.full(theirs.shape, -1.0)
-        for name, place in theirs.parts:
-            place.write(found[theirs.name], tensors[name][place.ours])
+        for name, mapping in theirs.parts:
+            mapping.write(found[theirs.name], tensors[name][mapping.region])
     return found
 
 
@@ -93,11 +104,11 @@ def test_parts_of_ranks_come_out_of_theirs_and_sum_up_to_them(ranks: int, dimens
         start, stop = min(rank * width, tensor.shape[cut]), min((rank + 1) * width, tensor.shape[cut])
         region = tuple(slice(0, size) if d != cut else slice(start, stop) for d, size in enumerate(tensor.shape))
         part = torch.zeros_like(tensor[region])
-        for place in places(FAMILY, CONFIG, name, tensor.shape):
-            copy_from_hf(theirs[place.theirs], place, part, region)
-            own = torch.zeros_like(theirs[place.theirs])
-            copy_to_hf(own, place, tensor[region], region)
-            summed[place.theirs] += own
+        for mapping in tensor_mappings(FAMILY, CONFIG, name, tensor.shape):
+            copy_from_hf(theirs[mapping.hf_name], mapping, part, region)
+            own = torch.zeros_like(theirs[mapping.hf_name])
+            copy_to_hf(own, mapping, tensor[region], region)
+            summed[mapping.hf_name] += own
         assert torch.equal(part, tensor[region])
     for name, tensor in theirs.items():
         assert torch.equal(summed[name], tensor.clamp_min(0.0))
@@ -105,4 +116,4 @@ def test_parts_of_ranks_come_out_of_theirs_and_sum_up_to_them(ranks: int, dimens
 
 def test_a_tensor_that_a_family_lacks_is_named() -> None:
     with pytest.raises(ValueError, match=r"without_processes models have no tensor for layers\.0\.x\.other\.weight\."):
-        list(places(FAMILY, CONFIG, "layers.0.x.other.weight", (2, 2)))
+        list(tensor_mappings(FAMILY, CONFIG, "layers.0.x.other.weight", (2, 2)))

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _besides(model: str, config: ModelConfig) -> list[str]:
     """A line of the multi-token-prediction depths that its files hold, and that are read where mtp is on."""
-    if config.family is None or FAMILIES[config.family].depths is None or model in BUILTIN:
+    if config.family is None or FAMILIES[config.family].mtp is None or model in BUILTIN:
         return []
     from postlude.hf.read_model import read_model_with_mtp
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.hf.tensor_source import SizedSource
+from postlude.hf.tensor_source import TensorSource
 from postlude.hf.tensor_sources import SafetensorsSource
 
 LINE = 4096  # words of 8 bytes that are added before their place counts
@@ -19,7 +19,7 @@ LINE = 4096  # words of 8 bytes that are added before their place counts
 class ChecksummedSource:
     """Tensors of a source, each added up as it is taken."""
 
-    def __init__(self, source: SizedSource) -> None:
+    def __init__(self, source: TensorSource) -> None:
         self.source = source
         self._sums: dict[str, str] = {}
 

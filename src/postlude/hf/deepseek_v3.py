@@ -86,10 +86,10 @@ def experts_by_groups(hf: PretrainedConfig) -> MoEConfig:
     )
 
 
-DEPTHS = MTPNames(
+MTP_NAMES = MTPNames(
     layers=lambda config: config.pattern.layers[-1:],
     layer="model.layers.{layer}",
-    start=lambda config: len(config.pattern),  # numbered on from the trunk's
+    first_layer=lambda config: len(config.pattern),  # numbered on from the trunk's
     names={
         "embedding_norm": f"{FIRST}.enorm",
         "hidden_norm": f"{FIRST}.hnorm",
@@ -98,4 +98,4 @@ DEPTHS = MTPNames(
     },
     copies={"embedding": f"{FIRST}.embed_tokens", "head": f"{LAST}.shared_head.head"},
 )
-DEEPSEEK_V3 = Family("deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES, depths=DEPTHS)
+DEEPSEEK_V3 = Family("deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES, mtp=MTP_NAMES)

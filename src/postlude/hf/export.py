@@ -1,4 +1,4 @@
-"""export_hf and export_model: a LanguageModel as a directory that transformers loads, or, if none can be, we alone."""
+"""Writes a LanguageModel as a directory that transformers loads, or as Postlude's own format if it cannot be one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKENIZER = frozenset({
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
     "chat_template.jinja", "chat_template.json", "additional_chat_templates",
 })  # fmt: skip
-"""What a tokenizer is saved as."""
+"""The files of a tokenizer."""
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -51,14 +51,13 @@ def export_hf(
     card: ModelCard | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write config.json, safetensors (sharded past `max_shard_bytes`), a model card and, if given, the tokenizer.
+    """Writes config.json, safetensors (sharded past `max_shard_bytes`), a model card and, if given, the tokenizer.
 
-    `generation` is what generation_config.json says, by default the config's special tokens. Everything is written
-    beside the target and moved in when complete, so an export that fails while it writes leaves an older one as it was.
-    A directory that holds a model is only written to if `overwrite` says so; files that are not a model's are left
-    alone. Returns the directory.
+    `generation` is the content of generation_config.json, by default the config's special tokens. Everything is written
+    aside and moved in when complete, so a failed export leaves an older one as it was. A directory that holds a model
+    is only replaced with `overwrite`; files that do not belong to a model stay. Returns the directory.
     """
-    hf_export_config(model.config, next(model.parameters()).dtype, families)  # or a sentence
+    hf_export_config(model.config, next(model.parameters()).dtype, families)  # raises if it cannot
     return export_model(
         model,
         directory,
@@ -82,10 +81,10 @@ def export_model(
     card: ModelCard | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """As `export_hf` where a Hugging Face family describes the model; any other is written as Postlude's own.
+    """Writes what `export_hf` writes if a Hugging Face family describes the model, else Postlude's own format.
 
-    That is a directory of the same files, but with `postlude.json` in the place of config.json and tensors under our
-    names: `load_model`, `Engine` and every command read it, transformers does not. See `hf/postlude_format.py`.
+    That has the same files, but `postlude.json` instead of config.json, and tensors under our names. `load_model`,
+    `Engine` and every command read it, transformers does not. See `hf/postlude_format.py`.
     """
     if model.stage.count != 1 or model.layout.world_size != 1:
         raise ValueError(
@@ -107,15 +106,15 @@ def export_model(
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model directory holds beside its weights: the config, the tokenizer, and how to generate."""
+    """The files of a model directory beside its weights: config, tokenizer and generation config."""
 
     hf: PretrainedConfig | PostludeConfig | None
-    """Our own where transformers has none of such a model; None where that cannot be written either."""
+    """Our own config if transformers has none for the model; None if that cannot be written either."""
     tokenizer: PreTrainedTokenizerBase | None
     generation: Mapping[str, Any]
 
     def write(self, directory: Path) -> None:
-        """Write its files."""
+        """Writes the files."""
         if self.hf is not None:
             self.hf.save_pretrained(directory)
         generation = dict(self.generation)
@@ -128,17 +127,17 @@ class ModelFiles:
 
 
 def check_export_target(directory: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Where an export goes. A file there is refused, and so is a model unless it may be overwritten."""
+    """Returns the directory of an export. Refuses a file, and a model unless it may be overwritten."""
     target = Path(directory).expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; export_hf writes a directory.")
     if (target / STATE).is_file():
         raise FileExistsError(f"{target} is a training checkpoint; export to another directory.")
-    found = _model_files(target)
-    if found and not overwrite:
+    model_files = _model_files(target)
+    if model_files and not overwrite:
         raise FileExistsError(
-            f"{target} holds a model already ({found[0]}); export to another directory, or say that this one may be "
-            "overwritten (overwrite=True, --overwrite)."
+            f"{target} holds a model already ({model_files[0]}); export to another directory, or allow overwriting "
+            "(overwrite=True, --overwrite)."
         )
     return target
 
@@ -153,14 +152,14 @@ def write_model_directory(
     card: ModelCard,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model directory from its description and tensors, which come in the order of `entries`."""
+    """Writes a model directory from its files and tensors, which come in the order of `entries`."""
     target = check_export_target(directory, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside, old = (target.parent / f".{target.name}.{kind}" for kind in ("partial", "replaced"))
-    shutil.rmtree(aside, ignore_errors=True)  # what an export that was killed left
-    if old.is_dir():  # so did one that was killed while it replaced this
+    shutil.rmtree(aside, ignore_errors=True)  # an export that was killed left it
+    if old.is_dir():  # an export was killed while it replaced the target
         if target.exists():
-            _take_others(old, target)
+            _keep_other_files(old, target)
         else:
             old.rename(target)
     try:
@@ -192,33 +191,30 @@ def _facts(hf: PretrainedConfig | PostludeConfig | None, total: int) -> dict[str
 
 
 def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its Hugging Face name, or ours where there is no family.
-
-    Each is a view of the model's own memory, where it is that and no more.
-    """
-    own = model.state_dict()
-    for theirs in map_to_hf(family, model.config, ((name, tensor.shape) for name, tensor in own.items())).values():
-        (name, place), *others = theirs.parts
-        if place.is_plain and not others:
-            yield theirs.name, own[name][place.ours].view(theirs.shape)
+    """Yields every tensor with its Hugging Face name, or ours without a family; a view of the model where possible."""
+    ours = model.state_dict()
+    for tensor in map_to_hf(family, model.config, ((name, value.shape) for name, value in ours.items())).values():
+        (name, mapping), *others = tensor.parts
+        if mapping.is_whole and not others:
+            yield tensor.name, ours[name][mapping.region].view(tensor.shape)
             continue
-        whole = torch.empty(theirs.shape, dtype=own[name].dtype, device=own[name].device)
-        for name, place in theirs.parts:
-            copy_to_hf(whole, place, own[name], region(own[name]))
-        yield theirs.name, whole
+        whole = torch.empty(tensor.shape, dtype=ours[name].dtype, device=ours[name].device)
+        for name, mapping in tensor.parts:
+            copy_to_hf(whole, mapping, ours[name], region(ours[name]))
+        yield tensor.name, whole
 
 
 def _entries(model: LanguageModel, family: Family | None) -> dict[str, TensorInfo]:
-    """What `hf_tensors` gives, before it does."""
-    own = model.state_dict()
-    found = map_to_hf(family, model.config, ((name, tensor.shape) for name, tensor in own.items()))
-    return {name: TensorInfo(own[theirs.parts[0][0]].dtype, theirs.shape) for name, theirs in found.items()}
+    """Returns the dtype and shape of each tensor of `hf_tensors`."""
+    ours = model.state_dict()
+    tensors = map_to_hf(family, model.config, ((name, value.shape) for name, value in ours.items()))
+    return {name: TensorInfo(ours[tensor.parts[0][0]].dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def hf_export_config(
     config: ModelConfig, dtype: torch.dtype, families: Mapping[str, Family] = FAMILIES
 ) -> tuple[Family, PretrainedConfig]:
-    """The family and the transformers config to export a model as."""
+    """Returns the family and the transformers config to export a model as."""
     hf = hf_config(config)
     family = families[hf.model_type]
     if not has_hf_config(config, families):
@@ -228,15 +224,15 @@ def hf_export_config(
         )
     hf.dtype = dtype
     depths = len(config.pattern.mtp)
-    if depths and family.depths is not None and getattr(hf, family.depths.count, family.depths.unsaid) != depths:
-        setattr(hf, family.depths.count, depths)
-    if not hf.architectures:  # by which other tools pick the class
+    if depths and family.mtp is not None and getattr(hf, family.mtp.config_key, family.mtp.default_count) != depths:
+        setattr(hf, family.mtp.config_key, depths)
+    if not hf.architectures:  # other tools pick the class by it
         hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.model_type]]
     return family, hf
 
 
 def untied(config: ModelConfig) -> ModelConfig:
-    """A model's config as that of one whose head is its own."""
+    """Returns a config with a head that is not tied to the embedding."""
     if not config.tied_head:
         return config
     return replace(config, tied_head=False, hf_config={**config.hf_config, "tie_word_embeddings": False})
@@ -252,12 +248,12 @@ def export_config(
     if has_hf_config(config, families):
         return hf_export_config(config, dtype, families)
     own = PostludeConfig(config, dtype, blocks)
-    own.to_json()  # or a sentence
+    own.to_json()  # raises if it cannot
     return None, own
 
 
 def has_hf_config(config: ModelConfig, families: Mapping[str, Family] = FAMILIES) -> bool:
-    """Whether a transformers config still says all that this one does: it has a family, and nothing was changed."""
+    """Whether a transformers config describes this one: it has a family, and nothing was changed."""
     family = families.get(config.family or "")
     if family is None or not config.hf_config:
         return False
@@ -286,15 +282,15 @@ def _write_tensors(
 
 
 def _replace(target: Path, new: Path, old: Path) -> None:
-    """Put the complete directory `new` in the place of `target`, by renaming: no mixture of two models is ever there.
+    """Replaces `target` by the complete directory `new`, by renaming, so that two models never mix.
 
-    The replaced one goes to `old` first, and from there whatever is no part of a model comes back. A directory without
-    a model stays, and gets the new one's files, the config last.
+    The replaced directory becomes `old`, and files that do not belong to a model are moved back from it. A directory
+    without a model stays and gets the new files, the config last.
     """
     inside = target.exists() and Path.cwd() == target
     if target.exists():
         if (target / CARD).is_file() and MARK not in (target / CARD).read_text(encoding="utf-8", errors="replace"):
-            (new / CARD).unlink()  # somebody's own
+            (new / CARD).unlink()  # written by the user
         if not _model_files(target) and not any((target / name).exists() for name in TOKENIZER):
             for path in sorted(new.iterdir(), key=lambda path: path.name in CONFIGS):
                 path.replace(target / path.name)
@@ -308,17 +304,17 @@ def _replace(target: Path, new: Path, old: Path) -> None:
             old.rename(target)
         raise
     if old.is_dir():
-        _take_others(old, target)
+        _keep_other_files(old, target)
     if inside:
-        os.chdir(target)  # else this process would be in the directory that is gone
+        os.chdir(target)  # this process would be in the removed directory
 
 
 def _model_files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("*") if path.name in CONFIGS or WEIGHTS.fullmatch(path.name))
 
 
-def _take_others(old: Path, target: Path) -> None:
-    """Move what is no part of a model from a replaced directory to the new one, and delete the rest."""
+def _keep_other_files(old: Path, target: Path) -> None:
+    """Moves files that do not belong to a model from a replaced directory to the new one, and deletes the rest."""
     has_tokenizer = any((target / name).exists() for name in TOKENIZER)
     for path in old.iterdir():
         stale = path.name in (*CONFIGS, GENERATION) or WEIGHTS.fullmatch(path.name)

@@ -1,8 +1,8 @@
 """Family: how one Hugging Face model family maps onto Postlude, as plain data and pure functions.
 
-A tensor of ours stands in theirs at one or more `TensorMapping`s: all of it in one of another name, one expert in
-each, or beside others of ours in one that they keep fused, interleaved or transposed. Loading, export, weight
-streaming and comparison all go by the same places.
+`TensorMapping` maps a region of one of our tensors to a region of one of theirs: all of a tensor of another name, one
+expert of many, or a part of a tensor that they keep fused, interleaved or transposed. Loading, export, weight streaming
+and comparison all use the same mappings.
 """
 
 from __future__ import annotations
@@ -19,181 +19,174 @@ from postlude.model import ModelConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from postlude.hf.tensor_source import SizedSource
+    from postlude.hf.tensor_source import TensorSource
 
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-OURS_ALONE = ("value_head.weight",)  # their models have no such tensor
+NOT_IN_HF = ("value_head.weight",)  # Hugging Face models have no such tensor
 EXPERT = "{expert}"
 Region: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Where a stretch of one of our tensors stands in one of theirs, which has `shape`.
+    """A region of one of our tensors is a region of the tensor `hf_name`, which has `hf_shape`.
 
-    See theirs as `split` (the same elements in the same order), pick `index` of that and put its dimensions in `order`:
-    what is left, row by row, is the stretch `ours`. By default each of the three leaves things as they are. An `index`
-    has slices alone, one for each of the first dimensions.
+    View theirs as `view` (the same elements in the same order), take `index` of it and permute its dimensions by
+    `permute`: row by row, that is `region` of ours. By default each of the three changes nothing. `index` has only
+    slices, one for each of the first dimensions.
+
+    In a family's names, `hf_name` is relative to the layer and may contain `{expert}`: then ours is stacked, and the
+    mapping is that of each expert's tensor. `hf_shape` is by default our shape, or that of one expert; `region` is set
+    by `tensor_mappings`.
     """
 
-    theirs: str
-    shape: tuple[int, ...]
-    split: tuple[int, ...] = ()
+    hf_name: str
+    hf_shape: tuple[int, ...] = ()
+    view: tuple[int, ...] = ()
     index: Region = ()
-    order: tuple[int, ...] = ()
-    ours: Region = ()
+    permute: tuple[int, ...] = ()
+    region: Region = ()
     """One slice, with both ends, for each dimension of ours."""
-    copy: bool = False
-    """Whether ours is elsewhere, and theirs repeats it: written, but not read."""
+    is_copy: bool = False
+    """Whether theirs repeats a tensor that is elsewhere: it is written, but not read."""
 
     @property
-    def stretch(self) -> tuple[int, ...]:
-        """The sizes of what stands here, as we hold it."""
-        return tuple(each.stop - each.start for each in self.ours)
+    def region_shape(self) -> tuple[int, ...]:
+        """The sizes of the region of ours."""
+        return tuple(part.stop - part.start for part in self.region)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all of theirs is the stretch, row by row."""
-        return not (self.split or self.index or self.order)
+    def is_whole(self) -> bool:
+        """Whether all of theirs is the region of ours, row by row."""
+        return not (self.view or self.index or self.permute)
 
-    def within(self, theirs: Tensor) -> Tensor:
-        """HFTensor, whole -> a view of what is ours in it, in a shape of the place's own."""
-        view = theirs.view(self.split) if self.split else theirs
-        view = view[self.index] if self.index else view
-        return view.permute(self.order) if self.order else view
+    def select(self, theirs: Tensor) -> Tensor:
+        """Returns a view of our elements in their whole tensor, in a shape of the mapping."""
+        selected = theirs.view(self.view) if self.view else theirs
+        selected = selected[self.index] if self.index else selected
+        return selected.permute(self.permute) if self.permute else selected
 
     def read(self, theirs: Tensor) -> Tensor:
-        """HFTensor, whole -> the stretch of ours."""
-        return self.within(theirs).reshape(self.stretch)
+        """Returns the region of ours out of their whole tensor."""
+        return self.select(theirs).reshape(self.region_shape)
 
-    def write(self, theirs: Tensor, stretch: Tensor) -> None:
-        """Put the stretch of ours into theirs, whole."""
-        view = self.within(theirs)
-        view.copy_(stretch.reshape(view.shape))
-
-
-@dataclass(frozen=True)
-class Inside:
-    """A tensor of ours inside one of theirs, which keeps others beside it: as a `TensorMapping` says, by a name
-    in the layer.
-
-    `{expert}` in the name is allowed: then ours is stacked, and this is said of each expert's tensor.
-    """
-
-    theirs: str
-    shape: tuple[int, ...] = ()
-    """Of theirs; by default ours, or that of one expert."""
-    split: tuple[int, ...] = ()
-    index: Region = ()
-    order: tuple[int, ...] = ()
+    def write(self, theirs: Tensor, ours: Tensor) -> None:
+        """Writes the region of ours into their whole tensor."""
+        selected = self.select(theirs)
+        selected.copy_(ours.reshape(selected.shape))
 
 
-def rows(theirs: str, start: int, stop: int, shape: Sequence[int]) -> Inside:
-    """Rows `start` to `stop` of theirs, which has `shape`."""
-    return Inside(theirs, tuple(shape), index=(slice(start, stop),))
+def row_range(hf_name: str, start: int, stop: int, shape: Sequence[int]) -> TensorMapping:
+    """Maps ours to the rows `start` to `stop` of a tensor of `shape`."""
+    return TensorMapping(hf_name, tuple(shape), index=(slice(start, stop),))
 
 
-Names: TypeAlias = Mapping[str, "str | Inside"]
+Names: TypeAlias = Mapping[str, "str | TensorMapping"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`: its config -> ModelConfig, and where its tensors stand.
-
-    `names` maps a module inside one of our layers ("attention.q_proj") to the module inside one of theirs
-    ("self_attn.q_proj"), or a whole tensor ("moe.selection_bias") to theirs, by name or `Inside` another. `{expert}` in
-    their name stands for one tensor an expert, which we hold stacked. Names that hang on sizes are a function of the
-    config. `outer` names what stands outside the layers, and `layer` what goes before names inside one. `depths` says
-    the same of multi-token prediction, if their files have it. `modules` are parts of names that transformers' modules
-    have where its files have others. `left_out` says what their files may hold besides, which is not read: by what its
-    names begin with, what it is. `packed` has, by the method that a config's `quantization_config` names, how weights
-    that are packed so are read, and `seen` how files are that have some tensors otherwise than these names say.
-    """
+    """One `model_type`: how its config becomes a ModelConfig, and how its tensors are named."""
 
     model_type: str
     to_model: Callable[[PretrainedConfig], ModelConfig]
     names: Names | Callable[[ModelConfig], Names]
+    """By module in one of our layers ("attention.q_proj"), the module in one of theirs ("self_attn.q_proj"); or by
+    tensor ("moe.selection_bias"), the tensor or a `TensorMapping`. `{expert}` in their name stands for one tensor per
+    expert, which we hold stacked. Names that depend on sizes are a function of the config."""
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
+    """The modules outside the layers."""
     layer: str = f"model.layers.{LAYER}"
-    depths: MTPNames | None = None
-    modules: Mapping[str, str] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    packed: Mapping[str, Callable[[SizedSource], SizedSource]] = field(default_factory=dict)
-    seen: Callable[[SizedSource], SizedSource] | None = None
+    """The prefix of names in a layer."""
+    mtp: MTPNames | None = None
+    """The names of multi-token prediction, if their files have it."""
+    module_renames: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names in transformers' modules, and what its files have instead."""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of tensors in their files that are not read, and what they are."""
+    dequantize: Mapping[str, Callable[[TensorSource], TensorSource]] = field(default_factory=dict)
+    """By the method in `quantization_config`, how quantised weights are read."""
+    adapt_source: Callable[[TensorSource], TensorSource] | None = None
+    """How to read files that have some tensors under other names than these."""
 
-    def not_read(self, config: ModelConfig, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """What files that hold these have besides, and what its names begin with. Depths, if the model has none."""
-        found: dict[str, tuple[str, ...]] = {}
-        for start, what in self.left_out.items():
-            found[what] = (*found.get(what, ()), start)
-        if self.depths is not None and not config.pattern.mtp:
-            found["multi-token prediction, read where mtp is on"] = self.depths.beginnings(config, names)
-        return found
+    def ignored_prefixes(self, config: ModelConfig, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Returns the prefixes of tensors in their files that are not read, by what they are.
+
+        They include multi-token prediction if the model has none.
+        """
+        prefixes: dict[str, tuple[str, ...]] = {}
+        for prefix, what in self.ignored.items():
+            prefixes[what] = (*prefixes.get(what, ()), prefix)
+        if self.mtp is not None and not config.pattern.mtp:
+            prefixes["multi-token prediction, read where mtp is on"] = self.mtp.prefixes(config, names)
+        return prefixes
 
     def with_mtp(self, config: ModelConfig, count: int) -> ModelConfig:
-        """The config of a model of the family with so many depths; as it is, where its files could not hold them."""
-        return config if self.depths is None or not count else self.depths.added(config, count)
+        """Returns the config with `count` MTP depths; unchanged if the family's files could not hold them."""
+        return config if self.mtp is None or not count else self.mtp.add_to(config, count)
 
-    def theirs(self, name: str, config: ModelConfig) -> Inside:
-        """Where our tensor is, by a name of theirs that is whole but for `{expert}`: layers.3.… -> model.layers.3.…."""
+    def mapping(self, name: str, config: ModelConfig) -> TensorMapping:
+        """Returns the mapping of our tensor, with the full name of theirs but for `{expert}`."""
         module, _, leaf = name.rpartition(".")
         if module in self.outer:
-            return Inside(f"{self.outer[module]}.{leaf}")
-        room, number, inner = (*name.split(".", 2), "", "")[:3]
+            return TensorMapping(f"{self.outer[module]}.{leaf}")
+        part, number, inner = (*name.split(".", 2), "", "")[:3]
         layer = self.layer.replace(LAYER, number)
-        if room == "mtp" and self.depths is not None:
-            own = self.depths.name(config, int(number), inner.rpartition(".")[0])
-            if own is not None:
-                return Inside(f"{own}.{leaf}")
-            _, within, inner = inner.split(".", 2)
-            layer = self.depths.layer_name(config, int(number), int(within))
+        if part == "mtp" and self.mtp is not None:
+            outside = self.mtp.module_name(config, int(number), inner.rpartition(".")[0])
+            if outside is not None:
+                return TensorMapping(f"{outside}.{leaf}")
+            _, index, inner = inner.split(".", 2)
+            layer = self.mtp.layer_name(config, int(number), int(index))
         names = self.names(config) if callable(self.names) else self.names
-        part = inner.rpartition(".")[0]
-        found = names.get(inner)  # such as one that is no module's weight or bias
-        if found is None and part in names:
-            found = f"{names[part]}.{leaf}"
-        if found is None or (room == "mtp" and self.depths is None):
+        inner_module = inner.rpartition(".")[0]
+        found = names.get(inner)  # a name of a whole tensor
+        if found is None and inner_module in names:
+            found = f"{names[inner_module]}.{leaf}"
+        if found is None or (part == "mtp" and self.mtp is None):
             raise ValueError(
                 f"{self.model_type} models have no tensor for {name}. Give a family of your own that names it, or a "
                 "ModelConfig with family=None to go by our names."
             )
-        within_layer = found if isinstance(found, Inside) else Inside(found)
-        return replace(within_layer, theirs=f"{layer}.{within_layer.theirs}")
+        mapping = found if isinstance(found, TensorMapping) else TensorMapping(found)
+        return replace(mapping, hf_name=f"{layer}.{mapping.hf_name}")
 
     def copies(self, name: str, config: ModelConfig) -> Iterator[str]:
-        """Which of theirs repeat our tensor."""
+        """Yields the names of their tensors that repeat our tensor."""
         module, _, leaf = name.rpartition(".")
-        if self.depths is not None and module in self.outer:
-            for theirs in self.depths.copied(config, module):
-                yield f"{theirs}.{leaf}"
+        if self.mtp is not None and module in self.outer:
+            for copy in self.mtp.copies_of(config, module):
+                yield f"{copy}.{leaf}"
 
 
-def places(family: Family | None, config: ModelConfig, name: str, shape: Sequence[int]) -> Iterator[TensorMapping]:
-    """Where our tensor of this name and whole shape stands in theirs.
+def tensor_mappings(
+    family: Family | None, config: ModelConfig, name: str, shape: Sequence[int]
+) -> Iterator[TensorMapping]:
+    """Yields the mappings of our tensor of this name and whole shape: one, or one per expert, and its copies.
 
-    Without a family it stands under our own name. Nowhere, if it is `OURS_ALONE`.
+    Without a family it has our own name. Tensors in `NOT_IN_HF` have no mapping.
     """
-    if name in OURS_ALONE:
+    if name in NOT_IN_HF:
         return
-    theirs = Inside(name) if family is None else family.theirs(name, config)
+    mapping = TensorMapping(name) if family is None else family.mapping(name, config)
     whole = tuple(slice(0, size) for size in shape)
-    if EXPERT not in theirs.theirs:
-        yield _place(theirs, theirs.theirs, tuple(shape), whole)
+    if EXPERT not in mapping.hf_name:
+        yield replace(mapping, hf_shape=mapping.hf_shape or tuple(shape), region=whole)
         for copy in () if family is None else family.copies(name, config):
-            yield TensorMapping(copy, tuple(shape), ours=whole, copy=True)
+            yield TensorMapping(copy, tuple(shape), region=whole, is_copy=True)
         return
     for expert in range(shape[0]):
-        name_of_one = theirs.theirs.replace(EXPERT, str(expert))
-        yield _place(theirs, name_of_one, tuple(shape[1:]), (slice(expert, expert + 1), *whole[1:]))
-
-
-def _place(within: Inside, theirs: str, shape: tuple[int, ...], ours: Region) -> TensorMapping:
-    return TensorMapping(theirs, within.shape or shape, within.split, within.index, within.order, ours)
+        yield replace(
+            mapping,
+            hf_name=mapping.hf_name.replace(EXPERT, str(expert)),
+            hf_shape=mapping.hf_shape or tuple(shape[1:]),
+            region=(slice(expert, expert + 1), *whole[1:]),
+        )
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One of their tensors, and which of ours stand in it, each at its place."""
+    """One of their tensors, and the mappings of our tensors in it, by our names."""
 
     name: str
     shape: tuple[int, ...]
@@ -202,55 +195,55 @@ class HFTensor:
     @property
     def is_copy(self) -> bool:
         """Whether it repeats another of theirs, so that files may lack it."""
-        return all(place.copy for _, place in self.parts)
+        return all(mapping.is_copy for _, mapping in self.parts)
 
 
 def map_to_hf(
     family: Family | None, config: ModelConfig, shapes: Iterable[tuple[str, Sequence[int]]]
 ) -> dict[str, HFTensor]:
-    """All tensors of theirs that ours, of these names and whole shapes, stand in; by name, in the order of ours."""
-    found: dict[str, HFTensor] = {}
+    """Returns their tensors that hold ours, given our names and whole shapes; by name, in the order of ours."""
+    tensors: dict[str, HFTensor] = {}
     for name, shape in shapes:
-        for place in places(family, config, name, shape):
-            before = found.get(place.theirs)
-            parts = () if before is None else before.parts
-            found[place.theirs] = HFTensor(place.theirs, place.shape, (*parts, (name, place)))
-    return found
+        for mapping in tensor_mappings(family, config, name, shape):
+            known = tensors.get(mapping.hf_name)
+            parts = () if known is None else known.parts
+            tensors[mapping.hf_name] = HFTensor(mapping.hf_name, mapping.hf_shape, (*parts, (name, mapping)))
+    return tensors
 
 
-def overlap(place: TensorMapping, held: Region) -> tuple[Region, Region] | None:
-    """Of a stretch of ours and the region that a rank holds: what both have, counted in each. None if nothing."""
-    starts = [max(one.start, other.start) for one, other in zip(place.ours, held, strict=True)]
-    stops = [min(one.stop, other.stop) for one, other in zip(place.ours, held, strict=True)]
+def overlap(mapping: TensorMapping, shard: Region) -> tuple[Region, Region] | None:
+    """Returns what a mapping and a rank's shard of our tensor share, relative to each; None if nothing."""
+    starts = [max(one.start, other.start) for one, other in zip(mapping.region, shard, strict=True)]
+    stops = [min(one.stop, other.stop) for one, other in zip(mapping.region, shard, strict=True)]
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return None
 
-    def counted(region: Region) -> Region:
+    def relative_to(region: Region) -> Region:
         return tuple(
-            slice(start - each.start, stop - each.start)
-            for start, stop, each in zip(starts, stops, region, strict=True)
+            slice(start - part.start, stop - part.start)
+            for start, stop, part in zip(starts, stops, region, strict=True)
         )
 
-    return counted(place.ours), counted(held)
+    return relative_to(mapping.region), relative_to(shard)
 
 
-def copy_from_hf(theirs: Tensor, place: TensorMapping, part: Tensor, held: Region) -> None:
-    """Copy what a rank holds of one of ours, `part` at `held`, out of one of theirs, whole."""
-    common = overlap(place, held)
+def copy_from_hf(theirs: Tensor, mapping: TensorMapping, local: Tensor, shard: Region) -> None:
+    """Copies out of their whole tensor into `local`, a rank's shard of ours at `shard`."""
+    common = overlap(mapping, shard)
     if common is not None:
-        inside, here = common
-        part[here].copy_(place.read(theirs)[inside])
+        in_region, in_shard = common
+        local[in_shard].copy_(mapping.read(theirs)[in_region])
 
 
-def copy_to_hf(theirs: Tensor, place: TensorMapping, part: Tensor, held: Region) -> None:
-    """Copy what a rank holds of one of ours, `part` at `held`, into one of theirs. The rest of the place becomes 0."""
-    common = overlap(place, held)
+def copy_to_hf(theirs: Tensor, mapping: TensorMapping, local: Tensor, shard: Region) -> None:
+    """Copies `local`, a rank's shard of ours at `shard`, into their tensor. The rest of the region becomes 0."""
+    common = overlap(mapping, shard)
     if common is None:
         return
-    inside, here = common
-    if place.is_plain:
-        theirs.view(place.stretch)[inside] = part[here].to(theirs.dtype)
+    in_region, in_shard = common
+    if mapping.is_whole:
+        theirs.view(mapping.region_shape)[in_region] = local[in_shard].to(theirs.dtype)
         return
-    stretch = theirs.new_zeros(place.stretch)
-    stretch[inside] = part[here].to(theirs.dtype)
-    place.write(theirs, stretch)
+    ours = theirs.new_zeros(mapping.region_shape)
+    ours[in_region] = local[in_shard].to(theirs.dtype)
+    mapping.write(theirs, ours)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, decoder_config, head_dim, rotary_dim
-from postlude.hf.deepseek_v3 import DEPTHS, MOE_NAMES, dense_then_experts
+from postlude.hf.deepseek_v3 import MOE_NAMES, MTP_NAMES, dense_then_experts
 from postlude.hf.family import Family
 from postlude.model import ModelConfig
 
@@ -26,4 +26,4 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
     )
 
 
-GLM4_MOE = Family("glm4_moe", to_model, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES, depths=DEPTHS)
+GLM4_MOE = Family("glm4_moe", to_model, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES, mtp=MTP_NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ATTENTION_NAMES, decoder_config
-from postlude.hf.family import Family, Inside, Names
+from postlude.hf.family import Family, Names, TensorMapping
 from postlude.hf.mxfp4 import Mxfp4Source
 from postlude.model import ModelConfig
 from postlude.model.blocks import MoEConfig
@@ -53,19 +53,21 @@ def names(config: ModelConfig) -> Names:
         "attention.sinks": "self_attn.sinks",
         "moe.norm": "post_attention_layernorm",
         "moe.router": "mlp.router",
-        "moe.experts.down_proj.weight": Inside("mlp.experts.down_proj", (count, inner, outer), order=(0, 2, 1)),
+        "moe.experts.down_proj.weight": TensorMapping(
+            "mlp.experts.down_proj", (count, inner, outer), permute=(0, 2, 1)
+        ),
         "moe.experts.down_proj.bias": "mlp.experts.down_proj_bias",
         **{
-            f"moe.experts.{name}_proj.weight": Inside(
+            f"moe.experts.{name}_proj.weight": TensorMapping(
                 "mlp.experts.gate_up_proj",
                 (count, outer, 2 * inner),
                 index=(everything, everything, every_other(first)),
-                order=(0, 2, 1),
+                permute=(0, 2, 1),
             )
             for first, name in enumerate(("gate", "up"))
         },
         **{
-            f"moe.experts.{name}_proj.bias": Inside(
+            f"moe.experts.{name}_proj.bias": TensorMapping(
                 "mlp.experts.gate_up_proj_bias", (count, 2 * inner), index=(everything, every_other(first))
             )
             for first, name in enumerate(("gate", "up"))
@@ -73,4 +75,4 @@ def names(config: ModelConfig) -> Names:
     }
 
 
-GPT_OSS = Family("gpt_oss", to_model, names, packed={"mxfp4": Mxfp4Source})
+GPT_OSS = Family("gpt_oss", to_model, names, dequantize={"mxfp4": Mxfp4Source})

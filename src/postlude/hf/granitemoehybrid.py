@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ATTENTION_NAMES, activation, model_config, rotary
-from postlude.hf.family import Family, Inside, Names, rows
+from postlude.hf.family import Family, Names, TensorMapping, row_range
 from postlude.hf.mamba2 import mamba_names, time_step_limit
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig, MoEConfig
@@ -77,7 +77,7 @@ def _moe(hf: PretrainedConfig) -> BlockConfig:
 def names(config: ModelConfig) -> Names:
     """Gate and up stand in one tensor, one after the other; so do those of all experts, stacked."""
     size, second = config.hidden_size, config.blocks.get("-") or config.blocks["E"]
-    found: dict[str, str | Inside] = {**ATTENTION_NAMES, "mamba.norm": "input_layernorm"}
+    found: dict[str, str | TensorMapping] = {**ATTENTION_NAMES, "mamba.norm": "input_layernorm"}
     if "M" in config.blocks:
         found |= mamba_names("mamba", config)
     if isinstance(second, MLPConfig):
@@ -88,8 +88,8 @@ def names(config: ModelConfig) -> Names:
         found |= {
             "moe.norm": "post_attention_layernorm",
             "moe.router": "block_sparse_moe.router.layer",
-            "moe.experts.gate_proj.weight": Inside(stacked, shape, index=(slice(None), slice(0, inner))),
-            "moe.experts.up_proj.weight": Inside(stacked, shape, index=(slice(None), slice(inner, 2 * inner))),
+            "moe.experts.gate_proj.weight": TensorMapping(stacked, shape, index=(slice(None), slice(0, inner))),
+            "moe.experts.up_proj.weight": TensorMapping(stacked, shape, index=(slice(None), slice(inner, 2 * inner))),
             "moe.experts.down_proj": "block_sparse_moe.output_linear",
             **_halves("moe.shared", second.shared_intermediate_size, size),
         }
@@ -99,8 +99,8 @@ def names(config: ModelConfig) -> Names:
 def _halves(module: str, inner: int, size: int) -> Names:
     shape, fused = (2 * inner, size), "shared_mlp.input_linear.weight"
     return {
-        f"{module}.gate_proj.weight": rows(fused, 0, inner, shape),
-        f"{module}.up_proj.weight": rows(fused, inner, 2 * inner, shape),
+        f"{module}.gate_proj.weight": row_range(fused, 0, inner, shape),
+        f"{module}.up_proj.weight": row_range(fused, inner, 2 * inner, shape),
         f"{module}.down_proj": "shared_mlp.output_linear",
     }
 
@@ -109,7 +109,7 @@ GRANITEMOEHYBRID = Family(
     "granitemoehybrid",
     to_model,
     names,
-    modules={
+    module_renames={
         "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
         "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
         "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import model_config
-from postlude.hf.family import Family, Inside, Names, rows
+from postlude.hf.family import Family, Names, TensorMapping, row_range
 from postlude.model import ModelConfig
 from postlude.model.blocks import MambaConfig
 
@@ -53,7 +53,7 @@ def mamba_names(mixer: str, config: ModelConfig) -> Names:
     """
     block = config.blocks["M"]
     assert isinstance(block, MambaConfig)
-    names: dict[str, str | Inside] = {
+    names: dict[str, str | TensorMapping] = {
         "mamba.gated_norm": f"{mixer}.norm",
         "mamba.out_proj": f"{mixer}.out_proj",
         **{f"mamba.vectors.{vector}": f"{mixer}.{vector}" for vector in ("A_log", "dt_bias", "D")},
@@ -63,16 +63,16 @@ def mamba_names(mixer: str, config: ModelConfig) -> Names:
     start, total = 0, sum(projections.values())
     for name, size in projections.items():
         stop = start + size
-        names[f"mamba.{name}.weight"] = rows(f"{mixer}.in_proj.weight", start, stop, (total, config.hidden_size))
-        names[f"mamba.{name}.bias"] = rows(f"{mixer}.in_proj.bias", start, stop, (total,))
+        names[f"mamba.{name}.weight"] = row_range(f"{mixer}.in_proj.weight", start, stop, (total, config.hidden_size))
+        names[f"mamba.{name}.bias"] = row_range(f"{mixer}.in_proj.bias", start, stop, (total,))
         start = stop
     start, total = 0, inner + 2 * shared
     for name, size in {"x_conv": inner, "b_conv": shared, "c_conv": shared}.items():
         stop, taps = start + size, block.conv_kernel
-        names[f"mamba.{name}.weight"] = Inside(
-            f"{mixer}.conv1d.weight", (total, 1, taps), split=(total, taps), index=(slice(start, stop),)
+        names[f"mamba.{name}.weight"] = TensorMapping(
+            f"{mixer}.conv1d.weight", (total, 1, taps), view=(total, taps), index=(slice(start, stop),)
         )
-        names[f"mamba.{name}.bias"] = rows(f"{mixer}.conv1d.bias", start, stop, (total,))
+        names[f"mamba.{name}.bias"] = row_range(f"{mixer}.conv1d.bias", start, stop, (total,))
         start = stop
     return names
 

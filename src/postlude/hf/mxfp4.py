@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from postlude.hf.tensor_source import SizedSource
+from postlude.hf.tensor_source import TensorSource
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BIAS = 127  # of the shared exponent
@@ -22,7 +22,7 @@ class Mxfp4Source:
     groups]. What they stand for is [experts, 32 · groups, out].
     """
 
-    def __init__(self, packed: SizedSource) -> None:
+    def __init__(self, packed: TensorSource) -> None:
         self._packed = packed
 
     def names(self) -> Iterable[str]:

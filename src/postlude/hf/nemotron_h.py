@@ -88,7 +88,7 @@ def names(config: ModelConfig) -> Names:
     return {**NAMES, **(mamba_names("mixer", config) if "M" in config.blocks else {})}
 
 
-DEPTHS = MTPNames(
+MTP_NAMES = MTPNames(
     layers=lambda config: tuple(SYMBOLS[kind] for kind in config.hf_config["mtp_layers_block_type"]),
     layer="mtp.layers.{layer}",
     names={
@@ -97,7 +97,7 @@ DEPTHS = MTPNames(
         "proj": f"{FIRST}.eh_proj",
         "norm": f"{LAST}.final_layernorm",
     },
-    begin="mtp.",
+    prefix="mtp.",
 )
 NEMOTRON_H = Family(
     "nemotron_h",
@@ -105,6 +105,6 @@ NEMOTRON_H = Family(
     names,
     outer=BACKBONE,
     layer="backbone.layers.{layer}",
-    modules={"model.": "backbone."},
-    depths=DEPTHS,
+    module_renames={"model.": "backbone."},
+    mtp=MTP_NAMES,
 )

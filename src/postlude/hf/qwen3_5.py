@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from postlude.hf.decoder import activation
-from postlude.hf.family import Family, Inside, Names, rows
+from postlude.hf.family import Family, Names, TensorMapping, row_range
 from postlude.hf.mtp_names import LAYER
 from postlude.hf.qwen3_next import (
-    DEPTHS,
+    MTP_NAMES,
     NAMES,
     gated_attention_names,
     gated_delta_names,
@@ -48,7 +48,7 @@ def names(config: ModelConfig) -> Names:
     ends = (delta.keys, 2 * delta.keys, 2 * delta.keys + delta.values)
     shape = (ends[-1], config.hidden_size)
     for name, start, stop in zip("qkv", (0, *ends), ends, strict=False):
-        found[f"gated_delta.{name}_proj.weight"] = rows("linear_attn.in_proj_qkv.weight", start, stop, shape)
+        found[f"gated_delta.{name}_proj.weight"] = row_range("linear_attn.in_proj_qkv.weight", start, stop, shape)
     return found | {f"gated_delta.{name}_proj": f"linear_attn.in_proj_{name}" for name in "zba"}
 
 
@@ -67,17 +67,19 @@ def stacked_names(config: ModelConfig) -> Names:
     shape = (moe.experts, 2 * inner, config.hidden_size)
     return {
         **names(config),
-        "moe.experts.gate_proj.weight": Inside("mlp.experts.gate_up_proj", shape, index=(slice(None), slice(0, inner))),
-        "moe.experts.up_proj.weight": Inside(
+        "moe.experts.gate_proj.weight": TensorMapping(
+            "mlp.experts.gate_up_proj", shape, index=(slice(None), slice(0, inner))
+        ),
+        "moe.experts.up_proj.weight": TensorMapping(
             "mlp.experts.gate_up_proj", shape, index=(slice(None), slice(inner, 2 * inner))
         ),
         "moe.experts.down_proj.weight": "mlp.experts.down_proj",
     }
 
 
-COUNTED = replace(DEPTHS, count="mtp_num_hidden_layers", unsaid=0)
-QWEN3_5 = Family("qwen3_5_text", to_dense, names, depths=COUNTED)
-QWEN3_5_MOE = Family("qwen3_5_moe_text", to_moe, names, depths=COUNTED)
+MTP_NAMES_3_5 = replace(MTP_NAMES, config_key="mtp_num_hidden_layers", default_count=0)
+QWEN3_5 = Family("qwen3_5_text", to_dense, names, mtp=MTP_NAMES_3_5)
+QWEN3_5_MOE = Family("qwen3_5_moe_text", to_moe, names, mtp=MTP_NAMES_3_5)
 
 QWEN3_5_VISION = Family(
     "qwen3_5",
@@ -89,13 +91,13 @@ QWEN3_5_VISION = Family(
         "head": "lm_head",
     },
     layer=f"model.language_model.layers.{LAYER}",
-    depths=COUNTED,
-    left_out={"model.visual.": "what sees"},
+    mtp=MTP_NAMES_3_5,
+    ignored={"model.visual.": "what sees"},
 )
 QWEN3_5_MOE_VISION = replace(
     QWEN3_5_VISION,
     model_type="qwen3_5_moe",
     to_model=lambda hf: to_moe(text_config(hf)),
     names=stacked_names,
-    seen=StackedExpertsSource,  # some of those published have the experts of multi-token prediction one by one
+    adapt_source=StackedExpertsSource,  # some of those published have the experts of multi-token prediction one by one
 )

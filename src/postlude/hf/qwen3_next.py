@@ -15,7 +15,7 @@ from postlude.hf.decoder import (
     rotary,
     rotary_dim,
 )
-from postlude.hf.family import Family, Inside, Names
+from postlude.hf.family import Family, Names, TensorMapping
 from postlude.hf.mtp_names import MTPNames
 from postlude.hf.qwen3_moe import MOE_NAMES, experts_or_dense
 from postlude.model import ModelConfig
@@ -121,10 +121,10 @@ def gated_attention_names(config: ModelConfig) -> Names:
     found = {}
     for leaf, shape in (("weight", (config.hidden_size,)), ("bias", ())):
         for place, name in enumerate(("q_proj", "gate_proj")):
-            found[f"attention.{name}.{leaf}"] = Inside(
+            found[f"attention.{name}.{leaf}"] = TensorMapping(
                 f"self_attn.q_proj.{leaf}",
                 (heads * 2 * width, *shape),
-                split=(heads, 2, width, *shape),
+                view=(heads, 2, width, *shape),
                 index=(slice(None), slice(place, place + 1)),
             )
     return found
@@ -137,9 +137,9 @@ def gated_delta_names(config: ModelConfig) -> Names:
     delta = cast(GatedDeltaConfig, config.blocks["G"])
     channels, width = 2 * delta.keys + delta.values, delta.conv_kernel
     ends = (delta.keys, 2 * delta.keys, channels)
-    found: dict[str, str | Inside] = {
-        f"gated_delta.{name}_conv.weight": Inside(
-            "linear_attn.conv1d.weight", (channels, 1, width), split=(channels, width), index=(slice(start, stop),)
+    found: dict[str, str | TensorMapping] = {
+        f"gated_delta.{name}_conv.weight": TensorMapping(
+            "linear_attn.conv1d.weight", (channels, 1, width), view=(channels, width), index=(slice(start, stop),)
         )
         for name, start, stop in zip("qkv", (0, *ends), ends, strict=False)
     }
@@ -152,17 +152,17 @@ def gated_delta_names(config: ModelConfig) -> Names:
     }
 
 
-def _by_head(theirs: str, heads: int, size: int, stretches: Sequence[int]) -> list[Inside]:
+def _by_head(theirs: str, heads: int, size: int, stretches: Sequence[int]) -> list[TensorMapping]:
     """Matrices that stand in theirs one after another, head by head, each with its stretch of rows of a head."""
     rows_of_head, found, start = sum(stretches), [], 0
     for stretch in stretches:
         index = (slice(None), slice(start, start + stretch))
-        found.append(Inside(theirs, (heads * rows_of_head, size), split=(heads, rows_of_head, size), index=index))
+        found.append(TensorMapping(theirs, (heads * rows_of_head, size), view=(heads, rows_of_head, size), index=index))
         start += stretch
     return found
 
 
-DEPTHS = MTPNames(
+MTP_NAMES = MTPNames(
     layers=lambda config: ("*E" if "E" in config.blocks else "*-",),
     layer="mtp.layers.{layer}",
     names={
@@ -171,8 +171,8 @@ DEPTHS = MTPNames(
         "proj": "mtp.fc",
         "norm": "mtp.norm",
     },
-    most=1,  # more would share all but their layers
-    unsaid=1,
-    begin="mtp.",
+    max_depths=1,  # more would share all but their layers
+    default_count=1,
+    prefix="mtp.",
 )
-QWEN3_NEXT = Family("qwen3_next", to_model, names, depths=DEPTHS)
+QWEN3_NEXT = Family("qwen3_next", to_model, names, mtp=MTP_NAMES)

@@ -18,7 +18,7 @@ from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family
 from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, read_postlude_config
-from postlude.hf.tensor_source import SizedSource
+from postlude.hf.tensor_source import TensorSource
 from postlude.hf.tensor_sources import CheckpointSource, SafetensorsSource, hf_config
 from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, Block
@@ -91,13 +91,13 @@ def read_model_with_mtp(
     """As `read_model`, with the multi-token-prediction depths that the source's files hold, by the names in them."""
     family, config = read_model(source, families, blocks)
     path = weights_at(source)
-    if family is None or family.depths is None or config.pattern.mtp or path is None or not path.is_dir():
+    if family is None or family.mtp is None or config.pattern.mtp or path is None or not path.is_dir():
         return family, config
     try:
         names = set(tensors_in(path, family, config).names())
     except FileNotFoundError:  # a directory without weights can be described; who needs them will say so
         return family, config
-    return family, family.with_mtp(config, family.depths.held(config, names))
+    return family, family.with_mtp(config, family.mtp.count_in(config, names))
 
 
 def with_mtp(
@@ -161,8 +161,8 @@ def model_from_hf(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIE
     if not quantised:
         return family, family.to_model(hf)
     method = (quantised if isinstance(quantised, dict) else quantised.to_dict()).get("quant_method")
-    if method not in family.packed:
-        known = f" or {', '.join(family.packed)}" if family.packed else ""
+    if method not in family.dequantize:
+        known = f" or {', '.join(family.dequantize)}" if family.dequantize else ""
         raise ValueError(
             f"the weights are quantised by {method!r} (quantization_config in config.json); load a version in bf16, "
             f"fp32{known}."
@@ -179,16 +179,16 @@ def _known(model_type: str, families: Mapping[str, Family]) -> Family:
     return family
 
 
-def tensors_in(path: Path, family: Family | None, config: ModelConfig) -> SizedSource:
+def tensors_in(path: Path, family: Family | None, config: ModelConfig) -> TensorSource:
     """The tensors of a model directory or a checkpoint, unpacked and as transformers names them."""
     if (path / STATE).is_file():
         return CheckpointSource(path, family, config)
-    tensors: SizedSource = SafetensorsSource(path)
+    tensors: TensorSource = SafetensorsSource(path)
     if family is None:
         return tensors
-    for unpack in family.packed.values():
+    for unpack in family.dequantize.values():
         tensors = unpack(tensors)  # which leaves alone what is not packed
-    return tensors if family.seen is None else family.seen(tensors)
+    return tensors if family.adapt_source is None else family.adapt_source(tensors)
 
 
 def weights_at(source: PlainSource) -> Path | None:

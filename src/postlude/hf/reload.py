@@ -8,7 +8,7 @@ from pathlib import Path
 from postlude.hf.checksum import ChecksummedSource
 from postlude.hf.families import FAMILIES
 from postlude.hf.load import check_tensors, fill
-from postlude.hf.tensor_source import SizedSource
+from postlude.hf.tensor_source import TensorSource
 from postlude.hf.tensor_sources import SafetensorsSource
 from postlude.model import LanguageModel
 
@@ -29,7 +29,7 @@ def reload_weights(model: LanguageModel, directory: str | os.PathLike[str]) -> s
         raise FileNotFoundError(f"{directory} names the home of a user who is not known here.") from error
     family = FAMILIES[model.config.family] if model.config.family is not None else None
     summed = ChecksummedSource(SafetensorsSource(path))
-    tensors: SizedSource = summed if family is None or family.seen is None else family.seen(summed)
+    tensors: TensorSource = summed if family is None or family.adapt_source is None else family.adapt_source(summed)
     check_tensors(tensors, family, model.config, model.block_types)
     try:
         fill(model, tensors, family)

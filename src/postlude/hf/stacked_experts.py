@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from postlude.hf.tensor_source import SizedSource
+from postlude.hf.tensor_source import TensorSource
 
 ONE = re.compile(r"(mtp\..+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 FUSED, DOWN = ".gate_up_proj", ".down_proj"
@@ -20,7 +20,7 @@ class StackedExpertsSource:
     Each one's gate stands before its up. What is stacked already is left as it is.
     """
 
-    def __init__(self, single: SizedSource) -> None:
+    def __init__(self, single: TensorSource) -> None:
         self._single = single
         self._experts: dict[str, int] = {}  # how many there are of one layer, by what their names begin with
         for name in single.names():

@@ -1,4 +1,4 @@
-"""What a source of tensors offers, whatever they come from: one at a time, by their Hugging Face names."""
+"""TensorSource: tensors by their Hugging Face names, read one by one. `tensor_sources.py` has the implementations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ class TensorSource(Protocol):
     """Tensors by name, read on demand."""
 
     def names(self) -> Iterable[str]:
-        """Every tensor there is."""
+        """Returns the names of all tensors."""
         ...
 
     def take(self, name: str) -> Tensor:
-        """One tensor. It is taken once, so a source may let go of it."""
+        """Returns one tensor. It is taken once, so a source may release it."""
         ...
 
-
-class SizedSource(TensorSource, Protocol):
-    """Tensors whose sizes are known before they are read."""
-
     def shape(self, name: str) -> tuple[int, ...]:
-        """The sizes of one tensor."""
+        """Returns the shape of one tensor, without reading it."""
         ...

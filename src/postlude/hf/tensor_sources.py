@@ -1,4 +1,4 @@
-"""Where a model's tensors come from, one at a time and by their Hugging Face names. Never through pickle."""
+"""Sources of a model's tensors: safetensors files, checkpoints, memory. Nothing is loaded through pickle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from postlude.sharded_tensors import ShardReader, read_state
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MODEL = "model/"  # before the names of a model's tensors in a checkpoint
+MODEL = "model/"  # the prefix of a model's tensors in a checkpoint
 
 
 class SafetensorsSource:
@@ -29,17 +29,17 @@ class SafetensorsSource:
         self._open: dict[Path, safe_open] = {}
 
     def names(self) -> Iterable[str]:
-        """Every tensor in the directory."""
+        """Returns the names of all tensors in the directory."""
         return self._file_of
 
     def take(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Returns one tensor, on the CPU."""
         with self._reading(name) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The sizes of one tensor, by the header of its file."""
+        """Returns the shape of one tensor from the header of its file."""
         with self._reading(name) as file:
             return tuple(file.get_slice(name).get_shape())
 
@@ -55,7 +55,7 @@ class SafetensorsSource:
 
 
 class CheckpointSource:
-    """The model in a training checkpoint, whose tensors go by our names there and are in parts."""
+    """The model in a training checkpoint, which has our names and sharded tensors."""
 
     def __init__(self, directory: Path, family: Family | None, config: ModelConfig) -> None:
         self._reader = ShardReader(directory, read_state(directory))
@@ -63,61 +63,65 @@ class CheckpointSource:
         self._theirs = map_to_hf(family, config, ((name, self._reader.shape(MODEL + name)) for name in ours))
 
     def names(self) -> Iterable[str]:
-        """Every tensor of the model."""
+        """Returns the names of all tensors of the model."""
         return self._theirs
 
     def take(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
-        theirs = self._theirs[name]
-        stretches = [
-            self._reader.read(MODEL + ours, tuple(each.start for each in place.ours), place.stretch)
-            for ours, place in theirs.parts
+        """Returns one tensor, on the CPU."""
+        tensor = self._theirs[name]
+        regions = [
+            self._reader.read(MODEL + ours, tuple(part.start for part in mapping.region), mapping.region_shape)
+            for ours, mapping in tensor.parts
         ]
-        if len(stretches) == 1 and theirs.parts[0][1].is_plain:
-            return stretches[0].view(theirs.shape)
-        whole = torch.empty(theirs.shape, dtype=stretches[0].dtype)
-        for (_, place), stretch in zip(theirs.parts, stretches, strict=True):
-            place.write(whole, stretch)
+        if len(regions) == 1 and tensor.parts[0][1].is_whole:
+            return regions[0].view(tensor.shape)
+        whole = torch.empty(tensor.shape, dtype=regions[0].dtype)
+        for (_, mapping), region in zip(tensor.parts, regions, strict=True):
+            mapping.write(whole, region)
         return whole
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The sizes of one tensor."""
+        """Returns the shape of one tensor."""
         return self._theirs[name].shape
 
 
 class MemorySource:
-    """Tensors in memory, let go of one by one as they are taken."""
+    """Tensors in memory, released one by one as they are taken."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
 
     def names(self) -> Iterable[str]:
-        """Every tensor not yet taken."""
+        """Returns the names of tensors not yet taken."""
         return self._tensors
 
     def take(self, name: str) -> Tensor:
-        """One tensor, forgotten here."""
+        """Returns one tensor and releases it."""
         return self._tensors.pop(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of one tensor."""
+        return tuple(self._tensors[name].shape)
 
 
 class ModuleSource(MemorySource):
     """The tensors of a transformers model in memory."""
 
     def __init__(self, module: nn.Module, family: Family, wanted: Container[str]) -> None:
-        """`wanted` are the names of the family's tensors, as its files have them."""
+        """`wanted` are the names of the family's tensors in its files."""
         super().__init__(as_stored(module.state_dict(), family, wanted))
-        module.to("meta")  # the tensors above are now the only hold on the memory
+        module.to("meta")  # so that taking a tensor frees its memory
 
 
 def names_in_order(config: ModelConfig, family: Family, wanted: Container[str]) -> list[str]:
-    """The names that `wanted` tensors of a family have in files, in the order of transformers' own state dict."""
+    """Returns the names of `wanted` tensors in files, in the order of transformers' state dict."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(hf_config(config))
     return list(as_stored(module.state_dict(), family, wanted))
 
 
 def hf_config(config: ModelConfig) -> PretrainedConfig:
-    """The transformers config a model was read from."""
+    """Returns the transformers config that a model was read from."""
     if config.family is None or not config.hf_config:
         raise ValueError(
             f"no Hugging Face family describes this model, {config.pattern}, so it has no config.json. Write it as "
@@ -131,15 +135,15 @@ def hf_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def as_stored(tensors: Mapping[str, Tensor], family: Family, wanted: Container[str]) -> dict[str, Tensor]:
-    """Tensors of a transformers module as its files name them: a layer's stacked experts one by one, as views.
+    """Returns the tensors of a transformers module by their names in files: stacked experts become views, one each.
 
-    Those that are `wanted` under the module's own name are left as they are.
+    Tensors that are `wanted` under the module's own name stay as they are.
     """
     stored: dict[str, Tensor] = {}
     for module_name, tensor in tensors.items():
         name = module_name
-        for theirs, filed in family.modules.items():
-            name = name.replace(theirs, filed)
+        for in_module, in_file in family.module_renames.items():
+            name = name.replace(in_module, in_file)
         stem, _, leaf = name.rpartition(".")
         if name in wanted:
             stored[name] = tensor

@@ -46,8 +46,8 @@ def with_mtp_loss(objective: Objective, mtp: MTPSettings | None, over: str, *, c
 
 def _default_layers(family: Family | None, config: ModelConfig) -> tuple[str, ...]:
     """Returns the layers of a new depth: those of the family's own depths, or the model's last layer."""
-    if family is not None and family.depths is not None:
-        layers = family.depths.layers(config)
+    if family is not None and family.mtp is not None:
+        layers = family.mtp.layers(config)
         if config.blocks.keys() >= set("".join(layers)):
             return layers
     return config.pattern.layers[-1:]

@@ -174,10 +174,10 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     found = {}
     for theirs in map_to_hf(family, config, ((name, parameter.shape) for name, parameter in own.items())).values():
         whole = found[theirs.name] = torch.zeros(theirs.shape)
-        for name, place in theirs.parts:
+        for name, mapping in theirs.parts:
             gradient = own[name].grad
             if gradient is not None:
-                place.write(whole, gradient[place.ours].float().cpu())
+                mapping.write(whole, gradient[mapping.region].float().cpu())
     return found
 
 
